@@ -1,0 +1,92 @@
+"""Placer finds where each layer of a PyTorch model should run.
+
+    profile  ->  solve  ->  serve  ->  apply
+    (torch)      (OR-Tools)  (FastAPI)   (torch)
+
+Public names are resolved when first used, so that importing placer imports neither torch nor OR-Tools.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from placer.errors import MissingExtraError, PlacerError
+
+if TYPE_CHECKING:
+    from placer import testing as testing
+    from placer.executor.dataflow import DataFlow as DataFlow
+    from placer.graph.capture import capture as capture
+    from placer.profiler.profile import profile as profile
+    from placer.schema import (
+        Cluster as Cluster,
+    )
+    from placer.schema import (
+        Constraints as Constraints,
+    )
+    from placer.schema import (
+        Placement as Placement,
+    )
+    from placer.schema import (
+        PlacementRequest as PlacementRequest,
+    )
+    from placer.schema import (
+        Profile as Profile,
+    )
+    from placer.solver.solve import solve as solve
+    from placer_client.suggest import suggest as suggest
+
+__all__ = [
+    "Cluster",
+    "Constraints",
+    "DataFlow",
+    "Placement",
+    "PlacementRequest",
+    "PlacerError",
+    "Profile",
+    "capture",
+    "profile",
+    "solve",
+    "suggest",
+    "testing",
+]
+
+try:
+    __version__ = version("torch-placer")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+_HOMES = {
+    "Cluster": "placer.schema",
+    "Constraints": "placer.schema",
+    "DataFlow": "placer.executor.dataflow",
+    "Placement": "placer.schema",
+    "PlacementRequest": "placer.schema",
+    "Profile": "placer.schema",
+    "capture": "placer.graph.capture",
+    "profile": "placer.profiler.profile",
+    "solve": "placer.solver.solve",
+    "suggest": "placer_client.suggest",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return _import("placer.testing")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'placer' has no attribute {name!r}")
+    return getattr(_import(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
+def _import(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise MissingExtraError("torch is not installed: pip install 'torch-placer[torch]'") from error
+        raise

@@ -1,0 +1,170 @@
+"""The one place that knows CUDA from CPU: device names, streams, events, synchronisation, memory figures, copies.
+
+A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every other, a device by name alone, until
+``placer.testing.logical_devices`` makes it behave like one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer.errors import InputError
+
+DeviceLike = int | str | torch.device
+
+CPU = "cpu"
+
+
+def parse(device: DeviceLike, kind: str | None = None) -> torch.device:
+    """A device from an index, a string or a ``torch.device``, always with an index.
+
+    Args:
+        device: ``1``, ``"1"``, ``"cuda:1"``, ``"cpu:2"`` or ``torch.device("cuda", 1)``.
+        kind: ``"cuda"`` or ``"cpu"``: what a bare index means; CUDA where there is any, if None.
+
+    Raises:
+        InputError: it names no device.
+    """
+    if isinstance(device, str) and device.isdecimal():
+        device = int(device)
+    if isinstance(device, int) and not isinstance(device, bool):
+        if device < 0:
+            raise InputError(f"device index {device} is negative; the first device is 0")
+        return torch.device(kind or default_kind(), device)
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"{device!r} is no device; give an index, 'cuda:0', 'cpu:1' or a torch.device") from error
+    if parsed.type == "meta":
+        raise InputError("'meta' holds no data, so no layer can run there; give 'cuda:0' or 'cpu:0'")
+    return parsed if parsed.index is not None else torch.device(parsed.type, 0)
+
+
+def default_kind() -> str:
+    """The kind of device that a bare index means: ``cuda`` where there is any, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else CPU
+
+
+def available() -> list[torch.device]:
+    """Every CUDA device, or, without any, one CPU stand-in (as many as ``logical_devices`` was given, inside it)."""
+    if torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device(CPU, index) for index in range(_stand_ins[-1] if _stand_ins else 1)]
+
+
+def resolve(devices: int | Sequence[DeviceLike] | None) -> list[torch.device]:
+    """The devices that a user named: a count, a list of devices, or None for all that are available.
+
+    Raises:
+        InputError: none, one named twice, or one that is not there.
+    """
+    if devices is None:
+        return available()
+    if isinstance(devices, int):
+        devices = list(range(devices))
+    parsed = [parse(device) for device in devices]
+    if not parsed:
+        raise InputError("no device was given; leave devices out to use all that are available")
+    for device in parsed:
+        if parsed.count(device) > 1:
+            raise InputError(f"device {device} is given twice")
+        require(device)
+    return parsed
+
+
+def require(device: torch.device) -> None:
+    """Raise an InputError if the device is not there."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no {device}; torch sees {torch.cuda.device_count()} CUDA devices")
+    if _stand_ins and device.type == CPU and (device.index or 0) >= _stand_ins[-1]:
+        raise InputError(f"there is no {device}; logical_devices({_stand_ins[-1]}) made cpu:0 to cpu:{_stand_ins[-1] - 1}")
+
+
+def type_name(device: torch.device) -> str:
+    """The device type as a profile names it: ``NVIDIA H200``, or ``cpu`` with the processor's architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {platform.machine()}"
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Make the device the current one."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        yield
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Free and total memory of the device, in bytes; a stand-in shares the machine's memory with all others."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+
+def release_cache() -> None:
+    """Give cached, unused device memory back."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# Set by placer.testing.logical_devices: how many stand-ins there are, innermost last.
+_stand_ins: list[int] = []
+
+
+def location(tensor: Tensor) -> torch.device:
+    """The device that holds the tensor, under ``logical_devices`` the stand-in."""
+    return tensor.device
+
+
+def same(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are one; outside ``logical_devices`` all CPU stand-ins hold each other's tensors."""
+    if a.type == CPU and b.type == CPU and not _stand_ins:
+        return True
+    return a == b
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on that device; itself if it is there. Differentiable: the gradient moves back."""
+    source = location(tensor)
+    if same(source, device):
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        moved: Tensor = _Move.apply(tensor, source, device)
+        return moved
+    return copy(tensor, device)
+
+
+def copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of the tensor's data on that device, without a gradient."""
+    return tensor.detach().to(device, non_blocking=device.type == "cuda", copy=True)
+
+
+class _Move(torch.autograd.Function):
+    """A copy forwards and a copy back; torch's own copy forgets which stand-in a tensor came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, source: torch.device, target: torch.device) -> Tensor:
+        ctx.source = source
+        return copy(tensor, target)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return copy(gradients[0], ctx.source), None, None

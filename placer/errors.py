@@ -1,0 +1,90 @@
+"""Everything that Placer raises on purpose.
+
+    PlacerError
+    ├── InputError            a value that was given cannot be used (also a ValueError)
+    │   ├── ProfileError      a profile or cluster contradicts itself
+    │   └── PlacementError    a placement or layer map does not fit the model or the devices
+    ├── CaptureError          the model's layer graph could not be had, the hook path included
+    ├── ProfilingError        a layer or link could not be measured
+    ├── InfeasibleError       no placement meets the requirements
+    ├── SolveLimitError       the time ran out before any placement was found
+    ├── ServerError           the service answered with a problem
+    │   ├── UnreachableError  the service could not be reached
+    │   └── TimeoutExceeded   the service did not answer in time
+    └── MissingExtraError     an optional package is not installed (also an ImportError)
+
+A message states the values at fault in the user's words, and the way out.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "InfeasibleError",
+    "InputError",
+    "MissingExtraError",
+    "PlacementError",
+    "PlacerError",
+    "ProfileError",
+    "ProfilingError",
+    "ServerError",
+    "SolveLimitError",
+    "TimeoutExceeded",
+    "UnreachableError",
+]
+
+
+class PlacerError(Exception):
+    """The base of every error that Placer raises on purpose."""
+
+
+class InputError(PlacerError, ValueError):
+    """A value that was given cannot be used."""
+
+
+class ProfileError(InputError):
+    """A profile or cluster contradicts itself."""
+
+
+class PlacementError(InputError):
+    """A placement or a layer map does not fit the model or the devices."""
+
+
+class CaptureError(PlacerError):
+    """The layer graph of a model could not be had."""
+
+
+class ProfilingError(PlacerError):
+    """A layer or a link could not be measured."""
+
+
+class InfeasibleError(PlacerError):
+    """No placement meets the requirements; the message says which hold each other off."""
+
+
+class SolveLimitError(PlacerError):
+    """The time ran out before any placement was found."""
+
+
+class ServerError(PlacerError):
+    """The service answered with a problem.
+
+    Attributes:
+        status: the HTTP status, or None where no answer came.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class UnreachableError(ServerError):
+    """The service could not be reached."""
+
+
+class TimeoutExceeded(ServerError):
+    """The service did not answer in time."""
+
+
+class MissingExtraError(PlacerError, ImportError):
+    """An optional package is not installed; the message names the pip command."""

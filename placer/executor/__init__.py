@@ -1,0 +1,1 @@
+"""Applies a placement to the unmodified model and runs it."""

@@ -1,0 +1,134 @@
+"""The layer graph: layers in execution order, and the values that pass between them.
+
+    inputs ──▶ layer ──▶ value ──▶ layer ──▶ ... ──▶ outputs
+                 │
+               state (the user's own parameters and buffers, by their names in the model)
+
+Profiler and executor both stand on it: a layer is a function of a device, its state and the values that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LayerFunction = Callable[[torch.device, Sequence[Tensor], Sequence[Any]], tuple[Any, ...]]
+"""``function(device, state, reads) -> writes``; differentiable, no moves between devices inside."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What crosses the border of a layer: a tensor, or a number that the model computed from a shape.
+
+    Attributes:
+        name: unique in its graph.
+        shape: at the example's batch size; () for a number.
+        dtype: None for a number.
+        bytes: at the example's batch size; 0 for a number.
+        batch_dim: 0 where the first dimension is the batch, else None.
+        requires_grad: whether a gradient flows back through it in training.
+        source: the layer that makes it; None for an input of the model.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    bytes: int
+    batch_dim: int | None
+    requires_grad: bool
+    source: str | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The unit that is placed.
+
+    Attributes:
+        name: the module path, with ``@1``, ``@2`` for later calls of the same module.
+        modules: the module paths that it covers: one, or several where a cycle was merged.
+        module_type: the class of the module, for people.
+        state: names of the parameters and buffers that it uses, in the order of ``function``'s ``state``.
+        mutated: those of ``state`` that it changes in place (running statistics).
+        reads: names of the values that it reads, in the order of ``function``'s ``reads``.
+        writes: names of the values that it makes, in the order of ``function``'s result.
+        function: computes ``writes`` from ``state`` and ``reads`` on one device.
+        signature: equal for two layers that do the same operations on the same shapes, dtypes and state shapes.
+        random: whether it draws random numbers.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    module_type: str
+    state: tuple[str, ...]
+    mutated: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    function: LayerFunction
+    signature: str
+    random: bool = False
+
+
+@dataclass
+class LayerGraph:
+    """The layers of a model, in execution order.
+
+    Attributes:
+        layers: in execution order: a value is made before it is read.
+        values: by name.
+        inputs: names of the values that the model is given, in the order of its flattened tensors.
+        outputs: names of the values that the model returns, in the order of its flattened tensors.
+        colocated: groups of layers that share a parameter, or a buffer that one of them changes.
+        state: the user's parameters and buffers by name.
+        training: whether the model was captured in training mode.
+        batch_size: of the example.
+        granularity: how the layers were cut.
+        captured: False where the model runs through hooks.
+        not_captured_because: the reason then.
+        hash: the same for the same operations, shapes and dtypes.
+    """
+
+    layers: list[Layer]
+    values: dict[str, Value]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    colocated: tuple[tuple[str, ...], ...]
+    state: Mapping[str, Tensor]
+    training: bool
+    batch_size: int
+    granularity: int | str
+    captured: bool = True
+    not_captured_because: str = ""
+    hash: str = ""
+    model: str = ""
+    _by_name: dict[str, Layer] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._by_name = {layer.name: layer for layer in self.layers}
+
+    def __getitem__(self, name: str) -> Layer:
+        """The layer of that name."""
+        return self._by_name[name]
+
+    def readers(self) -> dict[str, list[str]]:
+        """For each value, the layers that read it, in execution order."""
+        readers: dict[str, list[str]] = {name: [] for name in self.values}
+        for layer in self.layers:
+            for name in dict.fromkeys(layer.reads):
+                readers[name].append(layer.name)
+        return readers
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements (of its storage where it is not a view)."""
+    return tensor.numel() * tensor.element_size()
+
+
+def named_state(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by name, persistent or not, a shared one under its first name."""
+    state: dict[str, Tensor] = dict(module.named_parameters())
+    state.update(module.named_buffers())
+    return state

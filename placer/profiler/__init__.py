@@ -1,0 +1,1 @@
+"""Measures layers, memory, devices and links."""

@@ -1,0 +1,1 @@
+"""Tables and pictures of profiles and placements, for people."""

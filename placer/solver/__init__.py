@@ -1,0 +1,1 @@
+"""Solves for the placement with the best objective, and checks it."""

@@ -1,0 +1,1 @@
+"""Reference models written as plain modules: what the demo, the examples and the benchmarks place."""
