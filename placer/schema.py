@@ -36,7 +36,7 @@ __all__ = [
     "Transfers",
 ]
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION: Literal["1"] = "1"
 """The version of every wire type; a reader refuses one that it does not know."""
 
 MAX_LAYERS = 100_000

@@ -1,0 +1,27 @@
+"""The two linears of PyTorch's model-parallel tutorial, before anybody split them."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+__all__ = ["ToyModel"]
+
+
+class ToyModel(nn.Module):
+    """Linear, ReLU, linear: ``(N, features)`` to ``(N, outputs)``.
+
+    Args:
+        features: of the input and between the two linears.
+        outputs: of the second linear.
+    """
+
+    def __init__(self, features: int = 10, outputs: int = 5) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(features, features)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(features, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape ``(N, outputs)`` for an input of shape ``(N, features)``."""
+        y: Tensor = self.net2(self.relu(self.net1(x)))
+        return y
