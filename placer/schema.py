@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, model_validator
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -41,6 +41,9 @@ SCHEMA_VERSION: Literal["1"] = "1"
 
 MAX_LAYERS = 100_000
 MAX_DEVICES = 1_024
+
+FIRST = FailFast()
+"""Of a list, only the first faulty element is reported: a million faults would take a gigabyte to describe."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -104,10 +107,10 @@ class Edge(_Wire):
     """
 
     source: Name
-    targets: Annotated[tuple[Name, ...], Field(min_length=1)]
+    targets: Annotated[tuple[Name, ...], Field(min_length=1), FIRST]
     bytes: Bytes
     gradient_bytes: Bytes = 0
-    saved_by: tuple[Name, ...] = ()
+    saved_by: Annotated[tuple[Name, ...], FIRST] = ()
 
 
 class Device(_Wire):
@@ -157,8 +160,8 @@ class Link(_Wire):
 class Cluster(_Wire):
     """The devices and the links between them; two devices without a link cannot exchange values."""
 
-    devices: Annotated[tuple[Device, ...], Field(min_length=1, max_length=MAX_DEVICES)]
-    links: tuple[Link, ...] = ()
+    devices: Annotated[tuple[Device, ...], Field(min_length=1, max_length=MAX_DEVICES), FIRST]
+    links: Annotated[tuple[Link, ...], FIRST] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -206,9 +209,9 @@ class Profile(_Wire):
     granularity: Annotated[int, Field(ge=1, le=1000)] | Annotated[str, StringConstraints(max_length=64)] = "auto"
     captured: bool = True
     not_captured_because: Annotated[str, StringConstraints(max_length=4096)] = ""
-    layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=MAX_LAYERS)]
-    edges: tuple[Edge, ...] = ()
-    colocated: tuple[tuple[Name, ...], ...] = ()
+    layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=MAX_LAYERS), FIRST]
+    edges: Annotated[tuple[Edge, ...], FIRST] = ()
+    colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
     cluster: Cluster | None = None
     versions: dict[str, str] = {}
 
@@ -262,8 +265,8 @@ class Constraints(_Wire):
 
     contiguous: bool | None = None
     pinned: dict[Name, Name] = {}
-    forbidden: dict[Name, tuple[Name, ...]] = {}
-    colocated: tuple[tuple[Name, ...], ...] = ()
+    forbidden: dict[Name, Annotated[tuple[Name, ...], FIRST]] = {}
+    colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
     max_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
 
 
