@@ -1,0 +1,238 @@
+"""Tables of placements, profiles and clusters: what was decided, what it rests on, and what is proven about it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from itertools import groupby
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from placer.report.units import bytes_text, ms_text
+from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile
+
+__all__ = ["explain", "table"]
+
+_MEASURES = {
+    "throughput": "bottleneck per micro-batch",
+    "latency": "critical path of one micro-batch",
+    "memory": "largest memory use",
+}
+_STATUSES = {
+    "optimal": "proven",
+    "feasible": "the best found in time",
+    "infeasible": "proven to be none",
+    "unknown": "none found in time",
+}
+_SHOWN_SEGMENTS = 3
+_SHOWN_LINKS = 12
+
+
+def explain(subject: Placement | Profile | Cluster, width: int = 120) -> str:
+    """The subject's table as plain text.
+
+    Args:
+        subject: what to explain.
+        width: of a line, in characters.
+    """
+    console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
+    with console.capture() as captured:
+        console.print(table(subject))
+    return captured.get()
+
+
+def table(subject: Placement | Profile | Cluster) -> RenderableType:
+    """What rich prints for people.
+
+    Args:
+        subject: a placement (per device: layers, compute, transfers, memory, the bottleneck marked; then what is
+            proven), a profile (per layer: times and memory; then the devices) or a cluster (devices and links).
+    """
+    if isinstance(subject, Placement):
+        return _placement(subject)
+    if isinstance(subject, Profile):
+        return _profile(subject)
+    return _cluster(subject)
+
+
+def _placement(placement: Placement) -> RenderableType:
+    if placement.infeasible is not None or not placement.layer_devices:
+        return Text("\n".join(_no_placement(placement)), style="bold red")
+    return Group(_devices(placement), Text("\n".join(_proven(placement))))
+
+
+def _devices(placement: Placement) -> Table:
+    mode = "training step" if placement.training else "inference"
+    name = placement.model or "model"
+    grid = Table(title=f"Placement of {name}: {mode}, micro-batch of {placement.batch_size}", title_justify="left")
+    for heading in ("device", "layers", "which"):
+        grid.add_column(heading, overflow="fold", justify="right" if heading == "layers" else "left")
+    for heading in ("compute", "transfer", "busy", "memory / limit"):
+        grid.add_column(heading, justify="right")
+    grid.add_column("")
+    runs = _segments(placement.layer_devices)
+    for load in placement.devices:
+        grid.add_row(
+            load.device,
+            str(load.layers),
+            _run_text(runs.get(load.device, [])),
+            ms_text(load.compute_ms),
+            ms_text(load.send_ms + load.receive_ms),
+            ms_text(load.load_ms),
+            _memory_text(load),
+            "◀ bottleneck" if load.bottleneck else "",
+            style="bold" if load.bottleneck else "",
+        )
+    return grid
+
+
+def _segments(layer_devices: Mapping[str, str]) -> dict[str, list[tuple[str, ...]]]:
+    """By device, its maximal runs of layers in execution order."""
+    runs: dict[str, list[tuple[str, ...]]] = {}
+    for device, layers in groupby(layer_devices, key=lambda layer: layer_devices[layer]):
+        runs.setdefault(device, []).append(tuple(layers))
+    return runs
+
+
+def _run_text(runs: list[tuple[str, ...]]) -> str:
+    words = [run[0] if len(run) == 1 else f"{run[0]} … {run[-1]}" for run in runs[:_SHOWN_SEGMENTS]]
+    if len(runs) > _SHOWN_SEGMENTS:
+        words.append(f"and {len(runs) - _SHOWN_SEGMENTS} more segments")
+    return ", ".join(words)
+
+
+def _memory_text(load: DeviceLoad) -> str:
+    used = load.memory.total_bytes
+    share = f" ({used / load.limit_bytes:.0%})" if load.limit_bytes else ""
+    return f"{bytes_text(used)} / {bytes_text(load.limit_bytes)}{share}"
+
+
+def _proven(placement: Placement) -> list[str]:
+    """Objective, bound, gap, status, time and speed-up, a line each."""
+    lines = [f"objective   {_objective_text(placement)}"]
+    if placement.bound is not None:
+        gap = "" if placement.gap is None else f", gap {placement.gap:.2%}"
+        lines.append(f"bound       {_value_text(placement, placement.bound)}{gap}")
+    method = f" by {placement.method}" if placement.method else ""
+    lines.append(f"status      {placement.status}: {_STATUSES[placement.status]}")
+    lines.append(f"solve time  {placement.solve_time_s:.3f} s{method}")
+    lines.append(f"one device  {_single_text(placement)}")
+    return lines
+
+
+def _objective_text(placement: Placement) -> str:
+    value = placement.objective_value
+    shown = "none" if value is None else _value_text(placement, value)
+    return f"{placement.objective}: {_MEASURES[placement.objective]} {shown}"
+
+
+def _value_text(placement: Placement, value: float) -> str:
+    return bytes_text(value) if placement.objective == "memory" else ms_text(value)
+
+
+def _single_text(placement: Placement) -> str:
+    single = placement.single_device
+    if single is None:
+        return "not compared"
+    faster = f"speed-up {placement.speedup:.2f}x" if placement.speedup is not None else ""
+    alone = f"{single.device} alone: {_value_text(placement, single.objective_value)}"
+    if not single.fits:
+        missing = f"does not fit on one device: {single.device} is short of {bytes_text(single.short_bytes)}"
+        return f"{missing} (else {alone}, {faster})" if faster else missing
+    if len(set(placement.layer_devices.values())) == 1:
+        return f"{alone}; splitting would not be better"
+    return f"{faster} over {alone}" if faster else alone
+
+
+def _no_placement(placement: Placement) -> list[str]:
+    if placement.infeasible is None:
+        lines = [f"no placement was found within {placement.solve_time_s:.1f} s; allow more time or relax a constraint"]
+        if placement.bound is not None:
+            lines.append(f"bound       {_value_text(placement, placement.bound)}")
+        return lines
+    return ["no placement is possible", *_infeasible(placement.infeasible)]
+
+
+def _infeasible(why: Infeasibility) -> list[str]:
+    lines = [f"reason      {why.reason}"]
+    if why.layers:
+        more = f" and {len(why.layers) - 8} more" if len(why.layers) > 8 else ""
+        lines.append(f"layers      {', '.join(why.layers[:8])}{more}")
+    if why.devices:
+        lines.append(f"devices     {', '.join(why.devices)}")
+    if why.short_bytes:
+        lines.append(f"short of    {bytes_text(why.short_bytes)}")
+    return lines
+
+
+def _profile(profile: Profile) -> RenderableType:
+    kinds = sorted({kind for layer in profile.layers for kind in layer.forward_ms})
+    grid = Table(title=_profile_title(profile), title_justify="left")
+    grid.add_column("layer", overflow="fold")
+    grid.add_column("module")
+    for kind in kinds:
+        for direction in ("forward", "backward")[: 2 if profile.training else 1]:
+            grid.add_column(f"{direction}\n{kind}", justify="right")
+    grid.add_column("weights", justify="right")
+    grid.add_column("grads + optimizer", justify="right")
+    grid.add_column("saved", justify="right")
+    for layer in profile.layers:
+        times = []
+        for kind in kinds:
+            times.append(_time_of(layer.forward_ms, kind))
+            if profile.training:
+                times.append(_time_of(layer.backward_ms, kind))
+        grid.add_row(
+            layer.name,
+            layer.module,
+            *times,
+            bytes_text(layer.param_bytes + layer.buffer_bytes),
+            bytes_text(layer.grad_bytes + layer.optimizer_bytes),
+            bytes_text(layer.saved_bytes),
+        )
+    parts: list[RenderableType] = [grid, Text(_profile_sums(profile, kinds))]
+    if not profile.captured:
+        parts.append(Text(f"not captured, so it runs through hooks: {profile.not_captured_because}"))
+    if profile.cluster is not None:
+        parts.append(_cluster(profile.cluster))
+    return Group(*parts)
+
+
+def _profile_title(profile: Profile) -> str:
+    mode = f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
+    return f"Profile of {profile.model or 'model'}: {mode}, micro-batch of {profile.batch_size}"
+
+
+def _time_of(times_ms: Mapping[str, float], kind: str) -> str:
+    return ms_text(times_ms[kind]) if kind in times_ms else "-"
+
+
+def _profile_sums(profile: Profile, kinds: list[str]) -> str:
+    words = [f"{len(profile.layers)} layers ({profile.granularity}), {len(profile.edges)} values between them"]
+    for kind in kinds:
+        total_ms = sum(layer.forward_ms.get(kind, 0) + layer.backward_ms.get(kind, 0) for layer in profile.layers)
+        words.append(f"{kind}: {ms_text(total_ms)} in all")
+    words.append(f"weights: {bytes_text(sum(layer.param_bytes for layer in profile.layers))}")
+    return "; ".join(words)
+
+
+def _cluster(cluster: Cluster) -> RenderableType:
+    grid = Table(title="Devices", title_justify="left")
+    for heading in ("device", "type", "memory", "usable"):
+        grid.add_column(heading, justify="right" if heading in ("memory", "usable") else "left")
+    for device in cluster.devices:
+        grid.add_row(device.name, device.type, bytes_text(device.memory_bytes), bytes_text(device.usable_bytes))
+    if not cluster.links:
+        return grid
+    links = Table(title="Links", title_justify="left")
+    links.add_column("from")
+    links.add_column("to")
+    links.add_column("bandwidth", justify="right")
+    links.add_column("latency", justify="right")
+    for link in cluster.links[:_SHOWN_LINKS]:
+        bandwidth = f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
+        links.add_row(link.source, link.target, bandwidth, f"{link.latency_s * 1e6:.1f} µs")
+    hidden = len(cluster.links) - _SHOWN_LINKS
+    return Group(grid, links, Text(f"and {hidden} more links")) if hidden > 0 else Group(grid, links)

@@ -1,0 +1,57 @@
+"""Quantities as people write them: ``1.2 GiB``, ``3.4 ms``."""
+
+from __future__ import annotations
+
+import re
+
+from placer.errors import InputError
+
+__all__ = ["bytes_text", "ms_text", "parse_bytes"]
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)}
+_FACTORS |= {unit: 1000**power for power, unit in enumerate(("", "kb", "mb", "gb", "tb", "pb"))}
+
+
+def bytes_text(size_bytes: float) -> str:
+    """A size with three digits or so: ``512 B``, ``97.8 MiB``, ``1.2 GiB``.
+
+    Args:
+        size_bytes: in bytes.
+    """
+    power = 0
+    # 1023.95 would be written as 1024.0, which is one of the next unit.
+    while abs(size_bytes) >= 1023.95 and power < len(_BINARY) - 1:
+        size_bytes /= 1024
+        power += 1
+    return f"{size_bytes:.0f} B" if power == 0 else f"{size_bytes:.1f} {_BINARY[power]}"
+
+
+def ms_text(time_ms: float) -> str:
+    """A time with three digits or more: ``0.0123 ms``, ``4.56 ms``, ``789 ms``.
+
+    Args:
+        time_ms: in milliseconds.
+    """
+    if time_ms == 0:
+        return "0 ms"
+    if time_ms < 0.0001:
+        return "<0.0001 ms"
+    decimals = 4 if time_ms < 0.1 else 3 if time_ms < 1 else 2 if time_ms < 100 else 0
+    return f"{time_ms:.{decimals}f} ms"
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes from what a person types: ``8GiB``, ``1.5 GB``, ``4096``.
+
+    Args:
+        text: a number and a unit: B; KiB, MiB, GiB, TiB, PiB (1024); kB, MB, GB, TB, PB (1000).
+
+    Raises:
+        InputError: it is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise InputError(f"{text!r} is no size; write a number and a unit, as in 8GiB, 1.5GB or 4096")
+    return int(float(match[1]) * factor)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from placer.report import explain
+from placer.schema import (
+    Cluster,
+    Device,
+    DeviceLoad,
+    Edge,
+    Infeasibility,
+    Layer,
+    Link,
+    MemoryUse,
+    Placement,
+    Profile,
+    SingleDevice,
+)
+
+GIB = 1024**3
+
+
+def load(device: str, **changes: Any) -> DeviceLoad:
+    fields: dict[str, Any] = {
+        "device": device,
+        "layers": 2,
+        "compute_ms": 12.25,
+        "send_ms": 1.5,
+        "receive_ms": 0.25,
+        "load_ms": 14.0,
+        "memory": MemoryUse(param_bytes=GIB, activation_bytes=GIB),
+        "limit_bytes": 8 * GIB,
+    }
+    return DeviceLoad(**fields | changes)
+
+
+def placement(**changes: Any) -> Placement:
+    fields: dict[str, Any] = {
+        "status": "feasible",
+        "objective": "throughput",
+        "objective_value": 14.0,
+        "bound": 13.5,
+        "gap": 0.0357,
+        "method": "cp-sat",
+        "solve_time_s": 1.234,
+        "model": "ResNet",
+        "layer_devices": {"stem": "cuda:0", "layer1": "cuda:0", "layer2": "cuda:1", "head": "cuda:1"},
+        "training": True,
+        "batch_size": 16,
+        "devices": (load("cuda:0", bottleneck=True), load("cuda:1", compute_ms=9.87, load_ms=11.6)),
+        "single_device": SingleDevice(device="cuda:0", objective_value=22.1, fits=True),
+        "speedup": 22.1 / 14.0,
+    }
+    return Placement(**fields | changes)
+
+
+def row(text: str, word: str) -> str:
+    return next(line for line in text.splitlines() if word in line)
+
+
+def test_each_device_shows_its_layers_times_and_memory_against_its_limit() -> None:
+    first = row(explain(placement()), "cuda:0")
+    for shown in ("stem … layer1", "12.25 ms", "1.75 ms", "14.00 ms", "2.0 GiB / 8.0 GiB (25%)"):
+        assert shown in first
+    assert "layer2 … head" in row(explain(placement()), "cuda:1 ")
+
+
+def test_only_the_bottleneck_is_marked() -> None:
+    text = explain(placement())
+    assert "bottleneck" in row(text, "│ cuda:0")
+    assert "bottleneck" not in row(text, "│ cuda:1")
+
+
+def test_what_is_proven_is_said() -> None:
+    text = explain(placement())
+    assert "bottleneck per micro-batch 14.00 ms" in row(text, "objective")
+    assert "13.50 ms, gap 3.57%" in row(text, "bound ")
+    assert "feasible: the best found in time" in row(text, "status")
+    assert "1.234 s by cp-sat" in row(text, "solve time")
+
+
+def test_the_speed_up_over_one_device_is_said() -> None:
+    assert "speed-up 1.58x over cuda:0 alone: 22.10 ms" in explain(placement())
+
+
+def test_a_model_too_large_for_one_device_says_how_much_is_missing() -> None:
+    single = SingleDevice(device="cuda:0", objective_value=22.1, fits=False, short_bytes=int(1.2 * GIB))
+    assert "does not fit on one device: cuda:0 is short of 1.2 GiB" in explain(placement(single_device=single))
+
+
+def test_a_placement_on_one_device_says_that_splitting_is_no_better() -> None:
+    alone = placement(layer_devices={"stem": "cuda:0", "head": "cuda:0"}, devices=(load("cuda:0", bottleneck=True),))
+    assert "splitting would not be better" in explain(alone)
+
+
+def test_a_device_with_several_segments_lists_them() -> None:
+    devices = {"a": "cuda:0", "b": "cuda:1", "c": "cuda:0", "d": "cuda:0"}
+    assert "a, c … d" in row(explain(placement(layer_devices=devices)), "│ cuda:0")
+
+
+def test_many_segments_are_cut_short_with_their_number() -> None:
+    devices = {f"l{index}": f"cuda:{index % 2}" for index in range(12)}
+    assert "and 3 more segments" in " ".join(explain(placement(layer_devices=devices), width=200).split())
+
+
+def test_the_memory_objective_is_in_bytes() -> None:
+    text = explain(placement(objective="memory", objective_value=2 * GIB, bound=1.5 * GIB, speedup=None))
+    assert "largest memory use 2.0 GiB" in text
+    assert "1.5 GiB" in row(text, "bound ")
+
+
+@pytest.mark.parametrize("shown", ["layer 'head' needs 9.2 GiB", "short of    1.2 GiB", "cuda:0, cuda:1", "head"])
+def test_an_infeasible_request_is_answered_in_words(shown: str) -> None:
+    why = Infeasibility(
+        reason="layer 'head' needs 9.2 GiB; the largest limit is 8.0 GiB",
+        layers=("head",),
+        devices=("cuda:0", "cuda:1"),
+        short_bytes=int(1.2 * GIB),
+    )
+    assert shown in explain(Placement(status="infeasible", objective="throughput", infeasible=why))
+
+
+def test_a_time_out_without_placement_says_so_and_keeps_the_bound() -> None:
+    text = explain(Placement(status="unknown", objective="latency", bound=3.25, solve_time_s=30.0))
+    assert "no placement was found within 30.0 s" in text
+    assert "3.25 ms" in text
+
+
+def test_a_profile_lists_each_layer_with_times_and_memory() -> None:
+    profile = Profile(
+        model="Net",
+        training=True,
+        optimizer="adam",
+        batch_size=4,
+        layers=(
+            Layer(
+                name="conv",
+                module="Conv2d",
+                forward_ms={"cpu": 1.25},
+                backward_ms={"cpu": 2.5},
+                param_bytes=3 * 1024,
+                grad_bytes=1024,
+                optimizer_bytes=2048,
+                saved_bytes=5 * 1024,
+            ),
+            Layer(name="head", module="Linear", forward_ms={"cpu": 0.5}, backward_ms={"cpu": 0.75}),
+        ),
+        edges=(Edge(source="conv", targets=("head",), bytes=64),),
+        cluster=Cluster(devices=(Device(name="cpu:0", type="cpu", memory_bytes=GIB, reserve_bytes=GIB // 2),)),
+    )
+    text = explain(profile)
+    for shown in ("Conv2d", "1.25 ms", "2.50 ms", "3.0 KiB", "5.0 KiB"):
+        assert shown in row(text, "│ conv")
+    assert "training with adam, micro-batch of 4" in text
+    assert "cpu: 5.00 ms in all" in text
+    assert "1.0 GiB" in row(text, "│ cpu:0") and "512.0 MiB" in row(text, "│ cpu:0")
+
+
+def test_an_inference_profile_has_no_backward_column() -> None:
+    profile = Profile(layers=(Layer(name="a", forward_ms={"cpu": 1.0}),))
+    assert "forward" in explain(profile)
+    assert "backward" not in explain(profile)
+
+
+def test_a_profile_that_was_not_captured_says_why() -> None:
+    profile = Profile(captured=False, not_captured_because="a numpy call", layers=(Layer(name="a", forward_ms={}),))
+    assert "not captured, so it runs through hooks: a numpy call" in explain(profile)
+
+
+def test_a_cluster_lists_its_links_in_both_directions() -> None:
+    devices = tuple(Device(name=f"cuda:{index}", type="H", memory_bytes=GIB) for index in range(2))
+    links = (
+        Link(source="cuda:0", target="cuda:1", bandwidth_bytes_per_s=384e9, latency_s=18e-6),
+        Link(source="cuda:1", target="cuda:0", bandwidth_bytes_per_s=12.5e9),
+    )
+    text = explain(Cluster(devices=devices, links=links))
+    assert "384.00 GB/s" in text and "18.0 µs" in text and "12.50 GB/s" in text

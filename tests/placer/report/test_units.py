@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placer.errors import InputError
+from placer.report.units import bytes_text, ms_text, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1024**2 - 1, "1.0 MiB"),
+        (int(1.2 * 1024**3), "1.2 GiB"),
+        (5 * 1024**6, "5120.0 PiB"),
+    ],
+)
+def test_sizes_are_written_in_the_largest_unit_they_fill(size_bytes: int, text: str) -> None:
+    assert bytes_text(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "text"),
+    [
+        (0, "0 ms"),
+        (1e-6, "<0.0001 ms"),
+        (0.0123, "0.0123 ms"),
+        (0.5, "0.500 ms"),
+        (4.567, "4.57 ms"),
+        (789.2, "789 ms"),
+    ],
+)
+def test_times_keep_three_digits(time_ms: float, text: str) -> None:
+    assert ms_text(time_ms) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("8GiB", 8 * 1024**3), ("1.5 GB", 1_500_000_000), ("4096", 4096), ("2kib", 2048), (" 3 B ", 3), ("7kB", 7000)],
+)
+def test_a_size_is_read_as_a_person_means_it(text: str, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 gigs", "1e9", "nan", "8GiB 2"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InputError, match="is no size; write a number and a unit, as in 8GiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_a_written_size_is_read_back_within_its_last_digit(size_bytes: int) -> None:
+    # One decimal of a number of at least 1 in its unit: off by at most 0.05 of that unit.
+    assert abs(parse_bytes(bytes_text(size_bytes)) - size_bytes) <= 0.051 * max(size_bytes, 1)
