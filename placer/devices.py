@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,7 +86,9 @@ def require(device: torch.device) -> None:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"there is no {device}; torch sees {torch.cuda.device_count()} CUDA devices")
     if _stand_ins and device.type == CPU and (device.index or 0) >= _stand_ins[-1]:
-        raise InputError(f"there is no {device}; logical_devices({_stand_ins[-1]}) made cpu:0 to cpu:{_stand_ins[-1] - 1}")
+        raise InputError(
+            f"there is no {device}; logical_devices({_stand_ins[-1]}) made cpu:0 to cpu:{_stand_ins[-1] - 1}"
+        )
 
 
 def type_name(device: torch.device) -> str:
@@ -119,14 +123,150 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
 
+def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
+    """The most memory that ``run`` held beyond what was held before it, in bytes; None where no allocator counts it."""
+    if device.type != "cuda":
+        run()
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def context_bytes(device: torch.device) -> int:
+    """What the device holds that torch's allocator does not count, in bytes: contexts, kernels, other programs."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total) - int(free) - int(torch.cuda.memory_reserved(device)))
+
+
+@contextmanager
+def keep_random_state(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Give the random number generators of host and devices their states back afterwards."""
+    indices = [device.index or 0 for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=indices, device_type="cuda"):
+        yield
+
+
+class NotRecordable(Exception):
+    """The work synchronises with the host or does what a CUDA graph cannot hold."""
+
+
+def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Callable[[], None]]:
+    """Record each pass as a CUDA graph; the graphs share their memory, so they replay only in order, one after another.
+
+    Args:
+        passes: work on static tensors, the later on results of the earlier; each has run before.
+        device: where they run.
+
+    Returns:
+        What replays each.
+
+    Raises:
+        NotRecordable: a pass cannot be recorded.
+    """
+    with torch.cuda.device(device):  # a capture fails while another device is current
+        stream = torch.cuda.Stream(device)
+        try:
+            _warm_up(passes, stream)
+            pool = torch.cuda.graph_pool_handle()
+            graphs = []
+            for run in passes:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    run()
+                graphs.append(graph)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            torch.cuda.synchronize(device)
+            raise NotRecordable(str(error)) from error
+    return [graph.replay for graph in graphs]
+
+
+def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> None:
+    """Run the passes three times on the stream that records; the last refuses what would spoil a recording."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    mode = torch.cuda.get_sync_debug_mode()
+    with torch.cuda.stream(stream):
+        for strict in (False, False, True):
+            _set_sync_debug_mode("error" if strict else mode)
+            try:
+                for run in passes:
+                    run()
+            finally:
+                _set_sync_debug_mode(mode)
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
+    torch.cuda.synchronize(stream.device)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that the mode does not detect everything: neither must it
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def queued_ms(passes: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> list[list[float]]:
+    """Device time of each pass, by events in a queue that is full before the device begins.
+
+    Args:
+        passes: run in this order, ``repeats`` times over.
+        device: a CUDA device.
+        repeats: how often.
+
+    Returns:
+        For each pass its ``repeats`` times in milliseconds.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for run in passes:
+            run()
+        launch_s = time.perf_counter() - began
+        torch.cuda.synchronize(device)
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(len(passes) + 1)] for _ in range(repeats)]
+        torch.cuda._sleep(int(_CYCLES_PER_S * min(0.2, 1.5 * repeats * launch_s + 1e-4)))
+        for row in marks:
+            row[0].record()
+            for run, mark in zip(passes, row[1:], strict=True):
+                run()
+                mark.record()
+        torch.cuda.synchronize(device)
+        return [[float(row[i].elapsed_time(row[i + 1])) for row in marks] for i in range(len(passes))]
+
+
+_CYCLES_PER_S = 2e9  # about the clock of current GPUs: how long the device sleeps while its queue fills
+
+
 def release_cache() -> None:
     """Give cached, unused device memory back."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-# Set by placer.testing.logical_devices: how many stand-ins there are, innermost last.
+# Set by placer.testing.logical_devices: how many stand-ins there are, innermost last, and whether it looks away.
 _stand_ins: list[int] = []
+_observed: list[bool] = [True]
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Let ``logical_devices`` look away: what runs inside (capture, measuring) is no part of the user's computation."""
+    _observed.append(False)
+    try:
+        yield
+    finally:
+        _observed.pop()
+
+
+def observed() -> bool:
+    """Whether ``logical_devices`` should look."""
+    return _observed[-1]
 
 
 def location(tensor: Tensor) -> torch.device:

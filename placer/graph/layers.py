@@ -82,7 +82,8 @@ class LayerGraph:
         inputs: names of the values that the model is given, in the order of its flattened tensors.
         outputs: names of the values that the model returns, in the order of its flattened tensors.
         colocated: groups of layers that share a parameter, or a buffer that one of them changes.
-        state: the user's parameters and buffers by name.
+        state: the user's parameters and buffers by name, and the graph's constants.
+        constants: the names in ``state`` that are constants: small tensors that belong to no module.
         training: whether the model was captured in training mode.
         batch_size: of the example.
         granularity: how the layers were cut.
@@ -100,6 +101,7 @@ class LayerGraph:
     training: bool
     batch_size: int
     granularity: int | str
+    constants: frozenset[str] = frozenset()
     captured: bool = True
     not_captured_because: str = ""
     hash: str = ""

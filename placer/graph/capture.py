@@ -1,0 +1,85 @@
+"""nn.Module + example inputs -> layer graph."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import nn
+
+from placer.errors import CaptureError
+from placer.graph import granularity as granularities
+from placer.graph.build import Builder, find_state
+from placer.graph.export import Exported, export
+from placer.graph.granularity import Granularity
+from placer.graph.grouping import group
+from placer.graph.layers import LayerGraph
+from placer.graph.trace import trace
+
+
+def capture(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: dict[str, Any] | None = None,
+    granularity: Granularity = "auto",
+    *,
+    hooks: bool = True,
+) -> LayerGraph:
+    """Capture the layer graph of a model in its present mode, train or eval.
+
+    Args:
+        model: any module; it is not changed.
+        args: example positional arguments, a tuple, or one tensor.
+        kwargs: example keyword arguments.
+        granularity: ``"auto"``: what is large is opened, repeated blocks alike; ``"submodule"``: the model's named
+            children; ``"fine"``: every leaf; a depth; or a function of a module's path and the module, True for a layer.
+        hooks: whether a model that torch.export refuses is traced through forward hooks; that runs the model once.
+
+    Returns:
+        The graph. ``captured`` is False where hooks were needed, and ``not_captured_because`` says why.
+
+    Raises:
+        CaptureError: torch.export refuses the model, and ``hooks`` is False or the model itself fails.
+        InputError: the granularity is not known.
+    """
+    args = args if isinstance(args, tuple) else (args,)
+    kwargs = kwargs or {}
+    try:
+        exported = export(model, args, kwargs)
+    except CaptureError as error:
+        if not hooks:
+            raise
+        return trace(model, args, kwargs, granularity, str(error))
+    return layer_graph(exported, model, granularity)
+
+
+def layer_graph(exported: Exported, model: nn.Module, granularity: Granularity) -> LayerGraph:
+    """Cut an exported model into layers.
+
+    Args:
+        exported: from ``export``; its graph is changed on the way (writes in place are made explicit).
+        model: the module that was exported.
+        granularity: as for ``capture``, or the names of the layers to make.
+    """
+    graph = exported.module.graph
+    operations = [node for node in graph.nodes if node.op == "call_function"]
+    opened = granularities.opened(granularity, model, operations)
+    state = find_state(exported, model)
+    builder = Builder(exported, model, group(graph, opened), state)
+    layers = builder.layers()
+    values = builder.values()
+    wiring = "\n".join(f"{layer.signature} {layer.reads} {layer.writes}" for layer in layers)
+    return LayerGraph(
+        layers=layers,
+        values=values,
+        inputs=tuple(node.name for node in exported.placeholders),
+        outputs=builder.outputs(),
+        colocated=builder.colocated(),
+        state=state.tensors,
+        constants=state.constants,
+        training=model.training,
+        batch_size=exported.batch_size,
+        granularity=granularities.label(granularity),
+        hash=hashlib.sha256(wiring.encode()).hexdigest()[:32],
+        model=type(model).__name__,
+    )

@@ -1,0 +1,295 @@
+"""torch.export, as Placer uses it: one flat graph of ATen operations over the user's own parameters.
+
+    module, example inputs  ->  Exported(nodes with module stacks, structure of inputs and outputs)
+
+Regions that export nests (``torch.no_grad()``, ``torch.autocast``) are laid flat again and every node is told in which it
+stands, so that a layer border may pass through a region.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from placer import devices
+from placer.errors import CaptureError
+from placer.graph.structure import Structure, flatten
+
+PREFIX = "module."
+"""The user's model is the attribute ``module`` of what is exported."""
+
+REGIONS = "placer_regions"
+"""Key in ``node.meta``: the regions around a node, outermost first: ``("grad", False)`` or ``("autocast", dtype, ...)``."""
+
+_SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm")
+
+
+@dataclass
+class Exported:
+    """A captured model.
+
+    Attributes:
+        module: the graph; its ``get_attr`` targets are the user's names behind ``PREFIX``, or constants.
+        inputs: structure of ``(args, kwargs)``.
+        outputs: structure of the result.
+        device: the device that the graph was captured on; other devices take its place when a layer runs.
+        batch_symbol: the symbol of the batch size, or None where it is fixed.
+        batch_size: of the example.
+    """
+
+    module: fx.GraphModule
+    inputs: Structure
+    outputs: Structure
+    device: torch.device
+    batch_symbol: Any
+    batch_size: int
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """One for each tensor of the inputs."""
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    def covers(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the graph holds for inputs of these shapes and dtypes."""
+        for node, tensor in zip(self.placeholders, tensors, strict=True):
+            example = node.meta["val"]
+            if example.dtype != tensor.dtype or example.dim() != tensor.dim():
+                return False
+            for expected, given in zip(example.shape, tensor.shape, strict=True):
+                if isinstance(expected, int) and expected != given:
+                    return False
+        guards = getattr(self.module, "_guards_fn", None)
+        try:
+            if guards is not None:
+                guards(*tensors)
+        except (AssertionError, RuntimeError):
+            return False
+        return True
+
+
+class _Flat(nn.Module):
+    """Takes and returns flat tensors, so that no container of the user's has to be registered with torch."""
+
+    def __init__(self, module: nn.Module, inputs: Structure, outputs: list[Structure]) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self._inputs, self._outputs = inputs, outputs
+
+    def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
+        args, kwargs = self._inputs.unflatten(tensors)
+        leaves, structure = flatten(self.module(*args, **kwargs))
+        self._outputs.append(structure)
+        return tuple(leaves)
+
+
+def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exported:
+    """Capture the module in its present mode (train or eval).
+
+    Args:
+        module: any module, its state on any devices.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+
+    Raises:
+        CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph would not run.
+    """
+    refuse_hooks(module)
+    tensors, inputs = flatten((args, kwargs))
+    device = _capture_device(module, tensors)
+    batch = batch_size(tensors)
+    with _traceable(module, device):
+        examples = tuple(_example(tensor, device) for tensor in tensors)
+        program, outputs = _export(module, inputs, examples, batch)
+    graph_module = program.module()
+    _inline_regions(graph_module)
+    graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
+    symbol = next((_batch_symbol(node, batch) for node in graph_module.graph.nodes if node.op == "placeholder"), None)
+    return Exported(graph_module, inputs, outputs, device, symbol, batch)
+
+
+def batch_size(tensors: Sequence[Any]) -> int:
+    """The first dimension of the first tensor that has one; 1 where none has."""
+    return next((int(tensor.shape[0]) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 1)
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Raise a CaptureError if a module has hooks whose effects outside the graph would be lost."""
+    for name, child in module.named_modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            for hook in getattr(child, kind, {}).values():
+                if type(hook).__name__ not in _SAFE_HOOKS:
+                    raise CaptureError(
+                        f"module {name or '(the model)'!r} has {kind.strip('_').replace('_', ' ')}, "
+                        "which a captured graph would not run"
+                    )
+
+
+def _export(
+    module: nn.Module, inputs: Structure, examples: tuple[Any, ...], batch: int
+) -> tuple[torch.export.ExportedProgram, Structure]:
+    failure: Exception | None = None
+    for dynamic in (True, False) if batch > 1 else (False,):
+        structures: list[Structure] = []
+        shapes = [_dynamic(tensor, batch) if dynamic else None for tensor in examples]
+        try:
+            program = torch.export.export(
+                _Flat(module, inputs, structures), examples, strict=False, dynamic_shapes=(tuple(shapes),)
+            )
+        except Exception as error:  # whatever the model's own code may raise while it is traced
+            failure = failure or error
+            continue
+        return program, structures[-1]
+    assert failure is not None
+    raise CaptureError(_reason(failure)) from failure
+
+
+def _dynamic(tensor: Any, batch: int) -> dict[int, Any] | None:
+    if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] == batch:
+        return {0: torch.export.Dim.AUTO}
+    return None
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"torch.export: {type(error).__name__}: {lines[0] if lines else ''}"[:1000]
+
+
+def _capture_device(module: nn.Module, tensors: Sequence[Any]) -> torch.device:
+    """Where the state is, if it is in one place; else the CPU."""
+    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if not places:
+        places = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
+    return places.pop() if len(places) == 1 else torch.device("cpu")
+
+
+def _example(tensor: Any, device: torch.device) -> Any:
+    if not isinstance(tensor, Tensor) or tensor.device == device:
+        return tensor
+    return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
+
+
+@contextmanager
+def _traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """State in one place, gradients on, autocast off: what is captured must not depend on the surroundings."""
+    with ExitStack() as stack:
+        stack.enter_context(devices.unobserved())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in {"cpu", devices.default_kind()}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(_quiet())
+        stack.enter_context(_gathered(module, device))
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Stand uninitialised twins in for state that is elsewhere: export needs shapes, and all on one device."""
+    undo: list[tuple[dict[str, Any], str, Tensor]] = []
+    twins: dict[int, Tensor] = {}
+    for child in module.modules():
+        for table in (child._parameters, child._buffers):
+            for name, tensor in table.items():
+                if tensor is None or tensor.device == device:
+                    continue
+                if id(tensor) not in twins:
+                    twin = torch.empty_like(tensor, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+                undo.append((table, name, tensor))
+    for table, name, tensor in undo:
+        table[name] = twins[id(tensor)]
+    try:
+        yield
+    finally:
+        for table, name, tensor in undo:
+            table[name] = tensor
+
+
+def _batch_symbol(node: fx.Node, batch: int) -> Any:
+    shape = node.meta["val"].shape
+    if len(shape) and isinstance(shape[0], torch.SymInt):
+        return shape[0].node.expr
+    return None
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether a node without users must stay: it writes in place, draws random numbers, or is the graph's border."""
+    if node.op in ("placeholder", "output"):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and (node.target._schema.is_mutable or draws_random(node))
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether the node draws from the device's random number generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _inline_regions(module: fx.GraphModule, regions: tuple[Any, ...] = ()) -> None:
+    """Lay the nested regions of a graph flat, and note on every node which regions it stands in."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_module" and node.target == "_guards_fn":
+            graph.erase_node(node)
+            continue
+        region = _region(node)
+        if region is None:
+            node.meta.setdefault(REGIONS, regions)
+            continue
+        body_index = 1 if region[0] == "grad" else 4
+        body = getattr(module, str(node.args[body_index].target))  # type: ignore[union-attr]
+        _inline_regions(body, (*regions, region))
+        _splice(graph, node, body, node.args[body_index + 1 :])
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
+            graph.erase_node(node)
+
+
+def _region(node: fx.Node) -> tuple[Any, ...] | None:
+    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        return ("grad", node.args[0])
+    if getattr(node.target, "__name__", "") == "wrap_with_autocast":
+        return ("autocast", *node.args[:4])
+    return None
+
+
+def _splice(graph: fx.Graph, call: fx.Node, body: fx.GraphModule, arguments: Sequence[Any]) -> None:
+    """Put a copy of ``body``'s nodes where ``call`` stands."""
+    env: dict[fx.Node, Any] = {}
+    places = iter(arguments)
+    results: Sequence[Any] = ()
+    with graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(places)
+            elif node.op == "output":
+                results = fx.map_arg(node.args[0], lambda inner: env[inner])
+            else:
+                env[node] = graph.node_copy(node, lambda inner: env[inner])
+    for user in list(call.users):
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(call)

@@ -1,0 +1,211 @@
+"""Which modules are opened: where the tree of module calls is cut into layers.
+
+A module that is not opened is one layer; the operations of an opened one belong to the layers inside it.
+
+    granularity     opened
+    "submodule"     the model alone: its named children are the layers
+    3               every module less than 3 names deep
+    "fine"          every module that calls others: its leaves are the layers
+    "auto"          what holds a large share of parameters, time and activations, and all that is built like it
+    a callable      every module for which it returns False
+    names           what it takes to make these names layers
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx, nn
+
+from placer.errors import InputError
+from placer.graph.layers import tensor_bytes
+
+Granularity = str | int | Collection[str] | Callable[[str, nn.Module], bool]
+
+LARGE_SHARE = 0.2
+"""A module is opened by ``auto`` while it holds more than this: the mean of its shares of parameters, time and activations."""
+
+MERGED = "+"
+"""Joins the names of layers that were merged because they depend on one another both ways."""
+
+
+@dataclass
+class Opened:
+    """A decision for every module path, and the path depth at which even a closed path is cut."""
+
+    paths: set[str]
+    depth: int | None = None
+
+    def cut(self, stack: Iterable[tuple[str, int]]) -> str | None:
+        """The layer that a node belongs to by its module stack, outermost first, or None for a node between layers."""
+        for path, call in stack:
+            if self.depth is not None and path.count(".") + 1 > self.depth:
+                return ".".join(path.split(".")[: self.depth])
+            if path not in self.paths:
+                return f"{path}@{call}" if call else path
+        return None
+
+
+def label(granularity: Granularity) -> int | str:
+    """The granularity as a profile and a placement name it."""
+    return granularity if isinstance(granularity, (int, str)) else "custom"
+
+
+def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) -> Opened:
+    """Decide which modules are opened.
+
+    Args:
+        granularity: see the table above.
+        module: the user's model.
+        nodes: the captured operations.
+
+    Raises:
+        InputError: the granularity is none of the above.
+    """
+    callers = _callers(nodes)
+    if granularity == "auto":
+        return Opened(_large(module, nodes, callers))
+    if granularity == "fine":
+        return Opened(callers)
+    if granularity == "submodule":
+        return Opened({""}, depth=1)
+    if isinstance(granularity, int) and not isinstance(granularity, bool) and granularity >= 1:
+        return Opened({path for path in callers if path == "" or path.count(".") + 1 < granularity}, depth=granularity)
+    if callable(granularity):
+        return Opened({path for path in callers if path == "" or not granularity(path, module.get_submodule(path))})
+    if isinstance(granularity, Collection) and not isinstance(granularity, str):
+        return Opened(_above(granularity))
+    raise InputError(
+        f"granularity {granularity!r} is not known; give 'auto', 'submodule', 'fine', a depth of 1 or more, "
+        "or a function of a module's path and the module that returns True for a layer"
+    )
+
+
+def module_stack(node: fx.Node, prefix: str = "module") -> list[tuple[str, int]]:
+    """The module calls around a node, the model's own first: (path, number of the call)."""
+    stack = []
+    for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
+        if path == prefix or path.startswith(f"{prefix}."):
+            call = key.rpartition("@")[2] if "@" in key else "0"
+            stack.append((path[len(prefix) + 1 :], int(call) if call.isdecimal() else 0))
+    return stack
+
+
+def _callers(nodes: list[fx.Node]) -> set[str]:
+    """Every module that calls another one, the model among them."""
+    callers = {""}
+    for node in nodes:
+        callers.update(path for path, _ in module_stack(node)[:-1])
+    return callers
+
+
+def _above(names: Collection[str]) -> set[str]:
+    """All that is above any of these layers."""
+    paths = {""}
+    for name in names:
+        for part in name.split(MERGED):
+            steps = part.partition("@")[0].split(".")
+            paths.update(".".join(steps[:depth]) for depth in range(1, len(steps)))
+    return paths
+
+
+@dataclass
+class _Weight:
+    """What a module holds, its submodules included."""
+
+    params: float = 0.0
+    time: float = 0.0
+    activations: float = 0.0
+    kind: tuple[str, ...] = field(default=())
+
+
+def _large(module: nn.Module, nodes: list[fx.Node], callers: set[str]) -> set[str]:
+    """Open what is large, and alike what is built alike, until nothing large is left to open."""
+    weights = _weights(module, nodes)
+    total = weights[""]
+    children = defaultdict(set)
+    for node in nodes:
+        stack = [path for path, _ in module_stack(node)]
+        for parent, child in zip(stack, stack[1:], strict=False):
+            children[parent].add(child)
+
+    def share(path: str) -> float:
+        weight = weights[path]
+        pairs = (
+            (weight.params, total.params),
+            (weight.time, total.time),
+            (weight.activations, total.activations),
+        )
+        return sum(part / whole if whole else 0.0 for part, whole in pairs) / 3
+
+    opened_paths = {""}
+    kinds: set[tuple[str, ...]] = set()
+    border = set(children[""])
+    while True:
+        kinds |= {weights[path].kind for path in border & callers if share(path) > LARGE_SHARE}
+        ready = {path for path in border & callers if weights[path].kind in kinds}
+        if not ready:
+            return opened_paths
+        opened_paths |= ready
+        border = (border - ready).union(*(children[path] for path in ready))
+
+
+def _weights(module: nn.Module, nodes: list[fx.Node]) -> dict[str, _Weight]:
+    weights: dict[str, _Weight] = defaultdict(_Weight)
+    for path, child in module.named_modules():
+        weights[path].kind = (type(child).__name__, *sorted({type(inner).__name__ for inner in child.children()}))
+        weights[path].params = sum(tensor_bytes(parameter) for parameter in child.parameters())
+    for node in nodes:
+        result = node.meta.get("val")
+        activations = float(_elements(result)) if isinstance(result, Tensor) else 0.0
+        time = operations(node) / 100 + activations
+        for path, _ in module_stack(node):
+            weights[path].time += time
+            weights[path].activations += activations
+    return weights
+
+
+def operations(node: fx.Node) -> float:
+    """Multiply-adds of a node, by the closed forms of the operations that dominate; 0 for the others."""
+    aten = torch.ops.aten
+    values = [argument.meta.get("val") for argument in node.all_input_nodes]
+    shapes = [_shape(value) for value in values if isinstance(value, Tensor)]
+    result = node.meta.get("val")
+    if not isinstance(result, Tensor) or len(shapes) < 2:
+        return 0.0
+    name = node.target if not hasattr(node.target, "overloadpacket") else node.target.overloadpacket
+    if name in (aten.conv1d, aten.conv2d, aten.conv3d):
+        weight = shapes[1]
+        return _elements(result) * _product(weight[1:])
+    if name in (aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d):
+        return _product(shapes[0]) * _product(shapes[1][1:])
+    if name in (aten.linear, aten.matmul, aten.bmm, aten.mm):
+        return _elements(result) * shapes[0][-1]
+    if name is aten.addmm:
+        return _elements(result) * shapes[1][-1]
+    if name is aten.scaled_dot_product_attention:
+        return 2 * _product(shapes[0]) * shapes[1][-2]
+    return 0.0
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(hint(size) for size in tensor.shape)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size at the example's batch size."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _elements(tensor: Tensor) -> float:
+    return _product(_shape(tensor))
+
+
+def _product(sizes: Iterable[int]) -> float:
+    result = 1.0
+    for size in sizes:
+        result *= size
+    return result

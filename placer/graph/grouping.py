@@ -1,0 +1,218 @@
+"""From operations to groups: which operation belongs to which layer, and in which order the layers run.
+
+1. An operation inside a module that is not opened belongs to that module's layer.
+2. An operation between modules joins the layer of its latest producer; one that nothing produces, its earliest reader's.
+3. Writes in place order their neighbours, and join layers where a copy on another device would miss them.
+4. Layers that depend on one another both ways become one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import getitem
+
+import networkx
+import torch
+from torch import fx
+
+from placer.graph.granularity import MERGED, Opened, module_stack
+
+MODEL = "(model)"
+"""The one layer of a model that calls no module."""
+
+_LONGEST_NAME = 400
+_ALIASING_WHEN_IDLE = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
+
+
+@dataclass
+class Group:
+    """The operations of one layer, in their order.
+
+    Attributes:
+        name: of the layer.
+        units: the names that were merged into it; its own alone, mostly.
+        nodes: in the order in which the model ran them.
+    """
+
+    name: str
+    units: tuple[str, ...]
+    nodes: list[fx.Node]
+
+
+def group(graph: fx.Graph, opened: Opened) -> list[Group]:
+    """Cut the operations of a graph into layers, in execution order.
+
+    Writes in place are made explicit on the way: a later use of the overwritten value becomes a use of the result.
+    """
+    operations = [node for node in graph.nodes if node.op == "call_function"]
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    units = _units(operations, opened, place)
+    ordering, merges = _writes_in_place(operations, units, place)
+    network = networkx.DiGraph()
+    network.add_nodes_from(dict.fromkeys(units.values()))
+    for node in operations:
+        network.add_edges_from(
+            (units[producer], units[node]) for producer in node.all_input_nodes if producer in units
+        )
+    network.add_edges_from(ordering)
+    for members in merges:
+        network.add_edges_from((one, other) for one in members for other in members)
+    network.remove_edges_from(list(networkx.selfloop_edges(network)))
+    return _ordered(network, operations, units, place)
+
+
+def _units(operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int]) -> dict[fx.Node, str]:
+    """Rules 1 and 2."""
+    units: dict[fx.Node, str] = {}
+    for node in operations:
+        unit = None
+        if node.target is not getitem:
+            unit = opened.cut(module_stack(node))
+        if unit is None:
+            producers = [producer for producer in node.all_input_nodes if producer in units]
+            unit = units[max(producers, key=place.__getitem__)] if producers else None
+        if unit is not None:
+            units[node] = unit
+    for node in reversed(operations):
+        if node not in units:
+            readers = [reader for reader in node.users if reader in units]
+            if readers:
+                units[node] = units[min(readers, key=place.__getitem__)]
+    first = next((units[node] for node in operations if node in units), MODEL)
+    for node in operations:
+        units.setdefault(node, first)
+    return units
+
+
+def _ordered(
+    network: networkx.DiGraph, operations: list[fx.Node], units: dict[fx.Node, str], place: dict[fx.Node, int]
+) -> list[Group]:
+    """Rule 4, and the order: as the model ran them, as far as dependencies allow."""
+    condensed = networkx.condensation(network)
+    component_of: dict[str, int] = condensed.graph["mapping"]
+    members: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in operations:
+        members[component_of[units[node]]].append(node)
+    order = networkx.lexicographical_topological_sort(condensed, key=lambda index: place[members[index][0]])
+    return [_group(members[index], units) for index in order]
+
+
+def _group(nodes: list[fx.Node], units: dict[fx.Node, str]) -> Group:
+    names = list(dict.fromkeys(units[node] for node in nodes))
+    name = MERGED.join(names)
+    if len(name) > _LONGEST_NAME:
+        name = MERGED.join((names[0], names[-1]))
+    return Group(name, tuple(names), nodes)
+
+
+def _writes_in_place(
+    operations: list[fx.Node], units: dict[fx.Node, str], place: dict[fx.Node, int]
+) -> tuple[set[tuple[str, str]], list[set[str]]]:
+    """Rule 3: orders between layers, and sets of layers that must be one."""
+    roots = storage_roots(operations)
+    ordering: set[tuple[str, str]] = set()
+    merges: list[set[str]] = []
+    for write in operations:
+        for target in written(write):
+            _redirect(target, write, place)
+            family = roots.get(target, {target})
+            is_state = any(root.op == "get_attr" for root in family)
+            relatives = [node for node, of in roots.items() if of & family]
+            derived = _derived(write)
+            for reader, alias in _readers(relatives, place):
+                if reader is write or alias in derived or reader in derived:
+                    continue
+                if reader not in units or units[reader] == units[write] and not is_state:
+                    # A reader in the same layer still needs the value's maker beside it.
+                    if reader in units and place[reader] > place[write]:
+                        merges.append(_makers(relatives, write, units, place) | {units[write]})
+                    continue
+                if place[reader] < place[write]:
+                    ordering.add((units[reader], units[write]))
+                elif is_state:
+                    ordering.add((units[write], units[reader]))
+                else:
+                    merges.append(_makers(relatives, write, units, place) | {units[write], units[reader]})
+    return ordering, [members for members in merges if len(members) > 1]
+
+
+def _makers(
+    relatives: list[fx.Node], write: fx.Node, units: dict[fx.Node, str], place: dict[fx.Node, int]
+) -> set[str]:
+    return {units[node] for node in relatives if node in units and place[node] < place[write]}
+
+
+def storage_roots(operations: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """For each node, the nodes whose storage its result may share."""
+    roots: dict[fx.Node, set[fx.Node]] = {}
+    for node in operations:
+        shared = {root for source in _aliased(node) for root in roots.setdefault(source, {source})}
+        roots[node] = shared or {node}
+    return roots
+
+
+def _aliased(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments whose storage the result may share."""
+    if node.target is getitem:
+        yield from node.all_input_nodes
+        return
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    if node.target._schema.name.partition("::")[2] in _ALIASING_WHEN_IDLE and node.args[2:] == (False,):
+        yield from node.all_input_nodes
+    for argument, given in _arguments(node):
+        if argument.alias_info is not None and isinstance(given, fx.Node):
+            yield given
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the operation writes to."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for argument, given in _arguments(node):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.extend(item for item in _flat(given) if isinstance(item, fx.Node))
+    return written
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple[torch._C.Argument, object]]:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, argument in enumerate(node.target._schema.arguments):
+        if index < len(node.args):
+            yield argument, node.args[index]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def _flat(given: object) -> Iterable[object]:
+    return given if isinstance(given, (list, tuple)) else (given,)
+
+
+def _redirect(target: fx.Node, write: fx.Node, place: dict[fx.Node, int]) -> None:
+    """Let what reads ``target`` after the write read its result, where the result is the written value itself."""
+    if target.op == "get_attr" or not write.args or write.args[0] is not target:
+        return
+    later = {user for user in target.users if place[user] > place[write]}
+    target.replace_all_uses_with(write, delete_user_cb=later.__contains__)
+
+
+def _derived(write: fx.Node) -> set[fx.Node]:
+    """The result of a write, and every value that is a view of it."""
+    derived = {write}
+    stack = [write]
+    while stack:
+        for user in stack.pop().users:
+            if user not in derived and derived & set(_aliased(user)):
+                derived.add(user)
+                stack.append(user)
+    return derived
+
+
+def _readers(relatives: list[fx.Node], place: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(reader, what it reads) for every use of these values."""
+    for alias in relatives:
+        for user in alias.users:
+            yield user, alias

@@ -1,0 +1,53 @@
+"""The regions of a model's code that change how operations behave: ``torch.no_grad()`` and ``torch.autocast``."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+Region = tuple[Any, ...]
+"""``("grad", enabled)`` or ``("autocast", device type, dtype, enabled, cache)``."""
+
+
+class Regions:
+    """The regions that are open while a layer runs; leaving it closes what an exception left open."""
+
+    def __init__(self, captured_on: str) -> None:
+        self._captured_on = captured_on
+        self._open: list[Any] = []
+
+    def __enter__(self) -> Regions:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            leave(self)
+
+    def push(self, device: torch.device, region: Region) -> None:
+        """Open a region; one of the device type that was captured becomes one of ``device``'s type."""
+        context: Any
+        if region[0] == "grad":
+            context = torch.set_grad_enabled(bool(region[1]))
+        else:
+            kind = device.type if region[1] == self._captured_on else region[1]
+            context = torch.autocast(kind, dtype=region[2], enabled=bool(region[3]), cache_enabled=region[4])
+        context.__enter__()
+        self._open.append(context)
+
+    def pop(self) -> None:
+        """Close the innermost region."""
+        self._open.pop().__exit__(None, None, None)
+
+
+def enter(regions: Regions, device: torch.device, *region: Any) -> None:
+    """Open a region from inside a layer's code."""
+    regions.push(device, region)
+
+
+def leave(regions: Regions) -> None:
+    """Close the innermost region from inside a layer's code."""
+    regions.pop()
