@@ -1,0 +1,73 @@
+# What CI runs. A fresh clone needs Python 3.11 or later and make; everything else goes into .venv.
+
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := placer server client benchmarks examples tests
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types walls tables suite gpu format clean FORCE
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/installed  ## profile, place, split and verify ResNet-50 and U-Net on the devices that are here
+	$(BIN)/placer demo
+
+test: lint types walls tables suite  ## everything that must hold: lint, types, import walls, README tables, all tests
+
+lint: $(VENV)/installed-test  ## ruff: rules and format
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(VENV)/linked  ## mypy --strict
+	$(BIN)/mypy --strict
+
+walls: $(VENV)/linked  ## who may import whom
+	$(BIN)/lint-imports
+
+tables: $(VENV)/installed-test  ## the tables of README.md are those of benchmarks/results
+	$(BIN)/python -m benchmarks tables --check
+
+suite: $(VENV)/linked  ## all tests; WORKERS=4 for more processes
+	$(BIN)/python -P -m pytest --import-mode=importlib -n $(WORKERS)
+
+gpu: $(VENV)/linked  ## the tests that need CUDA devices
+	$(BIN)/python -P -m pytest --import-mode=importlib -m gpu
+
+format: $(VENV)/installed-test  ## put the sources into ruff's format
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:  ## remove .venv and what was built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# Stamps: each is newer than what it was made from, so a second call installs nothing.
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Placer needs Python 3.11 or later; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e '.[all]'
+	touch $@
+
+$(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e '.[test]' setuptools
+	$(PIP) install -c constraints.txt --no-deps torchvision
+	touch $@ $(VENV)/installed
+
+# mypy and lint-imports follow files, not import hooks: a strict editable install is a tree of links, made anew when a
+# file comes or goes.
+$(VENV)/linked: $(VENV)/installed-test $(VENV)/files
+	rm -rf build/__editable__.*
+	$(PIP) install --quiet --no-deps --no-build-isolation -e . --config-settings editable_mode=strict
+	touch $@
+
+$(VENV)/files: FORCE | $(BIN)/python
+	@find placer server client -name '*.py' -o -name py.typed | sort > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi

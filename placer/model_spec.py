@@ -1,0 +1,113 @@
+"""A model and its example inputs, as words on a command line.
+
+    placer.zoo.resnet:resnet50     the callable that makes the model
+    num_classes=10                 an argument for it
+    8x3x224x224                    a positional input: float32, drawn from a normal distribution
+    2x16:int64                     zeros of a whole-number type, which any embedding can look up
+    input_ids=2x16:int64           a keyword input
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.errors import InputError
+
+__all__ = ["load_model", "parse_inputs"]
+
+
+def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
+    """The model that a callable makes, or that a module holds.
+
+    Args:
+        spec: ``package.module:name``; modules in the working directory are found too.
+        arguments: ``key=value`` for the callable; a value is read as JSON, else it is a string.
+
+    Raises:
+        InputError: there is no such name, it fails with these arguments, or it makes no ``torch.nn.Module``.
+    """
+    maker = _find(spec)
+    if isinstance(maker, nn.Module) and not arguments:
+        return maker
+    if not callable(maker):
+        raise InputError(f"{spec!r} is a {type(maker).__name__}; name a callable that makes a torch.nn.Module")
+    keywords = dict(_argument(text) for text in arguments)
+    try:
+        model = maker(**keywords)
+    except Exception as error:  # whatever the user's code raises
+        shown = ", ".join(arguments)
+        raise InputError(f"{spec}({shown}) failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{spec!r} made a {type(model).__name__}; it must make a torch.nn.Module")
+    return model
+
+
+def parse_inputs(texts: Sequence[str]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Example inputs, positional and by keyword, of given shapes and types.
+
+    Args:
+        texts: ``[name=]SHAPE[:dtype]`` each, as in ``8x3x224x224`` or ``input_ids=2x16:int64``.
+
+    Raises:
+        InputError: one is not of that form.
+    """
+    positional: list[Tensor] = []
+    keywords: dict[str, Tensor] = {}
+    for text in texts:
+        name, named, rest = text.partition("=")
+        tensor = _tensor(rest if named else text)
+        if named:
+            keywords[name] = tensor
+        else:
+            positional.append(tensor)
+    return tuple(positional), keywords
+
+
+def _find(spec: str) -> Callable[..., Any] | nn.Module | object:
+    module_name, colon, name = spec.partition(":")
+    if not colon or not module_name or not name:
+        raise InputError(f"{spec!r} names no model; write package.module:callable, as in placer.zoo.resnet:resnet50")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except ImportError as error:
+        raise InputError(f"cannot import {module_name!r}: {error}") from error
+    except AttributeError as error:
+        raise InputError(f"there is no {name!r} in module {module_name!r}") from error
+    return found
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise InputError(f"{text!r} is no argument; write KEY=VALUE, as in num_classes=10")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _tensor(text: str) -> Tensor:
+    sizes, _, type_name = text.partition(":")
+    dtype = getattr(torch, type_name or "float32", None)
+    try:
+        shape = [int(size) for size in sizes.split("x")]
+    except ValueError:
+        shape = []
+    if not shape or min(shape) < 1 or not isinstance(dtype, torch.dtype):
+        raise InputError(f"{text!r} is no input; write SHAPE or SHAPE:dtype, as in 8x3x224x224 or 2x16:int64")
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype)

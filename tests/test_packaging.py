@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"placer": "placer", "server": "placer_server", "client": "placer_client"}
+
+
+def project() -> dict[str, dict]:  # type: ignore[type-arg]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def run(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-P", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def test_every_folder_with_sources_is_in_the_package_list() -> None:
+    found = set()
+    for folder, name in FOLDERS.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            inner = init.parent.relative_to(ROOT / folder).parts
+            found.add(".".join([name, *inner]))
+    assert found == set(project()["tool"]["setuptools"]["packages"])
+
+
+def test_every_folder_with_sources_has_an_init_file() -> None:
+    folders = {path.parent for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("folder", ["server", "client"])
+def test_the_source_folders_cannot_be_imported_under_their_own_name(folder: str, tmp_path: Path) -> None:
+    result = run(f"import {folder}", tmp_path)
+    assert result.returncode == 1
+    assert f"No module named '{folder}'" in result.stderr
+
+
+@pytest.mark.parametrize("name", FOLDERS.values())
+def test_the_installed_packages_can_be_imported_from_anywhere(name: str, tmp_path: Path) -> None:
+    result = run(f"import {name}", tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["placer", "placer.schema", "placer.errors", "placer.report", "placer.cli", "placer_client"]
+)
+def test_importing_does_not_import_torch_or_ortools(module: str, tmp_path: Path) -> None:
+    result = run(f"import sys, {module}; print({{'torch', 'ortools'}} & set(sys.modules))", tmp_path)
+    assert result.stdout.strip() == "set()", result.stderr
+
+
+def test_solving_does_not_import_torch(tmp_path: Path) -> None:
+    result = run("import sys, placer; placer.solve; print('torch' in sys.modules)", tmp_path)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_all_names_the_public_api() -> None:
+    import placer
+
+    for name in placer.__all__:
+        assert getattr(placer, name) is not None
+    assert set(dir(placer)) == {*placer.__all__, "__version__"}
+    with pytest.raises(AttributeError, match="module 'placer' has no attribute 'nothing'"):
+        placer.nothing  # noqa: B018
+
+
+def test_every_lazy_name_is_public() -> None:
+    import placer
+
+    assert set(placer._HOMES) | {"PlacerError", "testing"} == set(placer.__all__)
+
+
+def test_without_torch_the_error_names_the_pip_command(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None\nimport placer\nplacer.DataFlow"
+    result = run(code, tmp_path)
+    assert "MissingExtraError: torch is not installed: pip install 'torch-placer[torch]'" in result.stderr
+
+
+def test_the_tested_versions_lie_in_the_ranges() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = {Requirement(line).name.lower(): next(iter(Requirement(line).specifier)).version for line in lines}
+    tables = project()["project"]
+    ranges = [*tables["dependencies"], *(text for extra in tables["optional-dependencies"].values() for text in extra)]
+    for text in ranges:
+        requirement = Requirement(text)
+        if requirement.name != "torch-placer":
+            assert requirement.specifier.contains(pins[requirement.name.lower()]), text
+
+
+def test_the_command_is_installed() -> None:
+    (command,) = (point for point in distribution("torch-placer").entry_points if point.group == "console_scripts")
+    assert (command.name, command.value) == ("placer", "placer.cli:main")
