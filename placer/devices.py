@@ -145,6 +145,21 @@ def context_bytes(device: torch.device) -> int:
     return max(0, int(total) - int(free) - int(torch.cuda.memory_reserved(device)))
 
 
+def library_bytes(device: torch.device) -> int:
+    """What libraries keep of torch's memory for good once they have run, in bytes: the workspace of cuBLAS."""
+    if device.type != "cuda":
+        return 0
+    with torch.cuda.device(device):
+        torch._C._cuda_clearCublasWorkspaces()
+        before = torch.cuda.memory_allocated(device)
+        square = torch.ones(256, 256, device=device)
+        torch.mm(square, square)
+        torch.nn.functional.conv2d(square.view(1, 1, 256, 256), square[:3, :3].reshape(1, 1, 3, 3))
+        del square
+        torch.cuda.synchronize(device)
+        return max(0, int(torch.cuda.memory_allocated(device)) - before)
+
+
 @contextmanager
 def keep_random_state(devices: Sequence[torch.device]) -> Iterator[None]:
     """Give the random number generators of host and devices their states back afterwards."""
@@ -171,7 +186,7 @@ def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Ca
         NotRecordable: a pass cannot be recorded.
     """
     with torch.cuda.device(device):  # a capture fails while another device is current
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
             _warm_up(passes, stream)
             pool = torch.cuda.graph_pool_handle()
@@ -229,8 +244,9 @@ def queued_ms(passes: Sequence[Callable[[], Any]], device: torch.device, repeats
             run()
         launch_s = time.perf_counter() - began
         torch.cuda.synchronize(device)
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(len(passes) + 1)] for _ in range(repeats)]
-        torch.cuda._sleep(int(_CYCLES_PER_S * min(0.2, 1.5 * repeats * launch_s + 1e-4)))
+        marks = [[_timing_event() for _ in range(len(passes) + 1)] for _ in range(repeats)]
+        asleep_s = min(0.2, 1.5 * repeats * launch_s + 1e-4)
+        torch.cuda._sleep(int(_CYCLES_PER_S * asleep_s))  # type: ignore[no-untyped-call]
         for row in marks:
             row[0].record()
             for run, mark in zip(passes, row[1:], strict=True):
@@ -238,6 +254,10 @@ def queued_ms(passes: Sequence[Callable[[], Any]], device: torch.device, repeats
                 mark.record()
         torch.cuda.synchronize(device)
         return [[float(row[i].elapsed_time(row[i + 1])) for row in marks] for i in range(len(passes))]
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 _CYCLES_PER_S = 2e9  # about the clock of current GPUs: how long the device sleeps while its queue fills
@@ -249,8 +269,10 @@ def release_cache() -> None:
         torch.cuda.empty_cache()
 
 
-# Set by placer.testing.logical_devices: how many stand-ins there are, innermost last, and whether it looks away.
+# Set by placer.testing.logical_devices: how many stand-ins there are and who knows where tensors are, innermost last, and
+# whether it looks away.
 _stand_ins: list[int] = []
+_locators: list[Callable[[Tensor], torch.device]] = []
 _observed: list[bool] = [True]
 
 
@@ -271,7 +293,7 @@ def observed() -> bool:
 
 def location(tensor: Tensor) -> torch.device:
     """The device that holds the tensor, under ``logical_devices`` the stand-in."""
-    return tensor.device
+    return _locators[-1](tensor) if _locators else tensor.device
 
 
 def same(a: torch.device, b: torch.device) -> bool:
@@ -294,7 +316,10 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 def copy(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of the tensor's data on that device, without a gradient."""
-    return tensor.detach().to(device, non_blocking=device.type == "cuda", copy=True)
+    copied: Tensor = torch.ops.aten._to_copy.default(
+        tensor.detach(), device=device, non_blocking=device.type == "cuda" and tensor.device.type == "cuda"
+    )
+    return copied
 
 
 class _Move(torch.autograd.Function):

@@ -1,0 +1,202 @@
+"""What one layer keeps and needs in memory, by running it once while every allocation of a tensor is written down.
+
+    bytes held
+      ▲              ┌─┐ forward workspace
+      │          ┌───┘ └──┐┌──┐      ┌──┐ backward workspace: gradients of writes and reads, and what kernels need
+      │      ┌───┘        ││  └──┐ ┌─┘  └──┐
+      │      │   saved    └┘     └─┘       └───
+      └──────┴──── forward ────┴─── backward ───▶ time
+
+State is never counted here, nor are gradients of parameters: a placement holds both all the time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from placer import devices
+from placer.graph.layers import tensor_bytes
+from placer.profiler.trial import Trial
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """The memory of one layer for one micro-batch.
+
+    Attributes:
+        saved_bytes: storages made inside the layer and kept for its backward pass, each counted once, without those of
+            values that it reads or writes, and without its state.
+        saved_reads: positions, among the layer's reads, of the values that it keeps for its backward pass.
+        saved_writes: the same among its writes.
+        forward_workspace_bytes: in training: the peak of the forward pass beyond state, reads, and all that is kept for
+            the backward pass, plus the reads that are not kept. In inference: the peak beyond state, reads and writes.
+        backward_workspace_bytes: the peak of the backward pass beyond state, gradients of parameters, and all that was
+            kept for it; the gradients of writes and reads are part of it. 0 in inference. The new gradient of a
+            parameter that already has one, from an earlier micro-batch, comes on top.
+    """
+
+    saved_bytes: int = 0
+    saved_reads: frozenset[int] = frozenset()
+    saved_writes: frozenset[int] = frozenset()
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+
+
+def measure_memory(trial: Trial, training: bool) -> LayerMemory:
+    """Run the layer once and account for its memory.
+
+    Args:
+        trial: the layer; it must have run before, so that libraries hold what they hold for good.
+        training: whether a backward pass follows.
+
+    Returns:
+        Bytes for one micro-batch. Tensors are followed one by one; on CUDA, what the allocator's peak shows beyond them
+        (workspaces of libraries, rounding) is added to the workspaces.
+    """
+    trial.writes = trial.gradients = ()
+    log = _StorageLog(trial)
+    saved: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(_key(tensor))
+        return tensor.detach()  # a result that held itself would never be freed
+
+    with log, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        forward_peak = devices.peak_bytes(trial.device, trial.forward)
+    forward_extra = max(0, forward_peak - log.peak_bytes()) if forward_peak is not None else 0
+    if not training:
+        fresh = sum(_fresh_writes(trial, log).values())
+        return LayerMemory(forward_workspace_bytes=max(0, log.peak_bytes() - fresh) + forward_extra)
+    return _training_memory(trial, log, saved, forward_extra)
+
+
+def _training_memory(trial: Trial, log: _StorageLog, saved: set[int], forward_extra: int) -> LayerMemory:
+    fresh = _fresh_writes(trial, log)
+    kept_writes = {key: size for key, size in fresh.items() if key in saved}
+    inside = {key: size for key, size in log.live.items() if key not in fresh}
+    # A storage that is larger than the values that the layer writes of it: the rest is kept with them.
+    rest = sum(log.live[key] - size for key, size in kept_writes.items())
+    kept = sum(kept_writes.values()) + sum(inside.values()) + rest
+    write_keys = [_key(write) if isinstance(write, Tensor) else None for write in trial.writes]
+    saved_writes = frozenset(i for i, key in enumerate(write_keys) if key in saved and key not in log.state)
+    read_keys = {i: _key(read) for i, read in enumerate(trial.reads) if isinstance(read, Tensor)}
+    saved_reads = frozenset(i for i, key in read_keys.items() if key in saved and key not in write_keys)
+    held = {key for key in read_keys.values() if key in saved}
+    unsaved_reads = sum(tensor_bytes(trial.reads[i]) for i, key in read_keys.items() if key not in held)
+    forward_workspace = max(0, log.peak_bytes() - kept) + unsaved_reads + forward_extra
+
+    log.begin({*inside, *kept_writes})
+    with log:
+        backward_peak = devices.peak_bytes(trial.device, trial.backward)
+    gradients = {_key(gradient) for gradient in trial.gradients[: len(trial.parameters)] if gradient is not None}
+    gradient_bytes = sum(gradient.untyped_storage().nbytes() for gradient in trial.write_gradients)
+    backward_extra = max(0, backward_peak - log.peak_bytes()) if backward_peak is not None else 0
+    return LayerMemory(
+        saved_bytes=sum(inside.values()) + rest,
+        saved_reads=saved_reads,
+        saved_writes=saved_writes,
+        forward_workspace_bytes=forward_workspace,
+        backward_workspace_bytes=gradient_bytes + log.peak_bytes(without=gradients) + backward_extra,
+    )
+
+
+def _fresh_writes(trial: Trial, log: _StorageLog) -> dict[int, int]:
+    """The storages that the layer made for its writes, with the bytes that the writes take of each."""
+    sizes: dict[int, int] = {}
+    for write in trial.writes:
+        if isinstance(write, Tensor) and _key(write) in log.live:
+            key = _key(write)
+            sizes[key] = min(log.live[key], sizes.get(key, 0) + tensor_bytes(write))
+    return sizes
+
+
+def _key(tensor: Tensor) -> int:
+    """The same for two tensors that share a storage; unique among the storages that live at one time."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass(frozen=True)
+class _Event:
+    """A storage that was made (its size) or freed (minus its size)."""
+
+    change: int
+    serial: int
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A storage that lives: the reference tells when it ends."""
+
+    serial: int
+    size: int
+    reference: weakref.ref[Any]
+
+
+class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down when storages are made on the trial's device, and when they are freed.
+
+    Attributes:
+        state: the storages of the layer's state.
+        live: the bytes of the storages that were made and still live.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = trial.device.type
+        self.state = {_key(tensor) for tensor in trial.state}
+        given = [*trial.reads, *trial.write_gradients]
+        self._known = self.state | {_key(tensor) for tensor in given if isinstance(tensor, Tensor)}
+        self._made: dict[int, _Made] = {}
+        self._events: list[_Event] = []
+        self._count = 0
+
+    @property
+    def live(self) -> dict[int, int]:
+        return {key: made.size for key, made in self._made.items()}
+
+    def begin(self, counted: Iterable[int]) -> None:
+        """Start a new peak; of the storages that live already, those counted lower it when they are freed."""
+        self._events.clear()
+        counted = set(counted)
+        self._made = {key: made for key, made in self._made.items() if key in counted}
+
+    def peak_bytes(self, without: Iterable[int] = ()) -> int:
+        """The most that was held at one time beyond the beginning, without the storages named, which must be alive."""
+        ignored = {self._made[key].serial for key in without if key in self._made}
+        held = peak = 0
+        for event in self._events:
+            if event.serial not in ignored:
+                held += event.change
+                peak = max(peak, held)
+        return peak
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == self._device:
+                self._see(tensor)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        if key in self._known or key in self._made:
+            return
+        self._count += 1
+        serial, size = self._count, storage.nbytes()
+        self._events.append(_Event(size, serial))
+        self._made[key] = _Made(serial, size, weakref.ref(storage, lambda _: self._freed(key, serial)))
+
+    def _freed(self, key: int, serial: int) -> None:
+        made = self._made.get(key)
+        if made is not None and made.serial == serial:
+            del self._made[key]
+            self._events.append(_Event(-made.size, serial))

@@ -1,0 +1,149 @@
+"""What an optimizer keeps for each parameter, found by running its real first step on small tensors."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from placer.errors import InputError, ProfilingError
+from placer.graph.layers import tensor_bytes
+
+OptimizerLike = str | type[Optimizer] | Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
+"""A name of a class in ``torch.optim``, a class, an optimizer, or what makes one from a list of parameters."""
+
+_SMALL, _LARGE = 2, 3  # sizes at which a dimension is tried; the state of any size in between or beyond follows
+_MAX_DIMENSIONS = 5  # 2 ** 5 trial steps; further dimensions are folded into the first
+
+
+class OptimizerState:
+    """The bytes of optimizer state by parameter.
+
+    State is what every tensor in ``optimizer.state[parameter]`` holds after one step. Its size is taken to be linear in
+    each dimension of the parameter, which covers element-wise state (Adam), factored state (Adafactor) and constants.
+
+    Attributes:
+        name: of the optimizer's class; None without an optimizer.
+    """
+
+    def __init__(self, optimizer: OptimizerLike) -> None:
+        self.name, self._options, self._make = _factory(optimizer)
+        self._tried: dict[tuple[Any, ...], int] = {}
+
+    def bytes(self, parameter: Tensor) -> int:
+        """The bytes of state that the optimizer keeps for this parameter; 0 where it needs no gradient.
+
+        Raises:
+            ProfilingError: the optimizer's step failed.
+        """
+        if self.name is None or not parameter.requires_grad or parameter.numel() == 0:
+            return 0
+        options = self._options.get(id(parameter), {})
+        return self._at(_folded(parameter.shape), parameter.dtype, options)
+
+    def _at(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
+        """The bytes at any shape: exact at the corners of a small box, and on the plane through them elsewhere."""
+        corners = [(size,) if size <= _LARGE else (_SMALL, _LARGE) for size in shape]
+        total = 0
+        for corner in itertools.product(*corners):
+            weight = 1
+            for size, tried in zip(shape, corner, strict=True):
+                if size > _LARGE:
+                    weight *= size - _SMALL if tried == _LARGE else _LARGE - size
+            total += weight * self._try(corner, dtype, options)
+        return max(0, total)
+
+    def _try(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
+        key = (shape, dtype, *sorted((name, repr(value)) for name, value in options.items()))
+        if key not in self._tried:
+            self._tried[key] = self._step(shape, dtype, options)
+        return self._tried[key]
+
+    def _step(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
+        parameter = nn.Parameter(torch.full(shape, 0.5).to(dtype))
+        parameter.grad = torch.full(shape, 0.25).to(dtype)
+        try:
+            with torch.enable_grad():
+                optimizer = self._make([parameter], **options)
+                optimizer.step(lambda: 0.0)
+        except Exception as error:
+            raise ProfilingError(
+                f"optimizer {self.name} failed on a parameter of shape {shape} and {dtype}: {error}; "
+                "give another optimizer, or None to leave its state out"
+            ) from error
+        kept = tree_leaves([dict(state) for state in optimizer.state.values()])
+        return sum(tensor_bytes(item) for item in kept if isinstance(item, Tensor))
+
+
+def _factory(
+    optimizer: OptimizerLike,
+) -> tuple[str | None, dict[int, dict[str, Any]], Callable[..., Optimizer]]:
+    """The optimizer's name, the options of each parameter by ``id``, and what makes one from a list of parameters."""
+    if optimizer is None:
+        return None, {}, torch.optim.SGD
+    if isinstance(optimizer, str):
+        optimizer = _by_name(optimizer)
+    if isinstance(optimizer, Optimizer):
+        return type(optimizer).__name__, _options(optimizer), _accepting(type(optimizer))
+    if isinstance(optimizer, type):
+        if issubclass(optimizer, Optimizer):
+            return optimizer.__name__, {}, _accepting(optimizer)
+    elif callable(optimizer):
+        inner = optimizer.func if isinstance(optimizer, partial) else optimizer
+        return getattr(inner, "__name__", type(inner).__name__), {}, optimizer
+    raise InputError(f"optimizer={optimizer!r}: give a name from torch.optim, an Optimizer, what makes one, or None")
+
+
+def _by_name(name: str) -> type[Optimizer]:
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    if name.lower() not in known:
+        raise InputError(
+            f"there is no optimizer {name!r} in torch.optim; give one of {', '.join(sorted(known))}, or None"
+        )
+    return known[name.lower()]
+
+
+def _accepting(kind: type[Optimizer]) -> Callable[..., Optimizer]:
+    """The class, with those of its options that its ``__init__`` takes, and a learning rate where it must have one."""
+    takes = inspect.signature(kind).parameters
+    lr = takes.get("lr")
+
+    def make(parameters: Sequence[nn.Parameter], **options: Any) -> Optimizer:
+        if lr is not None and lr.default is inspect.Parameter.empty:
+            options.setdefault("lr", 1e-3)
+        return kind(parameters, **{name: value for name, value in options.items() if name in takes})
+
+    return make
+
+
+def _options(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """The options of each parameter that the optimizer holds, as its group has them; those of the rest are defaults."""
+    options: dict[int, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        of_group = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        # On the host a fused or captured step is refused by some versions; the state has the same size without.
+        of_group |= {name: False for name in ("fused", "capturable") if of_group.get(name)}
+        options.update((id(parameter), of_group) for parameter in group["params"])
+    return options
+
+
+def _folded(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape with at most five dimensions."""
+    extra = len(shape) - _MAX_DIMENSIONS
+    if extra <= 0:
+        return tuple(shape)
+    first = 1
+    for size in shape[: extra + 1]:
+        first *= size
+    return (first, *shape[extra + 1 :])

@@ -1,0 +1,217 @@
+"""From a model and example inputs to its profile: capture, measure, write down."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import placer
+from placer import schema
+from placer.devices import DeviceLike, keep_random_state, resolve, type_name, unobserved
+from placer.errors import InputError, ProfilingError
+from placer.graph.capture import capture
+from placer.graph.granularity import Granularity
+from placer.graph.layers import Layer, LayerGraph, tensor_bytes
+from placer.graph.structure import flatten
+from placer.profiler import inputs
+from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
+from placer.profiler.links import links_to_measure
+from placer.profiler.measure import Measurement, measure_layers
+from placer.profiler.optimizer import OptimizerLike, OptimizerState
+from placer.profiler.progress import Shown, progress_bar
+from placer.profiler.timing import significant
+
+
+def profile(
+    model: nn.Module,
+    example_inputs: Any,
+    devices: int | Sequence[DeviceLike] | None = None,
+    *,
+    training: bool = True,
+    optimizer: OptimizerLike = "adam",
+    granularity: Granularity = "auto",
+    progress: Shown = True,
+    repeats: int = 10,
+    memory_bytes: MemoryLimit = None,
+) -> schema.Profile:
+    """Measure a model's layers, the values between them, the devices and the links.
+
+    Every layer runs alone, its state copied to the device for it, so that a model larger than any device, or on
+    ``meta``, profiles too. The model is left as it was: parameters, gradients, buffers and modes; so are the random
+    number generators.
+
+    Args:
+        model: any module, on any device.
+        example_inputs: of one micro-batch: one argument, a tuple of positional or a dict of keyword arguments.
+        devices: a count, a list of devices, or None for all that are available. Each type of device is measured once.
+        training: whether to measure a training step; the model is profiled in training mode, else in evaluation mode.
+        optimizer: whose state counts, in training: a name from ``torch.optim``, a class, an optimizer, a function of a
+            list of parameters that makes one, or None.
+        granularity: how the model is cut into layers, see ``capture``.
+        progress: whether to show a bar on stderr: where it is a terminal, ``"always"``, or not.
+        repeats: how often each pass is timed; medians are kept.
+        memory_bytes: what a placement may use of each device, in bytes, or by device; None for all of its memory.
+
+    Returns:
+        The profile, with its cluster.
+
+    Raises:
+        InputError: inputs, devices, optimizer, limits or granularity cannot be used.
+        CaptureError: the model's layers could not be had.
+        ProfilingError: a layer or link could not be measured.
+    """
+    if repeats < 1:
+        raise InputError(f"repeats is {repeats}; time each layer at least once")
+    args, kwargs = inputs.split(example_inputs)
+    found = resolve(devices)
+    limits = resolve_limits(found, memory_bytes)
+    state = OptimizerState(optimizer if training else None)
+    by_type = {type_name(device): device for device in reversed(found)}
+    with unobserved(), keep_random_state(found), inputs.mode(model, training):
+        graph = capture(model, args, kwargs, granularity=granularity)
+        if not graph.layers:
+            raise ProfilingError(f"{type(model).__name__} has no operations, so there is nothing to place")
+        steps = len(graph.layers) * len(by_type) + links_to_measure(found)
+        tensors, _ = flatten((args, kwargs))
+        with progress_bar(progress, steps) as step:
+            measured = {
+                name: measure_layers(graph, tensors, device, training, repeats, step)
+                for name, device in by_type.items()
+            }
+            cluster = measure(found, limits, step)
+    return write(graph, measured, training, state, cluster)
+
+
+def write(
+    graph: LayerGraph,
+    measured: Mapping[str, Sequence[Measurement]],
+    training: bool,
+    optimizer: OptimizerState,
+    cluster: schema.Cluster | None,
+) -> schema.Profile:
+    """Write down what was measured.
+
+    Args:
+        graph: the layers.
+        measured: by device type, one measurement for each layer.
+        training: whether backward passes were measured.
+        optimizer: whose state counts.
+        cluster: the devices and links.
+    """
+    kept = {
+        layer.name: _kept(layer, [rows[index] for rows in measured.values()])
+        for index, layer in enumerate(graph.layers)
+    }
+    edges = _edges(graph, kept, training)
+    held = _state_bytes(graph, training, optimizer)
+    unsent = _unsent(graph, kept, {edge.name for edge in edges})
+    layers = []
+    for index, layer in enumerate(graph.layers):
+        rows = {kind: found[index] for kind, found in measured.items()}
+        memories = [row.memory for row in rows.values()]
+        layers.append(
+            schema.Layer(
+                name=layer.name,
+                module=layer.module_type,
+                forward_ms={kind: significant(row.time.forward_ms) for kind, row in rows.items()},
+                backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()} if training else {},
+                host_ms={kind: significant(row.time.host_ms) for kind, row in rows.items()},
+                saved_bytes=max(memory.saved_bytes for memory in memories) + unsent[layer.name],
+                forward_workspace_bytes=max(memory.forward_workspace_bytes for memory in memories),
+                backward_workspace_bytes=max(memory.backward_workspace_bytes for memory in memories),
+                **held[layer.name],
+            )
+        )
+    return schema.Profile(
+        model=graph.model,
+        graph_hash=graph.hash,
+        training=training,
+        optimizer=optimizer.name if training else None,
+        batch_size=graph.batch_size,
+        granularity=graph.granularity,
+        captured=graph.captured,
+        not_captured_because=graph.not_captured_because[:4096],
+        layers=tuple(layers),
+        edges=tuple(edge.edge for edge in edges),
+        colocated=graph.colocated,
+        cluster=cluster,
+        versions=_versions(),
+    )
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A value that crosses layers."""
+
+    name: str
+    edge: schema.Edge
+
+
+def _kept(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
+    """The values that a layer keeps for its backward pass, on any type of device."""
+    kept: set[str] = set()
+    for row in rows:
+        kept.update(layer.reads[index] for index in row.memory.saved_reads)
+        kept.update(layer.writes[index] for index in row.memory.saved_writes)
+    return kept
+
+
+def _edges(graph: LayerGraph, kept: Mapping[str, set[str]], training: bool) -> list[_Sent]:
+    edges = []
+    for name, readers in graph.readers().items():
+        value = graph.values[name]
+        targets = tuple(reader for reader in readers if reader != value.source)
+        if value.source is None or not targets:
+            continue
+        edge = schema.Edge(
+            source=value.source,
+            targets=targets,
+            bytes=value.bytes,
+            gradient_bytes=value.bytes if training and value.requires_grad else 0,
+            saved_by=tuple(layer for layer in (value.source, *targets) if name in kept[layer]),
+        )
+        edges.append(_Sent(name, edge))
+    return edges
+
+
+def _unsent(graph: LayerGraph, kept: Mapping[str, set[str]], sent: set[str]) -> dict[str, int]:
+    """The bytes of kept values that no edge carries, inputs and outputs of the model, counted where first kept."""
+    counted: set[str] = set()
+    unsent = {}
+    for layer in graph.layers:
+        here = kept[layer.name] - sent - counted
+        counted |= here
+        unsent[layer.name] = sum(graph.values[name].bytes for name in here)
+    return unsent
+
+
+def _state_bytes(graph: LayerGraph, training: bool, optimizer: OptimizerState) -> dict[str, dict[str, int]]:
+    """The bytes of each layer's state by kind; what several layers share counts in the first of them."""
+    counted: set[int] = set()
+    held = {}
+    for layer in graph.layers:
+        own = [graph.state[name] for name in layer.state if id(graph.state[name]) not in counted]
+        counted.update(id(tensor) for tensor in own)
+        parameters = [tensor for tensor in own if isinstance(tensor, nn.Parameter)]
+        trained = [tensor for tensor in parameters if training and tensor.requires_grad]
+        held[layer.name] = {
+            "param_bytes": _total(parameters),
+            "grad_bytes": _total(trained),
+            "optimizer_bytes": sum(optimizer.bytes(tensor) for tensor in trained),
+            "buffer_bytes": _total([tensor for tensor in own if not isinstance(tensor, nn.Parameter)]),
+        }
+    return held
+
+
+def _total(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor_bytes(tensor) for tensor in tensors)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "placer": placer.__version__}
+    return versions | ({"cuda": str(torch.version.cuda)} if torch.version.cuda else {})

@@ -1,0 +1,132 @@
+"""One layer with state and inputs of its own, so that it runs again and again and the user's model stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.graph.layers import Layer, Value
+
+
+class Trial:
+    """One layer on one device, for repeated forward and backward passes.
+
+    Attributes:
+        device: where it runs.
+        state: the layer's parameters and buffers, copied.
+        reads: the values that it reads, copied.
+        writes: the result of the last forward pass.
+        gradients: the result of the last backward pass, in the order of ``parameters`` and the reads after them.
+        parameters: those of ``state`` that take a gradient.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        device: torch.device,
+        state: Sequence[Tensor],
+        reads: Sequence[Any],
+        values: Mapping[str, Value],
+        training: bool,
+        mutated_reads: Collection[int] = (),
+    ) -> None:
+        self.device = device
+        self.state = list(state)
+        self.reads = [read.clone() if isinstance(read, Tensor) else read for read in reads]
+        self.writes: tuple[Any, ...] = ()
+        self.gradients: tuple[Tensor | None, ...] = ()
+        self._function = layer.function
+        self._training = training
+        self._mutated = frozenset(mutated_reads)
+        self._write_gradients: list[Tensor] | None = None
+        if training:
+            for name, read in zip(layer.reads, self.reads, strict=True):
+                if isinstance(read, Tensor) and values[name].requires_grad and _differentiable(read):
+                    read.requires_grad_()
+        self.parameters = [tensor for tensor in self.state if training and tensor.requires_grad]
+        self._leaves = self.parameters + [read for read in self._tensors() if read.requires_grad]
+
+    @property
+    def write_gradients(self) -> list[Tensor]:
+        """What the backward pass starts from; made by the first one."""
+        return self._write_gradients or []
+
+    def forward(self) -> None:
+        """Run the layer forwards; in training with what its backward pass needs."""
+        self.writes = self.gradients = ()
+        with torch.set_grad_enabled(self._training):
+            reads = [
+                _alias(read) if index in self._mutated and read.requires_grad else read
+                for index, read in enumerate(self.reads)
+            ]
+            self.writes = tuple(self._function(self.device, self.state, reads))
+
+    def backward(self) -> None:
+        """Run the layer backwards, from random gradients of its writes to those of its parameters and reads."""
+        ends = [write for write in self.writes if isinstance(write, Tensor) and write.requires_grad]
+        if not ends or not self._leaves:
+            return
+        if self._write_gradients is None:
+            self._write_gradients = [torch.randn_like(end) for end in ends]
+        self.gradients = torch.autograd.grad(ends, self._leaves, self._write_gradients, allow_unused=True)
+
+    def _tensors(self) -> list[Tensor]:
+        return [read for read in self.reads if isinstance(read, Tensor)]
+
+
+def bring_state(layer: Layer, state: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of a layer's parameters and buffers on the device; random ones for those on ``meta``."""
+    brought = []
+    for name in layer.state:
+        tensor = state[name]
+        copied = _random_state(tensor, device) if tensor.is_meta else devices.copy(tensor, device)
+        brought.append(copied.requires_grad_(tensor.requires_grad))
+    return brought
+
+
+def bring_input(value: Any, device: torch.device) -> Any:
+    """A copy of an input of the model on the device; a random one for one on ``meta``; what is no tensor as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_meta:
+        return devices.copy(value, device)
+    if value.dtype == torch.bool:
+        return torch.ones(value.shape, dtype=value.dtype, device=device)
+    if not _differentiable(value):
+        return torch.zeros(value.shape, dtype=value.dtype, device=device)
+    return torch.randn(value.shape, device=device).to(value.dtype)
+
+
+def _random_state(tensor: Tensor, device: torch.device) -> Tensor:
+    """Small random numbers: of both signs for parameters, positive for buffers, which may be variances."""
+    made = torch.empty_like(tensor, device=device)
+    if not _differentiable(tensor):
+        return made.zero_()
+    low = -0.02 if isinstance(tensor, nn.Parameter) else 0.01
+    return made.copy_(torch.empty(tensor.shape, device=device).uniform_(low, 0.02))
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+    return alias
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory as a tensor of its own, for a layer that changes what it reads in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
