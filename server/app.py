@@ -1,0 +1,123 @@
+"""Makes the application, and runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from fastapi import FastAPI
+
+import placer
+from placer.errors import InputError
+
+from . import serving
+from .body import Checker
+from .cluster import NodeCluster
+from .handlers import handle_errors
+from .jobs import Jobs
+from .metrics import Measured, Metrics
+from .openapi import describe
+from .routes import Service, router
+from .settings import Settings
+from .store import Store
+from .worker import Crashed, Killed, Solver, Worker, answer_empty, default_solver
+
+log = logging.getLogger("placer_server")
+
+WARM_UP_S = 60.0
+
+
+def create_app(settings: Settings | None = None, *, solver: Solver = default_solver) -> FastAPI:
+    """The service as an ASGI application.
+
+    Args:
+        settings: how it behaves; from the environment if None.
+        solver: what solves a request, ``solver(request, *, progress=None, stop=None) -> Placement``; it is called in a
+            process of its own, so it must be importable by name from there.
+
+    Raises:
+        InputError: the solver is defined in the main script, where no other process can import it from.
+    """
+    if getattr(solver, "__module__", None) == "__main__":
+        raise InputError(f"solver {solver!r} is defined in the main script; move it to a module that can be imported")
+    app = FastAPI(
+        title="Placer",
+        version=placer.__version__,
+        summary="Where each layer of a PyTorch model should run.",
+        lifespan=_lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.settings = settings or Settings()
+    app.state.solver = solver
+    app.state.metrics = Metrics()
+    app.include_router(router)
+    app.add_middleware(Measured, metrics=app.state.metrics)
+    handle_errors(app)
+    describe(app)
+    return app
+
+
+def run(settings: Settings | None = None, *, solver: Solver = default_solver) -> None:
+    """Serve until SIGTERM or SIGINT; then every solve ends with its best, and those who wait get it.
+
+    Args:
+        settings: how it behaves; from the environment if None.
+        solver: see ``create_app``.
+
+    Raises:
+        ServerError: it could not start.
+    """
+    settings = settings or Settings()
+    serving.serve(create_app(settings, solver=solver), settings)
+
+
+@contextmanager
+def background(settings: Settings | None = None, *, solver: Solver = default_solver) -> Iterator[str]:
+    """Serve in a thread of this process for as long as the context is open.
+
+    Args:
+        settings: how it behaves, from the environment if None; port 0 takes a free one.
+        solver: see ``create_app``.
+
+    Yields:
+        The service's URL.
+
+    Raises:
+        ServerError: it could not start.
+    """
+    settings = settings or Settings()
+    with serving.serve_in_thread(create_app(settings, solver=solver), settings) as url:
+        yield url
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    settings: Settings = app.state.settings
+    store = Store(settings.database, settings.keep)
+    jobs = Jobs(settings, store, app.state.metrics, app.state.solver)
+    service = Service(settings, store, app.state.metrics, Checker(), jobs, NodeCluster(settings))
+    app.state.service = service
+    warming = asyncio.create_task(_warm_up(service))
+    try:
+        yield
+    finally:
+        service.cluster.stop()
+        await jobs.close()
+        await warming
+        service.checker.close()
+        store.close()
+
+
+async def _warm_up(service: Service) -> None:
+    """Run a worker that does nothing; the service is ready when it came back."""
+    worker = Worker(answer_empty, b"", lambda *_: None, limit_s=WARM_UP_S, grace_s=1.0)
+    try:
+        await asyncio.to_thread(worker.run)
+    except (Crashed, Killed, OSError) as error:
+        service.not_ready = f"no worker can be started: {error}"
+        log.error(service.not_ready)
+    else:
+        service.not_ready = ""

@@ -1,0 +1,149 @@
+"""Request bodies: read up to a limit, and checked without holding up other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from placer.schema import Objective, PlacementRequest
+
+from .problem import Problem, clip, invalid_body
+from .settings import Settings
+from .worker import CONTEXT, starting_processes
+
+INLINE_BYTES = 192 * 1024
+"""Larger bodies are checked in another process: parsing holds the interpreter, thread or not, for 2 ms per 100 KB."""
+
+REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the service needs to know of a PlacementRequest that it has checked.
+
+    Attributes:
+        id: the content hash.
+        objective: what is made small.
+        time_limit_s: the solver's time limit.
+    """
+
+    id: str
+    objective: Objective
+    time_limit_s: float
+
+
+async def read_body(request: Request, settings: Settings) -> bytes:
+    """The request's body.
+
+    Raises:
+        Problem: it is no JSON by its content type, too large, or too slow.
+    """
+    _require_json(request)
+    limit = settings.max_body_bytes
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise _too_large(limit, f"{clip(declared, 20)} bytes")
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise _too_large(limit, "more than that")
+                chunks.append(chunk)
+    except TimeoutError:
+        detail = f"the body did not arrive within {settings.body_timeout_s:g} s; {size} bytes did"
+        raise Problem(408, "slow-body", "The body came too slowly", detail, headers={"Connection": "close"}) from None
+    return b"".join(chunks)
+
+
+def _require_json(request: Request) -> None:
+    given = request.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json":
+        shown = repr(clip(given, 80)) if given else "not given"
+        detail = f"the content type is {shown}; send the request as 'Content-Type: application/json'"
+        raise Problem(415, "content-type", "The content type cannot be read", detail)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        detail = f"the content encoding is {clip(encoding, 80)!r}; send the body as it is"
+        raise Problem(415, "content-encoding", "The content encoding cannot be read", detail)
+
+
+def _too_large(limit: int, given: str) -> Problem:
+    detail = (
+        f"the body is {given}; the limit is {limit} bytes (PLACER_MAX_BODY_BYTES)."
+        " A coarser granularity makes a smaller profile"
+    )
+    # The rest of the body is not read, so the connection cannot be used again.
+    return Problem(413, "body-too-large", "The body is too large", detail, headers={"Connection": "close"})
+
+
+class Checker:
+    """Turns bodies into questions; the same bytes are parsed once."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Question] = OrderedDict()
+        self._processes: ProcessPoolExecutor | None = None
+
+    async def check(self, body: bytes) -> Question:
+        """The question in a body.
+
+        Raises:
+            Problem: the body is no PlacementRequest; it names the fault.
+        """
+        digest = hashlib.sha256(body).digest()
+        if (question := self._known.get(digest)) is not None:
+            self._known.move_to_end(digest)
+            return question
+        question = check(body) if len(body) <= INLINE_BYTES else await self._check_elsewhere(body)
+        self._known[digest] = question
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return question
+
+    async def _check_elsewhere(self, body: bytes) -> Question:
+        if self._processes is None:
+            self._processes = ProcessPoolExecutor(1, mp_context=CONTEXT)
+        pool = self._processes
+        try:
+            future = await asyncio.to_thread(_submit, pool, body)
+            return await asyncio.wrap_future(future)
+        except BrokenProcessPool:
+            if self._processes is pool:
+                self._processes = None
+            detail = f"the process that checks large bodies died on one of {len(body)} bytes; a smaller one may pass"
+            raise Problem(
+                503, "check-failed", "The body could not be checked", detail, headers={"Retry-After": "1"}
+            ) from None
+
+    def close(self) -> None:
+        """End the process that checks large bodies."""
+        if self._processes is not None:
+            self._processes.shutdown(wait=False, cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, body: bytes) -> Future[Question]:
+    with starting_processes():
+        return pool.submit(check, body)
+
+
+def check(body: bytes) -> Question:
+    """The question in a body.
+
+    Raises:
+        Problem: the body is no PlacementRequest; it names the fault.
+    """
+    try:
+        request = PlacementRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid_body(error) from None
+    return Question(request.content_hash(), request.objective, request.time_limit_s)

@@ -1,0 +1,82 @@
+"""Requests that are shown in the OpenAPI document; a test posts each."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+GIB = 2**30
+
+
+def _layer(name: str, forward_ms: float, param_gib: float) -> dict[str, Any]:
+    size = int(param_gib * GIB)
+    return {
+        "name": name,
+        "forward_ms": {"gpu": forward_ms},
+        "backward_ms": {"gpu": 2 * forward_ms},
+        "param_bytes": size,
+        "grad_bytes": size,
+        "optimizer_bytes": 2 * size,
+    }
+
+
+def _edge(source: str, *targets: str) -> dict[str, Any]:
+    return {
+        "source": source,
+        "targets": list(targets),
+        "bytes": 2**24,
+        "gradient_bytes": 2**24,
+        "saved_by": list(targets),
+    }
+
+
+def _cluster(memory_gib: int) -> dict[str, Any]:
+    names = ["cuda:0", "cuda:1"]
+    return {
+        "devices": [{"name": name, "type": "gpu", "memory_bytes": memory_gib * GIB} for name in names],
+        "links": [
+            {"source": one, "target": other, "bandwidth_bytes_per_s": 2e11, "latency_s": 1e-5}
+            for one in names
+            for other in names
+            if one != other
+        ],
+    }
+
+
+def _request(memory_gib: int, **more: Any) -> dict[str, Any]:
+    names = ["embed", "block.0", "block.1", "head"]
+    profile = {
+        "schema_version": "1",
+        "model": "Example",
+        "training": True,
+        "optimizer": "adam",
+        "batch_size": 8,
+        "layers": [
+            _layer("embed", 0.5, 0.5),
+            _layer("block.0", 2.0, 1),
+            _layer("block.1", 2.0, 1),
+            _layer("head", 0.5, 0.5),
+        ],
+        "edges": [_edge(source, target) for source, target in pairwise(names)],
+    }
+    return {"schema_version": "1", "profile": profile, "cluster": _cluster(memory_gib), "time_limit_s": 10, **more}
+
+
+def requests() -> dict[str, dict[str, Any]]:
+    """The examples by name, each with a summary and a value, as OpenAPI has them."""
+    return {
+        "throughput": {
+            "summary": "Train four layers on two devices, the smallest bottleneck",
+            "value": _request(16, chunks=4),
+        },
+        "latency": {
+            "summary": "Inference, one sample's smallest time, with a layer pinned",
+            "value": _request(
+                16, objective="latency", training=False, constraints={"pinned": {"head": "cuda:1"}, "contiguous": True}
+            ),
+        },
+        "infeasible": {
+            "summary": "Too large for the devices: an answer as well, with status infeasible",
+            "value": _request(2),
+        },
+    }

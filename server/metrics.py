@@ -1,0 +1,71 @@
+"""What Prometheus reads at ``/metrics``; each app has a registry of its own, so two can live in one process."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MEDIA_TYPE = CONTENT_TYPE_LATEST
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+_SOLVE_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0)
+_REQUEST_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """The service's counters, gauges and histograms."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "placer_requests", "HTTP requests answered", ["method", "route", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "placer_request_seconds", "Time to answer a request", ["route"], buckets=_REQUEST_BUCKETS, registry=registry
+        )
+        self.solves = Counter("placer_solves", "Solves that ended, by how", ["status"], registry=registry)
+        self.solve_seconds = Histogram(
+            "placer_solve_seconds", "Time from a solve's start to its end", buckets=_SOLVE_BUCKETS, registry=registry
+        )
+        self.cache_hits = Counter("placer_cache_hits", "Requests answered from the store", registry=registry)
+        self.rejections = Counter("placer_rejections", "Requests refused because the queue was full", registry=registry)
+        self.running = Gauge("placer_solves_running", "Solves that run now", registry=registry)
+        self.queued = Gauge("placer_solves_queued", "Solves that wait for a worker", registry=registry)
+
+    def render(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class Measured:
+    """Middleware that counts and times requests by method, route and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and note how it went."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = 500  # where the application fails without an answer
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            route = getattr(scope.get("route"), "path", "unknown")
+            self._metrics.requests.labels(method, route, str(status)).inc()
+            self._metrics.request_seconds.labels(route).observe(time.perf_counter() - started)

@@ -1,0 +1,128 @@
+"""Errors as problem+json (RFC 9457), at most 4 KB whatever was sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import Response
+
+MAX_BYTES = 4096
+MAX_FAULTS = 5
+MAX_TEXT = 400
+MANY_FAULTS = 20_000
+"""More faults than this are counted, not described: describing a million takes a gigabyte."""
+
+MEDIA_TYPE = "application/problem+json"
+
+
+class Problem(Exception):
+    """A request that cannot be answered, and what the client is told about it.
+
+    Attributes:
+        status: the HTTP status.
+        name: of the kind of problem, for programs: the end of its ``type``.
+        title: the kind of problem, for people.
+        detail: what is wrong with this request, and the way out.
+        faults: where in the body it is wrong: ``{"pointer": "#/profile", "detail": "..."}``.
+        headers: sent along: ``Retry-After``, ``Allow``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        name: str,
+        title: str,
+        detail: str,
+        faults: Sequence[Mapping[str, str]] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, name, title, detail, list(faults), dict(headers or {}))
+        self.status = status
+        self.name = name
+        self.title = title
+        self.detail = detail
+        self.faults = faults
+        self.headers = dict(headers or {})
+
+    def __reduce__(self) -> tuple[type[Problem], tuple[Any, ...]]:
+        return Problem, self.args
+
+    def content(self) -> bytes:
+        """The problem as JSON of at most 4 KB."""
+        faults = [{"pointer": clip(fault["pointer"]), "detail": clip(fault["detail"])} for fault in self.faults]
+        faults = faults[:MAX_FAULTS]
+        detail = clip(self.detail, 3 * MAX_TEXT)
+        while len(text := self._encode(detail, faults)) > MAX_BYTES:
+            if faults:
+                faults.pop()
+            else:  # text outside ASCII takes six bytes a character
+                detail = clip(detail, max(1, len(detail) // 2))
+        return text
+
+    def _encode(self, detail: str, faults: list[dict[str, str]]) -> bytes:
+        content: dict[str, Any] = {
+            "type": f"urn:placer:problem:{self.name}",
+            "title": self.title,
+            "status": self.status,
+            "detail": detail,
+        }
+        if faults:
+            content["errors"] = faults
+        return json.dumps(content).encode()
+
+    def response(self) -> Response:
+        """The HTTP response that tells it."""
+        return Response(self.content(), self.status, headers=self.headers, media_type=MEDIA_TYPE)
+
+
+def clip(text: str, limit: int = MAX_TEXT) -> str:
+    """The text, its middle left out where it is longer than ``limit`` characters."""
+    if len(text) <= limit:
+        return text
+    head, tail = (2 * limit) // 3, limit // 3
+    return f"{text[:head]} ... {text[-tail:] if tail else ''}"
+
+
+def invalid_body(error: ValidationError) -> Problem:
+    """The problem of a body that is no PlacementRequest: 400 where it is no JSON, else 422."""
+    count = error.error_count()
+    if count > MANY_FAULTS:
+        return _invalid(f"the body has {count} faults; the first thing to mend is its shape: see /openapi.json", [])
+    errors = error.errors(include_url=False, include_context=False)
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        detail = first["msg"].removeprefix("Invalid JSON: ")
+        return Problem(400, "malformed-json", "The body is not JSON", f"the body cannot be read as JSON: {detail}")
+    errors.sort(key=lambda item: item["loc"] != ("schema_version",))  # a wrong version explains all the others
+    faults = [_fault(item["loc"], item["type"], item["msg"], item["input"]) for item in errors[:MAX_FAULTS]]
+    lead = faults[0]
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    return _invalid(f"{_path(lead['pointer'])}{lead['detail']}{more}", faults)
+
+
+def _invalid(detail: str, faults: list[dict[str, str]]) -> Problem:
+    return Problem(422, "invalid-request", "The request cannot be used", detail, faults)
+
+
+def _fault(loc: tuple[int | str, ...], kind: str, message: str, given: object) -> dict[str, str]:
+    message = message.removeprefix("Value error, ")
+    pointer = "#" + "".join(f"/{clip(str(part), 80)}" for part in loc)
+    if kind == "extra_forbidden":
+        message = "there is no such field"
+    elif loc and loc[-1] == "schema_version" and kind == "literal_error":
+        message = f"version {clip(repr(given), 40)} is not known to this service; it reads version '1'"
+    elif kind not in ("value_error", "missing") and isinstance(given, (str, int, float, bool, type(None))):
+        message = f"{message}, not {clip(_shown(given), 60)}"
+    return {"pointer": clip(pointer), "detail": clip(message)}
+
+
+def _shown(given: str | int | float | bool | None) -> str:
+    return json.dumps(given) if not isinstance(given, str) else repr(given[:100])
+
+
+def _path(pointer: str) -> str:
+    path = pointer.removeprefix("#/").removeprefix("#").replace("/", ".")
+    return f"{path}: " if path else ""

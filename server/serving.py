@@ -1,0 +1,111 @@
+"""Runs the application under uvicorn, in the main thread or beside it, and stops it without losing an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from placer.errors import ServerError
+
+from .settings import Settings
+
+
+class Server(uvicorn.Server):
+    """Ends the solves as soon as it is told to stop, so that those who wait for them get the best so far."""
+
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        self._app = app
+        self._loop: asyncio.AbstractEventLoop | None = None
+        config = uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            log_level=settings.log_level,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(settings.stop_grace_s + 3),
+        )
+        super().__init__(config)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to stop."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called on SIGTERM and SIGINT."""
+        self.stop()
+        super().handle_exit(sig, frame)
+
+    def stop(self) -> None:
+        """End the solves, answer those who wait, and end. Safe from any thread."""
+        service = getattr(self._app.state, "service", None)
+        if service is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(service.jobs.stop_all)
+        self.should_exit = True
+
+
+def serve(app: FastAPI, settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ServerError: it could not start.
+    """
+    server = Server(app, settings)
+    with _listener(settings) as listener:
+        server.run(sockets=[listener])
+    if not server.started:
+        raise _not_started(settings)
+
+
+@contextmanager
+def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
+    """Serve beside the calling thread for as long as the context is open.
+
+    Yields:
+        The service's URL.
+
+    Raises:
+        ServerError: it could not start.
+    """
+    server = Server(app, settings)
+    with _listener(settings) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), name="placer-server", daemon=True)
+        thread.start()
+        try:
+            while not server.started and thread.is_alive():
+                thread.join(0.01)
+            if not server.started:
+                raise _not_started(settings)
+            yield _url(listener)
+        finally:
+            server.stop()
+            thread.join()
+
+
+def _listener(settings: Settings) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ServerError(
+            f"the service cannot listen on {settings.host}, port {settings.port}: {error.strerror};"
+            " set PLACER_HOST and PLACER_PORT"
+        ) from error
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _not_started(settings: Settings) -> ServerError:
+    return ServerError(f"the service could not start with database {settings.database!r}; its log says why")

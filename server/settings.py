@@ -1,0 +1,53 @@
+"""What an operator can set, by environment variable or ``placer serve``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MAX_WAIT_S = 60.0
+"""The longest that one request may ask to wait for an answer; clients that wait longer ask again."""
+
+
+def _state_directory() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "placer"
+
+
+class Settings(BaseSettings):
+    """The service's settings; each is read from ``PLACER_`` and its name in capitals.
+
+    Attributes:
+        host: the address to listen on; ``0.0.0.0`` for every interface.
+        port: the port to listen on; 0 takes a free one.
+        database: the file that keeps the placements, made if missing; ``:memory:`` keeps them until the service stops.
+        keep: how many placements the database keeps; the oldest go first.
+        max_body_bytes: the largest request body.
+        body_timeout_s: how long a client may take to send its body.
+        workers: solves that run at the same time, one process each.
+        queue: solves that may wait for a worker; one more is answered with 429.
+        default_wait_s: how long a POST waits for its placement before it answers 202.
+        overrun_s: how far a solve may overrun its own time limit before it is stopped.
+        stop_grace_s: how long a stopped solve may take to hand over its best placement before it is killed.
+        measure_timeout_s: how long measuring this node's devices may take.
+        log_level: of the server's log: ``critical``, ``error``, ``warning``, ``info``, ``debug``.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="PLACER_", extra="ignore", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8080
+    database: str = Field(default_factory=lambda: str(_state_directory() / "placements.db"))
+    keep: Annotated[int, Field(ge=1)] = 10_000
+    max_body_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
+    body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
+    queue: Annotated[int, Field(ge=0, le=100_000)] = 32
+    default_wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 10.0
+    overrun_s: Annotated[float, Field(ge=0)] = 10.0
+    stop_grace_s: Annotated[float, Field(ge=0)] = 2.0
+    measure_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    log_level: str = "info"

@@ -1,0 +1,260 @@
+"""One process a solve, forked from a server that has everything imported, so that none can block or take down another.
+
+service                         worker (forkserver)
+   │──── payload ──────────────────▶│
+   │◀─── ("progress", value, bound) ─│  any number
+   │──── "stop" ────────────────────▶│  once, at most; a closed pipe means that the service is gone
+   │◀─── ("done" | "refused" | "failed", what)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from types import ModuleType
+from typing import Any
+
+from placer.errors import MissingExtraError, PlacerError
+from placer.schema import Placement, PlacementRequest
+
+Report = Callable[[float | None, float | None], None]
+"""Told the best objective value so far and the proven bound."""
+
+Task = Callable[[bytes, Report, threading.Event], bytes]
+"""What runs in the worker: from a payload to a result, ending early with its best when the event is set."""
+
+Solver = Callable[..., Placement]
+"""``solver(request, *, progress=None, stop=None) -> Placement``, importable by name in another process."""
+
+PRELOAD = ["placer_server.worker", "placer.solver.solve"]
+
+_TICK_S = 0.1
+CONTEXT = multiprocessing.get_context("forkserver")
+_START_LOCK = threading.Lock()
+
+
+class Refused(Exception):
+    """The task found a fault in what it was given; the message says which."""
+
+
+class Missing(Exception):
+    """The task needs a package that is not installed; the message says how to get it."""
+
+
+class Crashed(Exception):
+    """The task failed, or its process died."""
+
+
+class Killed(Exception):
+    """The process did not stop in time and was killed."""
+
+
+class Worker:
+    """A task in a process of its own.
+
+    Args:
+        task: what to run; importable by name.
+        payload: what to give it.
+        report: called with the task's progress, in the thread of ``run``.
+        limit_s: after so many seconds the task is told to stop.
+        grace_s: so many seconds after it was told to stop, its process is killed.
+    """
+
+    def __init__(self, task: Task, payload: bytes, report: Report, *, limit_s: float, grace_s: float) -> None:
+        self._task = task
+        self._payload = payload
+        self._report = report
+        self._limit_s = limit_s
+        self._grace_s = grace_s
+        self._lock = threading.Lock()
+        self._pipe: Connection | None = None
+        self._deadline = 0.0
+        self._stopped = False
+
+    def run(self) -> bytes:
+        """Run the task to its end, in the calling thread.
+
+        Raises:
+            Refused: the task found a fault in its payload.
+            Missing: the task needs a package that is not installed.
+            Crashed: it failed, or its process died.
+            Killed: it had to be killed.
+        """
+        pipe, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_serve, args=(theirs, self._task), daemon=True)
+        with starting_processes():
+            process.start()
+        theirs.close()
+        try:
+            self._send_payload(pipe)
+            return self._listen(pipe, process.sentinel)
+        except (EOFError, OSError) as error:
+            process.join(1)
+            raise Crashed(f"its process died ({_exit_reason(process.exitcode)})") from error
+        finally:
+            with self._lock:
+                self._pipe = None
+            pipe.close()
+            process.kill()
+            process.join()
+            process.close()
+
+    def stop(self) -> None:
+        """Tell the task to end with the best that it has. Safe from any thread, before, during and after ``run``."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            self._deadline = time.monotonic() + self._grace_s
+            if self._pipe is not None:
+                self._tell_stop(self._pipe)
+
+    @staticmethod
+    def _tell_stop(pipe: Connection) -> None:
+        try:
+            pipe.send("stop")
+        except OSError:
+            pass  # it just ended by itself; ``run`` hears of that
+
+    def _send_payload(self, pipe: Connection) -> None:
+        pipe.send_bytes(self._payload)
+        with self._lock:
+            self._pipe = pipe
+            if self._stopped:
+                self._tell_stop(pipe)
+            else:
+                self._deadline = time.monotonic() + self._limit_s
+
+    def _listen(self, pipe: Connection, sentinel: int) -> bytes:
+        while True:
+            if not wait([pipe, sentinel], self._tick()):
+                self._check_deadline()
+                continue
+            kind, *values = pipe.recv()  # raises EOFError where the process died without a word
+            if kind == "progress":
+                self._report(*values)
+            else:
+                return _result(kind, values[0])
+
+    def _tick(self) -> float:
+        return max(0.0, min(_TICK_S, self._deadline - time.monotonic()))
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() < self._deadline:
+            return
+        if self._stopped:
+            raise Killed(f"it did not stop within {self._grace_s:g} s and was killed")
+        self.stop()
+
+
+def _result(kind: str, value: Any) -> bytes:
+    if kind == "done":
+        result: bytes = value
+        return result
+    raise {"refused": Refused, "missing": Missing, "failed": Crashed}[kind](value)
+
+
+def _exit_reason(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "it closed its pipe"
+    if exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    return f"exit code {exitcode}"
+
+
+@contextmanager
+def starting_processes() -> Iterator[None]:
+    """Where processes are started. Without this, each would first run the program's main script again."""
+    with _START_LOCK:
+        CONTEXT.set_forkserver_preload(PRELOAD)
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+def _serve(pipe: Connection, task: Task) -> None:
+    """The worker's main function."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the service decides
+    stop = threading.Event()
+    sending = threading.Lock()
+
+    def send(*message: object) -> None:
+        with sending:
+            pipe.send(message)
+
+    payload = pipe.recv_bytes()
+    threading.Thread(target=_await_stop, args=(pipe, stop), daemon=True).start()
+    try:
+        result = task(payload, lambda value, bound: send("progress", value, bound), stop)
+    except MissingExtraError as error:
+        send("missing", str(error))
+    except PlacerError as error:
+        send("refused", str(error))
+    except BaseException as error:
+        traceback.print_exc()
+        send("failed", f"{type(error).__name__}: {error}"[:1000])
+    else:
+        send("done", result)
+
+
+def _await_stop(pipe: Connection, stop: threading.Event) -> None:
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        os._exit(1)  # the service is gone, and nobody waits for the answer
+    stop.set()
+
+
+class SolveTask:
+    """Reads a PlacementRequest, solves it, and writes the Placement."""
+
+    def __init__(self, solver: Solver) -> None:
+        self._solver = solver
+
+    def __call__(self, payload: bytes, report: Report, stop: threading.Event) -> bytes:
+        """See ``Task``."""
+        request = PlacementRequest.model_validate_json(payload)
+        placement = self._solver(request, progress=report, stop=stop)
+        return placement.model_copy(update={"id": request.content_hash()}).model_dump_json().encode()
+
+
+def default_solver(request: PlacementRequest, **options: Any) -> Placement:
+    """Placer's own solver, imported in the worker alone."""
+    from placer.solver.solve import solve
+
+    return solve(request, **options)
+
+
+def measure_devices(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """The task that measures this machine's devices and the links between them.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+    """
+    try:
+        from placer import devices
+        from placer.profiler.cluster import measure_cluster
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtraError(
+            "torch is not installed here, so this node's devices cannot be measured:"
+            " pip install 'torch-placer[torch]', or run the image's gpu target"
+        ) from error
+    return measure_cluster(devices.available()).model_dump_json().encode()
+
+
+def answer_empty(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """The task that does nothing: it shows that workers start, and makes the first solve as quick as the others."""
+    return b""

@@ -1,0 +1,67 @@
+"""A service with a solver of the test's choice, spoken to in this process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from placer_server import examples
+from placer_server.app import create_app
+from placer_server.settings import Settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # workers get this path, and import the solvers below by name
+
+import solvers_for_tests  # noqa: E402
+
+Serve = Callable[..., TestClient]
+
+
+@pytest.fixture
+def solvers() -> Any:
+    return solvers_for_tests
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """``serve(solver, **settings)`` starts a service and returns a client of it."""
+    with ExitStack() as stack:
+
+        def start(solver: Any = solvers_for_tests.quick, **values: Any) -> TestClient:
+            defaults = {"database": ":memory:", "workers": 1, "queue": 1, "stop_grace_s": 1.0}
+            app = create_app(Settings(**{**defaults, **values}), solver=solver)
+            client = stack.enter_context(TestClient(app, raise_server_exceptions=False))
+            until(lambda: client.get("/readyz").status_code == 200)
+            return client
+
+        yield start
+
+
+@pytest.fixture
+def request_body() -> Callable[..., dict[str, Any]]:
+    """``request_body(**changes)`` is a valid request; another seed makes another id."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        return {**copy.deepcopy(examples.requests()["throughput"]["value"]), **changes}
+
+    return make
+
+
+@pytest.fixture
+def wait_until() -> Callable[[Callable[[], bool]], None]:
+    return until
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for a condition; fail if it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.01)

@@ -1,0 +1,65 @@
+"""Solvers that the service's tests inject; workers import them by name."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+from placer.errors import InputError
+from placer.schema import Placement, PlacementRequest
+
+
+def _all_on_first(request: PlacementRequest, **fields: Any) -> Placement:
+    device = request.devices[0].name
+    devices = {layer.name: device for layer in request.profile.layers}
+    values = {"status": "optimal", "objective_value": 1.0, "layer_devices": devices, **fields}
+    return Placement(objective=request.objective, **values)
+
+
+def quick(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    return _all_on_first(request, method=f"process {os.getpid()}")
+
+
+def until_stopped(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    """Finds something at once, and goes on until it is stopped."""
+    assert stop is not None
+    progress(7.0, 3.0)
+    stop.wait(60)
+    return _all_on_first(request, status="feasible", objective_value=7.0, bound=3.0)
+
+
+def deaf(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    """Does not listen when it is told to stop."""
+    time.sleep(60)
+    return _all_on_first(request)
+
+
+def dying(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    """Dies where the seed is odd, as a process does that runs out of memory."""
+    if request.seed % 2:
+        os.kill(os.getpid(), 9)
+    return _all_on_first(request)
+
+
+def failing(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    raise RuntimeError("a defect " + "x" * 10_000)
+
+
+def refusing(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    raise InputError("layer 'a' cannot be placed for a reason that only the solver sees")
+
+
+def cluster_of_one(payload: bytes, report: Any, stop: threading.Event) -> bytes:
+    return b'{"devices": [{"name": "cpu:0", "type": "cpu", "memory_bytes": 1}]}'
+
+
+def cluster_without_torch(payload: bytes, report: Any, stop: threading.Event) -> bytes:
+    from placer.errors import MissingExtraError
+
+    raise MissingExtraError("torch is not installed here: pip install 'torch-placer[torch]'")
+
+
+def cluster_that_fails(payload: bytes, report: Any, stop: threading.Event) -> bytes:
+    raise RuntimeError("no driver")
