@@ -1,10 +1,10 @@
 """A model and its example inputs, as words on a command line.
 
-    placer.zoo.resnet:resnet50     the callable that makes the model
-    num_classes=10                 an argument for it
-    8x3x224x224                    a positional input: float32, drawn from a normal distribution
-    2x16:int64                     zeros of a whole-number type, which any embedding can look up
-    input_ids=2x16:int64           a keyword input
+placer.zoo.resnet:resnet50     the callable that makes the model
+num_classes=10                 an argument for it
+8x3x224x224                    a positional input: float32, drawn from a normal distribution
+2x16:int64                     zeros of a whole-number type, which any embedding can look up
+input_ids=2x16:int64           a keyword input
 """
 
 from __future__ import annotations
@@ -50,25 +50,21 @@ def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
     return model
 
 
-def parse_inputs(texts: Sequence[str]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Example inputs, positional and by keyword, of given shapes and types.
+def parse_inputs(texts: Sequence[str]) -> tuple[Tensor, ...] | dict[str, Tensor]:
+    """Example inputs of given shapes and types: positional, or all by keyword.
 
     Args:
-        texts: ``[name=]SHAPE[:dtype]`` each, as in ``8x3x224x224`` or ``input_ids=2x16:int64``.
+        texts: ``[NAME=]SHAPE[:DTYPE]`` each, as in ``8x3x224x224`` or ``input_ids=2x16:int64``.
 
     Raises:
-        InputError: one is not of that form.
+        InputError: one is not of that form, or some have a name and some have none.
     """
-    positional: list[Tensor] = []
-    keywords: dict[str, Tensor] = {}
-    for text in texts:
-        name, named, rest = text.partition("=")
-        tensor = _tensor(rest if named else text)
-        if named:
-            keywords[name] = tensor
-        else:
-            positional.append(tensor)
-    return tuple(positional), keywords
+    named = {text.partition("=")[0]: _tensor(text.partition("=")[2]) for text in texts if "=" in text}
+    if not named:
+        return tuple(_tensor(text) for text in texts)
+    if len(named) < len(texts):
+        raise InputError(f"inputs {', '.join(texts)}: name each of them once, or none")
+    return named
 
 
 def _find(spec: str) -> Callable[..., Any] | nn.Module | object:

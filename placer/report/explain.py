@@ -227,12 +227,21 @@ def _cluster(cluster: Cluster) -> RenderableType:
     if not cluster.links:
         return grid
     links = Table(title="Links", title_justify="left")
-    links.add_column("from")
-    links.add_column("to")
-    links.add_column("bandwidth", justify="right")
-    links.add_column("latency", justify="right")
-    for link in cluster.links[:_SHOWN_LINKS]:
-        bandwidth = f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
-        links.add_row(link.source, link.target, bandwidth, f"{link.latency_s * 1e6:.1f} µs")
-    hidden = len(cluster.links) - _SHOWN_LINKS
+    for heading in ("from", "to", "bandwidth", "latency"):
+        links.add_column(heading, justify="right" if heading in ("bandwidth", "latency") else "left")
+    rows = _link_rows(cluster)
+    for row in rows[:_SHOWN_LINKS]:
+        links.add_row(*row)
+    hidden = len(rows) - _SHOWN_LINKS
     return Group(grid, links, Text(f"and {hidden} more links")) if hidden > 0 else Group(grid, links)
+
+
+def _link_rows(cluster: Cluster) -> list[tuple[str, str, str, str]]:
+    """A row a link, or one for all where every pair has the same."""
+    figures = [
+        (f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s", f"{link.latency_s * 1e6:.1f} µs") for link in cluster.links
+    ]
+    count = len(cluster.devices)
+    if len(set(figures)) == 1 and len(figures) == count * (count - 1) > 2:
+        return [("each", "each other", *figures[0])]
+    return [(link.source, link.target, *figure) for link, figure in zip(cluster.links, figures, strict=True)]

@@ -177,3 +177,26 @@ def test_a_cluster_lists_its_links_in_both_directions() -> None:
     )
     text = explain(Cluster(devices=devices, links=links))
     assert "384.00 GB/s" in text and "18.0 µs" in text and "12.50 GB/s" in text
+
+
+def full_cluster(count: int, bandwidth: float = 5e9) -> Cluster:
+    names = [f"cuda:{index}" for index in range(count)]
+    pairs = [(a, b) for a in names for b in names if a != b]
+    return Cluster(
+        devices=tuple(Device(name=name, type="H", memory_bytes=GIB) for name in names),
+        links=tuple(Link(source=a, target=b, bandwidth_bytes_per_s=bandwidth) for a, b in pairs),
+    )
+
+
+def test_links_that_are_all_alike_are_one_row() -> None:
+    text = explain(full_cluster(4))
+    assert "each other" in row(text, "5.00 GB/s")
+    assert text.count("GB/s") == 1
+
+
+def test_links_that_differ_are_listed_and_cut_short_with_their_number() -> None:
+    cluster = full_cluster(5)
+    faster = cluster.links[0].model_copy(update={"bandwidth_bytes_per_s": 9e9})
+    text = explain(cluster.model_copy(update={"links": (faster, *cluster.links[1:])}))
+    assert "9.00 GB/s" in text
+    assert "and 8 more links" in text

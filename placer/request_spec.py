@@ -1,0 +1,101 @@
+"""A placement request, as words on a command line.
+
+cuda:0=8GiB        what a placement may use of a device (``8GiB`` alone: of each)
+layer4=cuda:1      a layer and a device, for pins and bans; a device is a name or its index in the cluster
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from placer.errors import InputError
+from placer.report.units import parse_bytes
+from placer.schema import Cluster, Constraints, Objective, PlacementRequest, Profile, Schedule
+
+__all__ = ["limited", "request_for", "rules"]
+
+
+def limited(cluster: Cluster, limits: list[str]) -> Cluster:
+    """The cluster with what a placement may use of its devices set by hand.
+
+    Args:
+        cluster: as measured.
+        limits: ``[DEVICE=]SIZE`` each; later ones win.
+
+    Raises:
+        InputError: there is no such device, or it is no size.
+    """
+    usable: dict[str, int] = {}
+    for text in limits:
+        name, _, size = text.rpartition("=")
+        names = [_device(cluster, name)] if name else [device.name for device in cluster.devices]
+        usable.update(dict.fromkeys(names, parse_bytes(size)))
+    devices = [device.model_dump() for device in cluster.devices]
+    for device in devices:
+        if device["name"] in usable:
+            device.update(memory_bytes=usable[device["name"]], reserve_bytes=0)
+    return Cluster.model_validate({"devices": devices, "links": cluster.links})
+
+
+def _device(cluster: Cluster, name: str) -> str:
+    """The name of a device that was given by name or by its index in the cluster."""
+    names = [device.name for device in cluster.devices]
+    if name.isdecimal() and int(name) < len(names):
+        return names[int(name)]
+    if name not in names:
+        raise InputError(f"there is no device {name!r}; the cluster has {', '.join(names)}")
+    return name
+
+
+def rules(
+    cluster: Cluster, pins: list[str], forbidden: list[str], max_devices: int | None, contiguous: bool | None
+) -> Constraints:
+    """What the placement must respect.
+
+    Args:
+        cluster: whose devices are named.
+        pins: ``LAYER=DEVICE`` each: the layer must be there.
+        forbidden: ``LAYER=DEVICE`` each: the layer must not be there; a layer of ``*`` stands for every layer.
+        max_devices: use at most so many.
+        contiguous: as in ``Constraints``.
+
+    Raises:
+        InputError: one is not of that form, or there is no such device.
+    """
+    banned: dict[str, tuple[str, ...]] = {}
+    for layer, device in (_pair(cluster, text) for text in forbidden):
+        banned[layer] = (*banned.get(layer, ()), device)
+    pinned = dict(_pair(cluster, text) for text in pins)
+    return Constraints(pinned=pinned, forbidden=banned, max_devices=max_devices, contiguous=contiguous)
+
+
+def _pair(cluster: Cluster, text: str) -> tuple[str, str]:
+    layer, equals, device = text.rpartition("=")
+    if not equals or not layer:
+        raise InputError(f"{text!r} names no layer and device; write LAYER=DEVICE, as in layer4=cuda:1")
+    return layer, _device(cluster, device)
+
+
+def request_for(
+    profile: Profile,
+    cluster: Cluster,
+    constraints: Constraints,
+    objective: str,
+    chunks: int,
+    schedule: str,
+    time_limit_s: float,
+) -> PlacementRequest:
+    """The request; its fields are those of ``PlacementRequest``.
+
+    Raises:
+        ValidationError: a word is not known, or the parts contradict each other.
+    """
+    return PlacementRequest(
+        profile=profile,
+        cluster=cluster,
+        constraints=constraints,
+        objective=cast(Objective, objective),  # pydantic refuses what is none
+        chunks=chunks,
+        schedule=cast(Schedule, schedule),
+        time_limit_s=time_limit_s,
+    )
