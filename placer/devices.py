@@ -12,6 +12,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -146,18 +148,32 @@ def context_bytes(device: torch.device) -> int:
 
 
 def library_bytes(device: torch.device) -> int:
-    """What libraries keep of torch's memory for good once they have run, in bytes: the workspace of cuBLAS."""
-    if device.type != "cuda":
-        return 0
+    """What libraries keep of torch's memory once they have run forwards and backwards on one stream, in bytes."""
+    return _recorder(device).library_bytes if device.type == "cuda" else 0
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """A stream beside the others, and what libraries took for it: cuBLAS keeps a workspace for each stream and thread."""
+
+    stream: torch.cuda.Stream
+    library_bytes: int
+
+
+@cache
+def _recorder(device: torch.device) -> _Recorder:
+    """One for each device: every further stream would cost another workspace."""
     with torch.cuda.device(device):
-        torch._C._cuda_clearCublasWorkspaces()
-        before = torch.cuda.memory_allocated(device)
-        square = torch.ones(256, 256, device=device)
-        torch.mm(square, square)
-        torch.nn.functional.conv2d(square.view(1, 1, 256, 256), square[:3, :3].reshape(1, 1, 3, 3))
-        del square
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
-        return max(0, int(torch.cuda.memory_allocated(device)) - before)
+        before = torch.cuda.memory_allocated(device)
+        with torch.cuda.stream(stream), torch.enable_grad():
+            square = torch.ones(256, 256, device=device, requires_grad=True)
+            product = torch.nn.functional.linear(square, square, square[0])
+            gradient = torch.autograd.grad(product.sum(), square)
+        torch.cuda.synchronize(device)
+        del square, product, gradient
+        return _Recorder(stream, max(0, int(torch.cuda.memory_allocated(device)) - before))
 
 
 @contextmanager
@@ -186,7 +202,7 @@ def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Ca
         NotRecordable: a pass cannot be recorded.
     """
     with torch.cuda.device(device):  # a capture fails while another device is current
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = _recorder(device).stream
         try:
             _warm_up(passes, stream)
             pool = torch.cuda.graph_pool_handle()
