@@ -6,6 +6,7 @@
     │   └── PlacementError    a placement or layer map does not fit the model or the devices
     ├── CaptureError          the model's layer graph could not be had, the hook path included
     ├── ProfilingError        a layer or link could not be measured
+    ├── MixedDevicesError     under logical_devices, an operation met tensors of two devices (also a RuntimeError)
     ├── InfeasibleError       no placement meets the requirements
     ├── SolveLimitError       the time ran out before any placement was found
     ├── ServerError           the service answered with a problem
@@ -23,6 +24,7 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "MissingExtraError",
+    "MixedDevicesError",
     "PlacementError",
     "PlacerError",
     "ProfileError",
@@ -56,6 +58,10 @@ class CaptureError(PlacerError):
 
 class ProfilingError(PlacerError):
     """A layer or a link could not be measured."""
+
+
+class MixedDevicesError(PlacerError, RuntimeError):
+    """An operation met tensors of two devices, under ``placer.testing.logical_devices``."""
 
 
 class InfeasibleError(PlacerError):

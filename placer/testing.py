@@ -1,0 +1,221 @@
+"""A test bench for placements that needs no GPU.
+
+    with placer.testing.logical_devices(4):
+        flow.update_flow(placement)      # on cpu:0 ... cpu:3
+        loss = criterion(flow(x), target.to("cpu:0"))
+        loss.backward()                  # raises MixedDevicesError where a transfer was forgotten, in both directions
+
+Inside, a CPU stand-in behaves like a device of its own. Every storage carries the stand-in that it is on; an operation on
+tensors of two devices raises, as on GPUs; a copy to a device puts its result there; a tensor that was made without naming
+a stand-in is on the host, ``cpu``. As on GPUs, a number (a host tensor without dimensions) mixes with everything, and a
+host tensor may index one on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from placer import devices
+from placer.errors import InputError, MixedDevicesError
+
+__all__ = ["MixedDevicesError", "logical_devices"]
+
+_HOST = -1
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
+_BETWEEN_DEVICES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_copy_from"}
+_PURGE_EVERY = 4096
+
+
+@contextmanager
+def logical_devices(count: int) -> Iterator[list[torch.device]]:
+    """Let the stand-ins ``cpu:0`` to ``cpu:<count - 1>`` behave like devices of their own.
+
+    Args:
+        count: how many stand-ins there are.
+
+    Yields:
+        The stand-ins.
+
+    Raises:
+        InputError: ``count`` is below 1.
+        MixedDevicesError: inside, when an operation meets tensors of two devices.
+    """
+    if count < 1:
+        raise InputError(f"logical_devices({count!r}): give at least one device")
+    tags = _Tags()
+    devices._stand_ins.append(count)
+    devices._locators.append(tags.device)
+    try:
+        with _CopiesAndQueries(tags), _OneDevicePerOperation(tags):
+            yield [torch.device("cpu", index) for index in range(count)]
+    finally:
+        devices._stand_ins.pop()
+        devices._locators.pop()
+
+
+class _Tags:
+    """Which stand-in each storage is on; a storage that is not known is on the host."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._writes = 0
+
+    def get(self, tensor: Tensor) -> int:
+        try:
+            known = self._of.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # a tensor without storage: sparse, functional, fake
+            return _HOST
+        return known[1] if known is not None and not known[0].expired() else _HOST
+
+    def put(self, tensor: Tensor, index: int) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        self._of[storage._cdata] = (StorageWeakRef(storage), index)
+        self._writes += 1
+        if self._writes % _PURGE_EVERY == 0:
+            self._of = {key: entry for key, entry in self._of.items() if not entry[0].expired()}
+
+    def device(self, tensor: Tensor) -> torch.device:
+        index = self.get(tensor)
+        return torch.device("cpu") if index == _HOST else torch.device("cpu", index)
+
+
+class _OneDevicePerOperation(TorchDispatchMode):
+    """Every operation, those of autograd among them: inputs on one device, results where the inputs are."""
+
+    def __init__(self, tags: _Tags) -> None:
+        super().__init__()
+        self._tags = tags
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not devices.observed():
+            return func(*args, **kwargs)
+        name = func._schema.name
+        if name in _BETWEEN_DEVICES:
+            result = func(*args, **kwargs)
+            self._land(args, kwargs, result)
+            return result
+        if name.startswith("aten::_foreach") or name.startswith("aten::_fused"):
+            self._check_each(name, args)
+            result = func(*args, **kwargs)
+            self._spread(args, result)
+            return result
+        given = kwargs.get("device")
+        place = self._place(name, args, kwargs)
+        if given is not None and given.type == devices.CPU:
+            place = _HOST if given.index is None else given.index
+        result = func(*args, **kwargs)
+        if place != _HOST:
+            self._tag(result, place)
+        return result
+
+    def _place(self, name: str, args: Any, kwargs: Any) -> int:
+        """The one device of an operation's tensors."""
+        if name in _INDEXING:
+            args, kwargs = (args[0], *args[2:]), {}
+        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        return self._one(name, tensors)
+
+    def _one(self, name: str, tensors: Iterable[Tensor]) -> int:
+        place, first = _HOST, None
+        on_host: Tensor | None = None
+        for tensor in tensors:
+            index = self._tags.get(tensor)
+            if index == _HOST:
+                if tensor.dim() and tensor.numel():
+                    on_host = tensor
+                continue
+            if first is not None and index != place:
+                raise _mixed(name, first, tensor, place, index)
+            place, first = index, tensor
+        if first is not None and on_host is not None:
+            raise _mixed(name, first, on_host, place, _HOST)
+        return place
+
+    def _check_each(self, name: str, args: Any) -> None:
+        lists = [item for item in args if isinstance(item, (list, tuple)) and item and isinstance(item[0], Tensor)]
+        for together in zip(*lists, strict=False):
+            self._one(name, together)
+
+    def _spread(self, args: Any, result: Any) -> None:
+        if isinstance(result, (list, tuple)) and args and isinstance(args[0], (list, tuple)):
+            for source, made in zip(args[0], result, strict=False):
+                if isinstance(made, Tensor) and isinstance(source, Tensor):
+                    self._tag(made, self._tags.get(source))
+
+    def _land(self, args: Any, kwargs: Any, result: Any) -> None:
+        """A copy lands where it was sent; one that names no device stays with its source."""
+        target = kwargs.get("device")
+        if target is not None:
+            place = _HOST if target.index is None else target.index
+        else:
+            place = self._tags.get(args[0])
+        if isinstance(result, Tensor) and place != _HOST:
+            self._tag(result, place)
+
+    def _tag(self, result: Any, place: int) -> None:
+        if place == _HOST:
+            return
+        for item in tree_leaves(result):
+            if isinstance(item, Tensor) and self._tags.get(item) == _HOST:
+                self._tags.put(item, place)
+
+
+class _CopiesAndQueries(TorchFunctionMode):
+    """``tensor.device`` answers with the stand-in; ``tensor.to`` and ``tensor.cpu`` copy, and gradients come back."""
+
+    def __init__(self, tags: _Tags) -> None:
+        super().__init__()
+        self._tags = tags
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not devices.observed():
+            return func(*args, **kwargs)
+        if getattr(func, "__self__", None) is torch.Tensor.device:
+            return self._tags.device(args[0])
+        if func is torch.Tensor.cpu:
+            return devices.move(args[0], torch.device("cpu"))
+        if func is torch.Tensor.to:
+            return self._to(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        duplicate = bool(kwargs.pop("copy", False))
+        if args and isinstance(args[0], Tensor):
+            args = (self._tags.device(args[0]), args[0].dtype, *args[1:])
+        if "other" in kwargs:
+            other = kwargs.pop("other")
+            kwargs |= {"device": self._tags.device(other), "dtype": other.dtype}
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        moved = tensor
+        if device is not None and device.type == devices.CPU:
+            moved = devices.move(tensor, device)
+        options: dict[str, Any] = {"copy": duplicate and moved is tensor}
+        if layout is not None:
+            options["memory_format"] = layout
+        return moved.to(dtype=dtype or moved.dtype, **options)
+
+
+def _mixed(name: str, one: Tensor, other: Tensor, place: int, other_place: int) -> MixedDevicesError:
+    first, second = (_name(place), tuple(one.shape)), (_name(other_place), tuple(other.shape))
+    return MixedDevicesError(
+        f"{name} met tensors on two devices, {first[0]} {first[1]} and {second[0]} {second[1]}; "
+        "on GPUs this is 'Expected all tensors to be on the same device'. Move one with .to(...) before"
+    )
+
+
+def _name(place: int) -> str:
+    return "the host (cpu)" if place == _HOST else f"cpu:{place}"
