@@ -1,0 +1,15 @@
+"""What all tests share: tests marked ``gpu`` are skipped, visibly, where there are no CUDA devices."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA devices"))
