@@ -454,6 +454,8 @@ class Placement(_Wire):
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether the stages are contiguous.
+        stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in which every value runs
+            forwards, and in which their memory was reckoned; else by their first layer.
         devices: the load of each device.
         single_device: the best that one device does.
         speedup: single_device.objective_value / objective_value, for times; None without a placement.
@@ -477,6 +479,7 @@ class Placement(_Wire):
     chunks: int = 1
     schedule: Schedule = "1f1b"
     contiguous: bool = True
+    stages: tuple[Name, ...] = ()
     devices: tuple[DeviceLoad, ...] = ()
     single_device: SingleDevice | None = None
     speedup: float | None = None

@@ -1,0 +1,110 @@
+"""The placement that is returned, from an assignment and what is proven about it."""
+
+from __future__ import annotations
+
+from math import isclose
+from typing import Any
+
+from placer.errors import InputError
+from placer.schema import DeviceLoad, Infeasibility, Placement, SingleDevice
+from placer.solver import costs
+from placer.solver.problem import Problem
+
+PROVEN_GAP = 1e-6
+"""A placement is called optimal if none can be better by more than one part in a million."""
+
+LONGEST_MS = 1e9
+
+
+def found(problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float) -> Placement:
+    """The placement of an assignment that meets every requirement."""
+    result = costs.evaluate(problem, assignment)
+    assert result is not None and costs.fits(problem, result) and costs.allowed(problem, assignment)
+    _refuse_overflow(problem, result)
+    value = result.objective_value
+    bound = min(max(bound, 0.0), value)
+    gap = (value - bound) / value if value else 0.0
+    single = single_device(problem)
+    timed = problem.request.objective != "memory" and value > 0
+    names = [device.name for device in problem.devices]
+    return Placement(
+        **_header(problem, method, solve_time_s),
+        status="optimal" if gap <= PROVEN_GAP else "feasible",
+        objective_value=value,
+        bound=bound,
+        gap=gap,
+        layer_devices={layer.name: names[device] for layer, device in zip(problem.layers, assignment, strict=True)},
+        stages=tuple(names[device] for device in result.stages),
+        devices=_device_loads(problem, assignment, result),
+        single_device=single,
+        speedup=single.objective_value / value if timed else None,
+    )
+
+
+def nothing(
+    problem: Problem, reason: Infeasibility | None, bound: float, method: str, solve_time_s: float
+) -> Placement:
+    """The answer where there is no placement (with a reason), or none was found in time (without)."""
+    return Placement(
+        **_header(problem, method, solve_time_s),
+        status="unknown" if reason is None else "infeasible",
+        bound=bound if reason is None else None,
+        single_device=single_device(problem),
+        infeasible=reason,
+    )
+
+
+def single_device(problem: Problem) -> SingleDevice:
+    """The best that one device does with all layers, pins and forbidden devices aside."""
+    options = []
+    for index, device in enumerate(problem.devices):
+        result = costs.evaluate(problem, [index] * len(problem.layers))
+        assert result is not None  # nothing crosses
+        short = max(0, result.memory[index].total_bytes - device.usable_bytes)
+        options.append((short > 0, result.objective_value, index, short))
+    misfit, value, index, short = min(options)
+    return SingleDevice(device=problem.devices[index].name, objective_value=value, fits=not misfit, short_bytes=short)
+
+
+def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any]:
+    request, profile = problem.request, problem.request.profile
+    return {
+        "id": request.content_hash(),
+        "objective": request.objective,
+        "method": method,
+        "solve_time_s": solve_time_s,
+        "model": profile.model,
+        "granularity": profile.granularity,
+        "training": problem.training,
+        "batch_size": profile.batch_size,
+        "chunks": request.chunks,
+        "schedule": request.schedule,
+        "contiguous": problem.contiguous,
+    }
+
+
+def _device_loads(problem: Problem, assignment: costs.Assignment, result: costs.Costs) -> tuple[DeviceLoad, ...]:
+    busiest = max(result.load_ms)
+    held = costs.layers_by_device(problem, assignment)
+    return tuple(
+        DeviceLoad(
+            device=device.name,
+            layers=len(held[index]),
+            compute_ms=result.compute_ms[index],
+            send_ms=result.send_ms[index],
+            receive_ms=result.receive_ms[index],
+            load_ms=result.load_ms[index],
+            memory=result.memory[index],
+            limit_bytes=device.usable_bytes,
+            bottleneck=isclose(result.load_ms[index], busiest, rel_tol=1e-9),
+        )
+        for index, device in enumerate(problem.devices)
+    )
+
+
+def _refuse_overflow(problem: Problem, result: costs.Costs) -> None:
+    for device, load_ms in zip(problem.devices, result.load_ms, strict=True):
+        if load_ms > LONGEST_MS:
+            raise InputError(
+                f"device {device.name!r} would be busy for {load_ms:.3g} ms; no more than 1e9 can be placed"
+            )

@@ -1,0 +1,385 @@
+"""An independent referee: recomputes every cost and every rule of a placement from its request alone.
+
+Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``, read a second time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from math import inf, isclose
+
+from placer.errors import PlacementError
+from placer.schema import Device, DeviceLoad, Edge, Layer, Link, Placement, PlacementRequest
+
+RELATIVE = 1e-9
+"""Two computations of one time may differ by so much."""
+
+PROVEN_GAP = 1e-6
+"""A placement is optimal if its bound is so close."""
+
+FEW = 2_000
+"""An infeasible claim is tried on every assignment if there are no more than so many."""
+
+Where = Mapping[str, str]
+
+
+def check(request: PlacementRequest, placement: Placement) -> None:
+    """Raise on the first contradiction between a request and its placement.
+
+    Args:
+        request: the question.
+        placement: the answer. Of one without layers, only that no single device, and where there are few assignments no
+            assignment at all, would have answered.
+
+    Raises:
+        PlacementError: what is claimed, and what is true.
+    """
+    _check_header(request, placement)
+    if placement.status in ("infeasible", "unknown"):
+        _check_nothing_claimed(placement)
+        if placement.status == "infeasible":
+            _check_infeasible(request, placement)
+        return
+    where = placement.layer_devices
+    _check_rules(request, where, placement.contiguous)
+    _check_stages(request, where, placement)
+    _check_loads(request, where, placement)
+    _check_objective(request, where, placement)
+    _check_single_device(request, placement)
+
+
+def _check_header(request: PlacementRequest, placement: Placement) -> None:
+    _equal("id", placement.id, request.content_hash())
+    _equal("objective", placement.objective, request.objective)
+    _equal("training", placement.training, request.is_training)
+    _equal("chunks", placement.chunks, request.chunks)
+    _equal("schedule", placement.schedule, request.schedule)
+    _equal("granularity", placement.granularity, request.profile.granularity)
+    _equal("batch_size", placement.batch_size, request.profile.batch_size)
+    if request.constraints.contiguous is not None:
+        _equal("contiguous", placement.contiguous, request.constraints.contiguous)
+
+
+def _check_nothing_claimed(placement: Placement) -> None:
+    for name in ("layer_devices", "devices", "objective_value", "gap", "speedup"):
+        _require(not getattr(placement, name), f"status is {placement.status!r}, but {name} is given")
+    _require((placement.status == "infeasible") == (placement.infeasible is not None), "infeasible needs its reason")
+
+
+def _check_infeasible(request: PlacementRequest, placement: Placement) -> None:
+    for where in _few_assignments(request):
+        if _meets_all(request, where, placement.contiguous):
+            raise PlacementError(f"status is 'infeasible', but this placement meets every requirement: {where}")
+
+
+def _few_assignments(request: PlacementRequest) -> Iterator[Where]:
+    layers = [layer.name for layer in request.profile.layers]
+    devices = [device.name for device in request.devices]
+    if len(devices) ** len(layers) <= FEW:
+        for choice in itertools.product(devices, repeat=len(layers)):
+            yield dict(zip(layers, choice, strict=True))
+    else:
+        for device in devices:
+            yield dict.fromkeys(layers, device)
+
+
+def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> bool:
+    try:
+        _check_rules(request, where, contiguous)
+    except PlacementError:
+        return False
+    used = list(dict.fromkeys(where.values()))
+    orders = itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
+    return any(
+        (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
+        and all(_memory(request, where, order, contiguous, d)[0] <= d.usable_bytes for d in request.devices)
+        for order in orders
+    )
+
+
+def _order_matters(request: PlacementRequest) -> bool:
+    return request.is_training and request.schedule == "1f1b" and request.chunks > 1
+
+
+# Rules
+
+
+def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> None:
+    rules = request.constraints
+    _equal("layers", list(where), [layer.name for layer in request.profile.layers])
+    known = {device.name for device in request.devices}
+    for layer, device in where.items():
+        _require(device in known, f"layer {layer!r} is on {device!r}, which is no device of the cluster")
+    for layer, device in rules.pinned.items():
+        _require(where[layer] == device, f"layer {layer!r} is pinned to {device!r}, but is on {where[layer]!r}")
+    for name, banned in rules.forbidden.items():
+        for layer in where if name == "*" else (name,):
+            _require(where[layer] not in banned, f"layer {layer!r} must not be on {where[layer]!r}")
+    for group in (*request.profile.colocated, *rules.colocated):
+        _require(len({where[layer] for layer in group}) <= 1, f"colocated layers {group} are on several devices")
+    used = set(where.values())
+    if rules.max_devices is not None:
+        _require(len(used) <= rules.max_devices, f"{len(used)} devices are used, {rules.max_devices} are allowed")
+    _check_links(request, where)
+    if contiguous:
+        _check_contiguous(request, where)
+
+
+def _check_links(request: PlacementRequest, where: Where) -> None:
+    links = _links(request)
+    for edge, source, target in _crossings(request, where):
+        _require((source, target) in links, f"the value of {edge.source!r} has no link from {source!r} to {target!r}")
+        if request.is_training and edge.gradient_bytes:
+            _require((target, source) in links, f"the gradient of {edge.source!r} has no link back to {source!r}")
+
+
+def _check_contiguous(request: PlacementRequest, where: Where) -> None:
+    """Take away devices that no other feeds until none is left; if some remain, they feed each other."""
+    feeds = {(source, target) for _, source, target in _crossings(request, where)}
+    left = set(where.values())
+    while left:
+        first = {device for device in left if not any((other, device) in feeds for other in left)}
+        _require(bool(first), f"the stages are not contiguous: values go round between {sorted(left)}")
+        left -= first
+
+
+def _check_stages(request: PlacementRequest, where: Where, placement: Placement) -> None:
+    _equal("stages", sorted(placement.stages), sorted(set(where.values())))
+    if placement.contiguous:
+        _require(
+            _runs_forwards(request, where, placement.stages),
+            f"stages {placement.stages} are no pipeline order: a value runs backwards",
+        )
+
+
+def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ...]) -> bool:
+    place = {device: index for index, device in enumerate(order)}
+    return all(place[source] < place[target] for _, source, target in _crossings(request, where))
+
+
+# Loads and memory
+
+
+def _check_loads(request: PlacementRequest, where: Where, placement: Placement) -> None:
+    _equal("devices", [load.device for load in placement.devices], [device.name for device in request.devices])
+    largest = max(load.load_ms for load in placement.devices)
+    for device, load in zip(request.devices, placement.devices, strict=True):
+        _check_load(request, where, device, load)
+        _check_memory(request, where, placement, device, load)
+        _equal(f"bottleneck of {device.name}", load.bottleneck, _close(load.load_ms, largest))
+
+
+def _check_load(request: PlacementRequest, where: Where, device: Device, load: DeviceLoad) -> None:
+    compute, send, receive = _times(request, where, device)
+    name = device.name
+    _equal(f"layers of {name}", load.layers, sum(other == name for other in where.values()))
+    _near(f"compute_ms of {name}", load.compute_ms, compute)
+    _near(f"send_ms of {name}", load.send_ms, send)
+    _near(f"receive_ms of {name}", load.receive_ms, receive)
+    _near(f"load_ms of {name}", load.load_ms, _load(request, compute, send, receive))
+
+
+def _times(request: PlacementRequest, where: Where, device: Device) -> tuple[float, float, float]:
+    links, name = _links(request), device.name
+    compute = send = receive = 0.0
+    for layer in request.profile.layers:
+        if where[layer.name] == name:
+            compute += layer.forward_ms[device.type]
+            compute += layer.backward_ms[device.type] if request.is_training else 0.0
+    for edge, source, target in _crossings(request, where):
+        there = links[source, target].transfer_ms(edge.bytes)
+        has_gradient = request.is_training and edge.gradient_bytes > 0
+        back = links[target, source].transfer_ms(edge.gradient_bytes) if has_gradient else 0.0
+        send += there * (source == name) + back * (target == name)
+        receive += there * (target == name) + back * (source == name)
+    return compute, send, receive
+
+
+def _load(request: PlacementRequest, compute: float, send: float, receive: float) -> float:
+    return compute + send + receive if request.transfers == "added" else max(compute, send, receive)
+
+
+def _check_memory(
+    request: PlacementRequest, where: Where, placement: Placement, device: Device, load: DeviceLoad
+) -> None:
+    total, activations = _memory(request, where, placement.stages, placement.contiguous, device)
+    mine = [layer for layer in request.profile.layers if where[layer.name] == device.name]
+    training = request.is_training
+    _equal(f"param_bytes of {device.name}", load.memory.param_bytes, sum(layer.param_bytes for layer in mine))
+    _equal(f"buffer_bytes of {device.name}", load.memory.buffer_bytes, sum(layer.buffer_bytes for layer in mine))
+    _equal(f"grad_bytes of {device.name}", load.memory.grad_bytes, sum(layer.grad_bytes for layer in mine) * training)
+    _equal(
+        f"optimizer_bytes of {device.name}",
+        load.memory.optimizer_bytes,
+        sum(layer.optimizer_bytes for layer in mine) * training,
+    )
+    if training:
+        _equal(f"activation_bytes of {device.name}", load.memory.activation_bytes, activations)
+    _equal(f"memory of {device.name}", load.memory.total_bytes, total)
+    _equal(f"limit_bytes of {device.name}", load.limit_bytes, device.memory_bytes - device.reserve_bytes)
+    _require(total <= load.limit_bytes, f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}")
+
+
+def _memory(
+    request: PlacementRequest, where: Where, stages: tuple[str, ...], contiguous: bool, device: Device
+) -> tuple[int, int]:
+    """Total bytes on a device at the worst moment, and those of activations kept for the backward pass."""
+    mine = [layer for layer in request.profile.layers if where[layer.name] == device.name]
+    held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
+    if not request.is_training:
+        return held + _worst_moment(request, where, device.name), 0
+    names = {layer.name for layer in mine}
+    kept = sum(edge.bytes for edge in request.profile.edges if names.intersection(edge.saved_by))
+    flight = request.chunks
+    if contiguous and request.schedule == "1f1b" and device.name in stages:
+        flight = min(flight, len(stages) - stages.index(device.name))
+    activations = flight * (kept + sum(layer.saved_bytes for layer in mine))
+    workspace = max((w for layer in mine for w in _workspaces(layer)), default=0)
+    state = sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
+    return held + state + activations + workspace, activations
+
+
+def _workspaces(layer: Layer) -> tuple[int, int]:
+    return layer.forward_workspace_bytes, layer.backward_workspace_bytes
+
+
+def _worst_moment(request: PlacementRequest, where: Where, device: str) -> int:
+    """Inference: the most that values and workspace take at any step; a plain reading of the definition."""
+    order = {layer.name: step for step, layer in enumerate(request.profile.layers)}
+    last_use: list[tuple[int, int, int]] = []
+    for edge in request.profile.edges:
+        made = order[edge.source]
+        uses = [order[name] for name in (edge.source, *edge.targets) if where[name] == device]
+        if uses:
+            last_use.append((made, max(uses), edge.bytes))
+    starts = sorted({0, *(made for made, _, _ in last_use), *order.values()})
+    return max(
+        sum(size for made, last, size in last_use if made <= step <= last)
+        + (
+            request.profile.layers[step].forward_workspace_bytes
+            if where[request.profile.layers[step].name] == device
+            else 0
+        )
+        for step in starts
+    )
+
+
+# Objective
+
+
+def _check_objective(request: PlacementRequest, where: Where, placement: Placement) -> None:
+    value, bound, gap = placement.objective_value, placement.bound, placement.gap
+    if value is None or bound is None or gap is None:
+        raise PlacementError("a placement comes with objective_value, bound and gap")
+    _near("objective_value", value, _objective(request, where, placement))
+    _require(bound <= value, f"bound {bound} is above objective_value {value}")
+    _near("gap", gap, (value - bound) / value if value else 0.0, absolute=1e-9)
+    _require((gap <= PROVEN_GAP) == (placement.status == "optimal"), f"status is {placement.status!r} at gap {gap}")
+
+
+def _objective(request: PlacementRequest, where: Where, placement: Placement) -> float:
+    if request.objective == "latency":
+        return _latency(request, where)
+    if request.objective == "memory":
+        return float(
+            max(_memory(request, where, placement.stages, placement.contiguous, d)[0] for d in request.devices)
+        )
+    return max(_load(request, *_times(request, where, device)) for device in request.devices)
+
+
+def _latency(request: PlacementRequest, where: Where) -> float:
+    links = _links(request)
+    kinds = {device.name: device.type for device in request.devices}
+    names = [layer.name for layer in request.profile.layers]
+    layers = {layer.name: layer for layer in request.profile.layers}
+
+    def forward_delay(edge: Edge, source: str, target: str) -> float:
+        return 0.0 if source == target else links[source, target].transfer_ms(edge.bytes)
+
+    def backward_delay(edge: Edge, source: str, target: str) -> float:
+        return 0.0 if source == target else links[target, source].transfer_ms(edge.gradient_bytes)
+
+    arrows = [
+        (e.source, t, forward_delay(e, where[e.source], where[t])) for e in request.profile.edges for t in e.targets
+    ]
+    total = _last_finish(names, where, arrows, lambda name: layers[name].forward_ms[kinds[where[name]]])
+    if request.is_training:
+        arrows = [
+            (t, e.source, backward_delay(e, where[e.source], where[t]))
+            for e in request.profile.edges
+            for t in e.targets
+            if e.gradient_bytes
+        ]
+        total += _last_finish(names[::-1], where, arrows, lambda name: layers[name].backward_ms[kinds[where[name]]])
+    return total
+
+
+def _last_finish(
+    names: list[str], where: Where, arrows: list[tuple[str, str, float]], time: Callable[[str], float]
+) -> float:
+    waits: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
+    for before, after, delay in arrows:
+        waits[after].append((before, delay))
+    done: dict[str, float] = {}
+    busy_until: dict[str, float] = {}
+    for name in names:
+        ready = busy_until.get(where[name], 0.0)
+        for before, delay in waits[name]:
+            ready = max(ready, done[before] + delay)
+        done[name] = busy_until[where[name]] = ready + time(name)
+    return max(done.values())
+
+
+def _check_single_device(request: PlacementRequest, placement: Placement) -> None:
+    single, value = placement.single_device, placement.objective_value
+    if single is None or value is None:
+        raise PlacementError("a placement comes with what one device does")
+    choices = []
+    for device in request.devices:
+        where = {layer.name: device.name for layer in request.profile.layers}
+        alone = (device.name,)
+        need = _memory(request, where, alone, placement.contiguous, device)[0]
+        lone = placement.model_copy(update={"stages": alone})
+        choices.append((max(0, need - device.usable_bytes), _objective(request, where, lone), device.name))
+    fitting = [choice for choice in choices if not choice[0]] or choices
+    best = min(value for _, value, _ in fitting)
+    _near("single_device.objective_value", single.objective_value, best)
+    _require(
+        any((s, d) == (single.short_bytes, single.device) and _close(v, best) for s, v, d in fitting),
+        f"single_device {single.device!r} with {single.short_bytes} bytes short is not the best of {choices}",
+    )
+    _equal("single_device.fits", single.fits, single.short_bytes == 0)
+    if value and request.objective != "memory":
+        _near("speedup", placement.speedup if placement.speedup is not None else inf, best / value)
+
+
+# Reading the request
+
+
+def _links(request: PlacementRequest) -> dict[tuple[str, str], Link]:
+    return {(link.source, link.target): link for link in request.placed_on.links}
+
+
+def _crossings(request: PlacementRequest, where: Where) -> Iterator[tuple[Edge, str, str]]:
+    """Every value that leaves its device, once for each device that receives it."""
+    for edge in request.profile.edges:
+        for target in sorted({where[name] for name in edge.targets} - {where[edge.source]}):
+            yield edge, where[edge.source], target
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise PlacementError(otherwise)
+
+
+def _equal(what: str, claimed: object, true: object) -> None:
+    _require(claimed == true, f"{what}: {claimed!r} is claimed, {true!r} is true")
+
+
+def _near(what: str, claimed: float, true: float, absolute: float = 0.0) -> None:
+    _require(_close(claimed, true, absolute), f"{what}: {claimed!r} is claimed, {true!r} is true")
+
+
+def _close(one: float, other: float, absolute: float = 0.0) -> bool:
+    return isclose(one, other, rel_tol=RELATIVE, abs_tol=absolute)

@@ -1,0 +1,127 @@
+"""Graph pieces: groups joined where they overlap, strongly connected components, a topological order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+Arc = tuple[int, int]
+
+
+def closed_groups(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Groups of two or more, joined where they share a member, each ascending."""
+    joined: list[set[int]] = []
+    for group in groups:
+        merged = set(group)
+        apart = []
+        for other in joined:
+            if merged & other:
+                merged |= other
+            else:
+                apart.append(other)
+        joined = [*apart, merged] if merged else apart
+    return tuple(sorted(tuple(sorted(group)) for group in joined if len(group) > 1))
+
+
+def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
+    """By vertex, the smallest member of its group; itself if in none."""
+    first = list(range(count))
+    for group in groups:
+        for member in group:
+            first[member] = min(group)
+    return first
+
+
+def strong_components(count: int, arcs: Iterable[Arc], groups: Iterable[Sequence[int]]) -> list[list[int]]:
+    """The strongly connected components of a graph in which every group is one vertex, in topological order.
+
+    Args:
+        count: how many vertices there are.
+        arcs: pairs of vertices.
+        groups: disjoint sets of vertices that count as one.
+
+    Returns:
+        The vertices of each component, ascending; of the topological orders the one that follows their first vertices.
+
+    Source: Tarjan, "Depth-first search and linear graph algorithms", 1972.
+    """
+    first = group_of(count, groups)
+    successors: dict[int, set[int]] = {vertex: set() for vertex in set(first)}
+    for source, target in arcs:
+        if first[source] != first[target]:
+            successors[first[source]].add(first[target])
+    component = _tarjan(successors)
+    label = [component[first[vertex]] for vertex in range(count)]
+    members: dict[int, list[int]] = {}
+    for vertex in range(count):
+        members.setdefault(label[vertex], []).append(vertex)
+    ordered = sorted(members.values())
+    number = {label[vertices[0]]: index for index, vertices in enumerate(ordered)}
+    between = {
+        (number[component[source]], number[component[target]])
+        for source, targets in successors.items()
+        for target in targets
+        if component[source] != component[target]
+    }
+    return [ordered[index] for index in topological_order(len(ordered), between)]
+
+
+def topological_order(count: int, arcs: Iterable[Arc]) -> list[int]:
+    """The vertices so that every arc runs forwards, the smallest first where there is a choice.
+
+    A vertex on a cycle, or behind one, is left out.
+    """
+    successors: list[list[int]] = [[] for _ in range(count)]
+    waiting = [0] * count
+    for source, target in set(arcs):
+        successors[source].append(target)
+        waiting[target] += 1
+    ready = [vertex for vertex in range(count) if not waiting[vertex]]
+    order = []
+    while ready:
+        vertex = heapq.heappop(ready)
+        order.append(vertex)
+        for target in successors[vertex]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                heapq.heappush(ready, target)
+    return order
+
+
+def _tarjan(successors: dict[int, set[int]]) -> dict[int, int]:
+    """By vertex, a label of its component; without recursion, as graphs are deep."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    component: dict[int, int] = {}
+    stack: list[int] = []
+    for root in sorted(successors):
+        if root in index:
+            continue
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        work = [(root, iter(sorted(successors[root])))]
+        while work:
+            vertex, targets = work[-1]
+            for target in targets:
+                if target not in index:
+                    index[target] = low[target] = len(index)
+                    stack.append(target)
+                    work.append((target, iter(sorted(successors[target]))))
+                    break
+                if target not in component:
+                    low[vertex] = min(low[vertex], index[target])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[vertex])
+                if low[vertex] == index[vertex]:
+                    _close(vertex, stack, component)
+    return component
+
+
+def _close(root: int, stack: list[int], component: dict[int, int]) -> None:
+    while True:
+        vertex = stack.pop()
+        component[vertex] = root
+        if vertex == root:
+            return

@@ -1,0 +1,150 @@
+"""The best cut of a linear order into stages: dynamic programming over the nodes in topological order.
+
+    nodes   0 1 2 | 3 4 5 6 | 7 8      best(devices left, i) = min over j of
+    stages    a   |    b    |  c           join(cost of nodes i..j-1 as the next stage, best(devices left but one, j))
+
+It is exact where the order is the only one (each node reads from the one before) and every value that is cut is read by
+one stage, as in a chain. Where the order is the only one its value is still a lower bound, as it counts every cut value once
+and over the fastest link; else the cut is a start for the integer program.
+
+Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.1; Tarnawski et al., NeurIPS 2020, section 5.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver.intervals import Intervals
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import Reduction
+
+Table = NDArray[np.float64]
+Counts = tuple[int, ...]
+
+MOST_NODES = 400
+MOST_STATES = 4096
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The best cut of the linear order.
+
+    Attributes:
+        devices: by layer, its device; None if no cut meets the limits.
+        bound: a proven lower bound on the objective of every contiguous placement; 0 where the cut proves none.
+    """
+
+    devices: list[int] | None
+    bound: float
+
+
+def best_cut(problem: Problem, nodes: Reduction) -> Cut:
+    """The best cut of the nodes' order into one stage per device, contiguity understood.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes, in topological order.
+    """
+    blocks = _blocks(problem, nodes)
+    classes, exact = _classes(problem)
+    table = _Stages(problem, nodes, blocks, classes)
+    best, counts = table.fill()
+    if not np.isfinite(best):
+        return Cut(None, 0.0)
+    only_order = exact and len(blocks) == len(nodes.nodes) and _is_only_order(problem, nodes)
+    return Cut(table.read(counts), best if only_order and problem.request.objective != "latency" else 0.0)
+
+
+def _is_only_order(problem: Problem, nodes: Reduction) -> bool:
+    """Whether each node reads a value of the one before."""
+    steps = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
+    return all((node, node + 1) in steps for node in range(len(nodes.nodes) - 1))
+
+
+def _blocks(problem: Problem, nodes: Reduction) -> list[list[int]]:
+    """The nodes one by one; where they are too many, runs of them with about the same compute."""
+    count = len(nodes.nodes)
+    if count <= MOST_NODES:
+        return [[node] for node in range(count)]
+    work = np.array([sum(problem.compute_ms(layer, 0) for layer in layers) for layers in nodes.nodes])
+    share = np.cumsum(work + work.mean() * 0.1 + 1e-12)
+    label = np.minimum((share / share[-1] * MOST_NODES).astype(int), MOST_NODES - 1)
+    return [list(run) for _, run in itertools.groupby(range(count), key=lambda node: int(label[node]))]
+
+
+def _classes(problem: Problem) -> tuple[list[list[int]], bool]:
+    """Devices that may be swapped; where there are too many classes, devices of one type and limit, which is not exact."""
+    classes = problem.alike_devices()
+    if prod(len(members) + 1 for members in classes) <= MOST_STATES:
+        return classes, True
+    by_kind: dict[tuple[str, int], list[int]] = {}
+    for index, device in enumerate(problem.devices):
+        by_kind.setdefault((device.type, device.usable_bytes), []).append(index)
+    if prod(len(members) + 1 for members in by_kind.values()) <= MOST_STATES:
+        return list(by_kind.values()), False
+    return [list(range(len(problem.devices)))], False
+
+
+class _Stages:
+    """The table of the dynamic program, by how many devices of each class the later stages take."""
+
+    def __init__(self, problem: Problem, nodes: Reduction, blocks: list[list[int]], classes: list[list[int]]) -> None:
+        self.problem, self.nodes, self.blocks, self.classes = problem, nodes, blocks, classes
+        self.intervals = Intervals(problem, nodes, blocks)
+        self.join = np.add if problem.request.objective == "latency" else np.maximum
+        self.best: dict[Counts, Table] = {}
+        self._costs: dict[tuple[int, int], Table] = {}
+
+    def fill(self) -> tuple[float, Counts]:
+        """Fill the table; the best value for all blocks, and the devices that it takes."""
+        count = len(self.blocks)
+        none = (0,) * len(self.classes)
+        self.best[none] = np.full(count + 1, np.inf)
+        self.best[none][count] = 0.0
+        ranges = [range(len(members) + 1) for members in self.classes]
+        for counts in sorted(itertools.product(*ranges), key=sum):
+            if 0 < sum(counts) <= self.problem.most_devices:
+                self.best[counts] = np.min([self._options(counts, c).min(axis=1) for c in _taken(counts)], axis=0)
+        chosen = min(self.best, key=lambda counts: (float(self.best[counts][0]), sum(counts)))
+        return float(self.best[chosen][0]), chosen
+
+    def read(self, counts: Counts) -> list[int]:
+        """By layer, its device, following the best choices from the first block."""
+        devices = [0] * len(self.nodes.nodes)
+        start = 0
+        taken = [0] * len(self.classes)
+        while start < len(self.blocks):
+            options = [(self._options(counts, c)[start], c) for c in _taken(counts)]
+            row, kind = min(options, key=lambda option: float(option[0].min()))
+            stop = int(row.argmin())
+            device = self.classes[kind][taken[kind]]
+            taken[kind] += 1
+            for node in itertools.chain(*self.blocks[start:stop]):
+                devices[node] = device
+            start, counts = stop, _less(counts, kind)
+        return self.nodes.spread(devices)
+
+    def _options(self, counts: Counts, kind: int) -> Table:
+        """By first block and end, the value where a device of that class takes the stage between."""
+        later = self.best[_less(counts, kind)]
+        joined: Table = self.join(self._cost(kind, sum(counts)), later[None, :])
+        return joined
+
+    def _cost(self, kind: int, stages_left: int) -> Table:
+        key = kind, self.intervals.flight(stages_left)
+        if key not in self._costs:
+            self._costs[key] = self.intervals.cost(self.classes[kind][0], key[1])
+        return self._costs[key]
+
+
+def _taken(counts: Counts) -> list[int]:
+    return [kind for kind, number in enumerate(counts) if number]
+
+
+def _less(counts: Counts, kind: int) -> Counts:
+    return (*counts[:kind], counts[kind] - 1, *counts[kind + 1 :])

@@ -1,0 +1,204 @@
+"""Why there is no placement, in words: what contradicts what, which layer does not fit where, how many bytes are short."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from placer.schema import Infeasibility, Link
+from placer.solver import costs, memory_rules
+from placer.solver.model import Answer, PlacementModel
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction, reduced
+
+NOWHERE = -1
+
+
+def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
+    """A reason that can be seen without a search, or None."""
+    return _no_device_left(problem, nodes) or _too_large_alone(problem, nodes) or _too_large_together(problem)
+
+
+def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
+    """A node whose layers, each for itself or together, may be on no device."""
+    for layer, devices in enumerate(problem.allowed):
+        if not devices:
+            name = problem.layers[layer].name
+            pinned = problem.request.constraints.pinned.get(name)
+            where = f"pinned to {pinned!r}, which is forbidden for it" if pinned else "forbidden on every device"
+            return Infeasibility(
+                reason=f"layer {name!r} is {where}", layers=(name,), devices=(pinned,) if pinned else ()
+            )
+    for node, layers in enumerate(nodes.nodes):
+        if not nodes.allowed[node]:
+            names = _names(problem, layers)
+            ways = {problem.layers[layer].name: _device_names(problem, problem.allowed[layer]) for layer in layers}
+            bound = {name: devices for name, devices in ways.items() if len(devices) < len(problem.devices)}
+            each = "; ".join(f"{name!r} only on {_listed(devices)}" for name, devices in list(bound.items())[:6])
+            why = "colocated" if _one_group(problem, layers) else "kept together by colocation and contiguity"
+            return Infeasibility(
+                reason=f"layers {_listed(names)} are {why}, but share no device: {each}",
+                layers=names,
+                devices=tuple(sorted({device for devices in bound.values() for device in devices})),
+            )
+    return None
+
+
+def _one_group(problem: Problem, layers: tuple[int, ...]) -> bool:
+    return any(set(layers) <= set(group) for group in problem.groups)
+
+
+def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None:
+    """A node that no device which it may be on can hold."""
+    for node, layers in enumerate(nodes.nodes):
+        need = {device: _least_use(problem, layers, device) for device in nodes.allowed[node]}
+        short = {device: use - problem.devices[device].usable_bytes for device, use in need.items()}
+        if min(short.values()) > 0:
+            nearest = min(short, key=lambda device: (short[device], device))
+            names, device = _names(problem, layers), problem.devices[nearest]
+            subject = (
+                f"layer {names[0]!r} needs" if len(names) == 1 else f"layers {_listed(names)}, kept together, need"
+            )
+            choice = "the largest limit" if len(need) == len(problem.devices) else "the largest limit allowed for it"
+            return Infeasibility(
+                reason=f"{subject} {readable(need[nearest])}; {choice} is {readable(device.usable_bytes)} "
+                f"({device.name}): {readable(short[nearest])} short",
+                layers=names,
+                devices=_device_names(problem, need),
+                short_bytes=short[nearest],
+            )
+    return None
+
+
+def _least_use(problem: Problem, layers: tuple[int, ...], device: int) -> int:
+    """What these layers alone need on a device, at the least."""
+    assignment = [NOWHERE] * len(problem.layers)
+    for layer in layers:
+        assignment[layer] = device
+    return costs.memory_use(problem, assignment, layers, device, _least_flight(problem)).total_bytes
+
+
+def _least_flight(problem: Problem) -> int:
+    request = problem.request
+    return 1 if request.schedule == "1f1b" and problem.contiguous else request.chunks
+
+
+def _too_large_together(problem: Problem) -> Infeasibility | None:
+    """More state and saved activations than all the limits together."""
+    flight = _least_flight(problem)
+    need = sum(memory_rules.state_bytes(problem, layer) for layer in problem.layers)
+    if problem.training:
+        need += flight * sum(layer.saved_bytes for layer in problem.layers)
+        need += flight * sum(value.bytes for value in problem.values if value.keepers)
+    able = sorted(frozenset.union(*problem.allowed), key=lambda d: (-problem.devices[d].usable_bytes, d))
+    able = able[: problem.most_devices]
+    there = sum(problem.devices[device].usable_bytes for device in able)
+    if need <= there:
+        return None
+    devices = _device_names(problem, able)
+    return Infeasibility(
+        reason=f"the layers need at least {readable(need)} in all; {_listed(devices)} may use {readable(there)} "
+        f"together: {readable(need - there)} short",
+        devices=devices,
+        short_bytes=need - there,
+    )
+
+
+@dataclass
+class Searcher:
+    """Runs the integer program within what time is left."""
+
+    time_left_s: Callable[[], float]
+    workers: int
+    seed: int
+    stop: threading.Event | None
+
+    def __call__(self, model: PlacementModel) -> Answer:
+        """Solve one model."""
+        return model.solve(time_limit_s=self.time_left_s(), workers=self.workers, seed=self.seed, stop=self.stop)
+
+
+def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:
+    """A reason found by lifting requirements: first memory, then each of the others."""
+    return (
+        _short_of_memory(problem, nodes, search)
+        or _one_rule_too_many(problem, search)
+        or Infeasibility(
+            reason="the pins, forbidden devices, colocated layers, links and contiguity contradict each other"
+        )
+    )
+
+
+def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility | None:
+    if not memory_rules.can_bind(problem):
+        return None
+    answer = search(PlacementModel(problem, nodes, relaxed=True))
+    if answer.infeasible:
+        return None
+    short = int(answer.bound)
+    reason = f"whatever the placement, some device is {readable(short)} or more over its limit" if short else "memory"
+    if answer.devices is None:
+        return Infeasibility(reason=f"no placement keeps every device within its memory: {reason}", short_bytes=short)
+    result = costs.evaluate(problem, answer.devices)
+    assert result is not None  # the model refuses missing links and cycles
+    excess = {
+        device.name: use.total_bytes - device.usable_bytes
+        for device, use in zip(problem.devices, result.memory, strict=True)
+        if use.total_bytes > device.usable_bytes
+    }
+    worst = max(excess, key=lambda name: excess[name])
+    return Infeasibility(
+        reason=f"no placement keeps every device within its memory: the closest leaves {worst} "
+        f"{readable(excess[worst])} short",
+        layers=tuple(problem.layers[i].name for i, d in enumerate(answer.devices) if problem.devices[d].name == worst),
+        devices=tuple(excess),
+        short_bytes=short or excess[worst],
+    )
+
+
+def _one_rule_too_many(problem: Problem, search: Searcher) -> Infeasibility | None:
+    """The one requirement, memory aside, without which there is a placement."""
+    free = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
+    count = len(problem.devices)
+    everywhere = (frozenset(range(count)),) * len(problem.layers)
+    lifted = {
+        "contiguity: values would go round between devices": replace(problem, contiguous=False),
+        f"max_devices = {problem.request.constraints.max_devices}": replace(
+            problem, most_devices=min(count, len(problem.layers))
+        ),
+        "missing links: values cannot pass between some devices": replace(problem, links=((free,) * count,) * count),
+        "pinned layers and forbidden devices": replace(problem, allowed=everywhere, groups=()),
+    }
+    for rule, easier in lifted.items():
+        nodes = reduced(easier)
+        if all(nodes.allowed):
+            answer = search(PlacementModel(easier, nodes, limited=False))
+            if answer.devices is not None:
+                return Infeasibility(reason=f"no placement meets every requirement; what stands in the way is {rule}")
+    return None
+
+
+def readable(size_bytes: int) -> str:
+    """Bytes for people: ``9.2 GiB``."""
+    size = float(size_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _names(problem: Problem, layers: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(problem.layers[layer].name for layer in layers)
+
+
+def _device_names(problem: Problem, devices: object) -> tuple[str, ...]:
+    assert isinstance(devices, (list, frozenset, dict))
+    return tuple(problem.devices[device].name for device in sorted(devices))
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    """Names for people: the first few, and how many more."""
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

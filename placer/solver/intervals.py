@@ -1,0 +1,187 @@
+"""What every interval of a linear order would cost as one stage: tables by first block and end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cached_property
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver import memory_rules
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+Table = NDArray[np.float64]
+
+
+class Intervals:
+    """Tables over intervals ``[first, end)`` of blocks; impossible intervals are infinite.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        blocks: runs of nodes, in a topological order.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, blocks: list[list[int]]) -> None:
+        self.problem, self.nodes, self.blocks = problem, nodes, blocks
+        self._count = len(blocks)
+        self._layers = [[layer for node in block for layer in nodes.nodes[node]] for block in blocks]
+        self._block_of = [0] * len(problem.layers)
+        for block, layers in enumerate(self._layers):
+            for layer in layers:
+                self._block_of[layer] = block
+        self._limited = problem.request.objective == "memory" or memory_rules.can_bind(problem)
+        if problem.request.objective != "memory":
+            self._measure_transfers()
+        if self._limited:
+            self._measure_memory()
+
+    def flight(self, stages_left: int) -> int:
+        """Micro-batches in flight at a stage with so many stages left, itself included."""
+        request = self.problem.request
+        if not self.problem.training:
+            return 1
+        return min(request.chunks, stages_left) if request.schedule == "1f1b" else request.chunks
+
+    def cost(self, device: int, flight: int) -> Table:
+        """The cost of each interval as one stage on a device: its part of the objective, or infinity."""
+        if self.problem.request.objective == "memory":
+            cost = self._memory(flight)
+        else:
+            cost = self._time(device)
+        if self._limited:
+            cost = np.where(self._memory(flight) <= self.problem.devices[device].usable_bytes, cost, inf)
+        banned = np.cumsum([0] + [any(device not in self.nodes.allowed[n] for n in block) for block in self.blocks])
+        cost = np.where(banned[None, :] > banned[:, None], inf, cost)
+        return np.where(np.tri(self._count + 1, dtype=bool), inf, cost)  # a stage is not empty
+
+    def _time(self, device: int) -> Table:
+        work = [sum(self.problem.compute_ms(layer, device) for layer in layers) for layers in self._layers]
+        done = np.concatenate([[0.0], np.cumsum(work)])
+        compute: Table = done[None, :] - done[:, None]
+        receive = self._over(self._links(device, inwards=True), self._in) + self._over(
+            self._links(device, inwards=True), self._gradient_out
+        )
+        send = self._over(self._links(device, inwards=False), self._out) + self._over(
+            self._links(device, inwards=False), self._gradient_in
+        )
+        if self.problem.request.objective == "latency":
+            return compute + receive
+        if self.problem.request.transfers == "overlapped":
+            return np.maximum(compute, np.maximum(send, receive))
+        return compute + send + receive
+
+    def _links(self, device: int, *, inwards: bool) -> tuple[float, float]:
+        """The lowest latency, in ms, and the lowest time per byte of the links of a device in one direction."""
+        others = range(len(self.problem.devices))
+        links = [self.problem.links[o][device] if inwards else self.problem.links[device][o] for o in others]
+        real = [link for link in links if link is not None]
+        if not real:
+            return inf, inf
+        return 1e3 * min(link.latency_s for link in real), 1e3 / max(link.bandwidth_bytes_per_s for link in real)
+
+    @staticmethod
+    def _over(link: tuple[float, float], transfers: tuple[Table, Table]) -> Table:
+        number, size = transfers
+        with np.errstate(invalid="ignore"):
+            return np.where(number > 0, number * link[0] + size * link[1], 0.0)
+
+    def _measure_transfers(self) -> None:
+        """How many values enter and leave each interval, and their bytes; the same for gradients."""
+        shape = (self._count + 1, self._count + 1)
+        tables = [np.zeros(shape) for _ in range(8)]
+        self._in, self._out = (tables[0], tables[1]), (tables[2], tables[3])
+        self._gradient_in, self._gradient_out = (tables[4], tables[5]), (tables[6], tables[7])
+        for value in self.problem.values:
+            source = self._block_of[value.source]
+            readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
+            if not readers:
+                continue
+            for weight, entering, leaving in (
+                (value.bytes, self._in, self._out),
+                (value.gradient_bytes, self._gradient_in, self._gradient_out),
+            ):
+                if weight or entering is self._in:
+                    _add_entering(entering, source, readers, weight)
+                    _add_leaving(leaving, source, readers[-1], weight)
+
+    def _memory(self, flight: int) -> Table:
+        return self._fixed + flight * self._saved + self._moment
+
+    def _measure_memory(self) -> None:
+        """State, bytes saved per micro-batch, and the largest passing need of each interval."""
+        shape = (self._count + 1, self._count + 1)
+        problem = self.problem
+        state = [sum(memory_rules.state_bytes(problem, problem.layers[la]) for la in layers) for layers in self._layers]
+        held = np.concatenate([[0.0], np.cumsum(state, dtype=np.float64)])
+        self._fixed: Table = held[None, :] - held[:, None]
+        self._saved, self._moment = np.zeros(shape), np.zeros(shape)
+        measure = self._measure_training if problem.training else self._measure_inference
+        for first in range(self._count):
+            measure(first)
+
+    def _measure_training(self, first: int) -> None:
+        problem = self.problem
+        kept: set[int] = set()
+        saved, workspace = 0, 0
+        for end in range(first + 1, self._count + 1):
+            for layer in self._layers[end - 1]:
+                saved += problem.layers[layer].saved_bytes
+                workspace = max(workspace, memory_rules.workspace_bytes(problem, problem.layers[layer]))
+                for value in self._kept_by[layer]:
+                    if value not in kept:
+                        kept.add(value)
+                        saved += problem.values[value].bytes
+            self._saved[first, end], self._moment[first, end] = saved, workspace
+
+    def _measure_inference(self, first: int) -> None:
+        problem = self.problem
+        use = [0] * len(problem.layers)
+        held_until: dict[int, int] = {}
+        peak = 0
+        for end in range(first + 1, self._count + 1):
+            for layer in self._layers[end - 1]:
+                use[layer] += problem.layers[layer].forward_workspace_bytes
+                peak = max(peak, use[layer])
+                for index in self._touched_by[layer]:
+                    value = problem.values[index]
+                    for step in range(held_until.get(index, value.source - 1) + 1, layer + 1):
+                        use[step] += value.bytes
+                        peak = max(peak, use[step])
+                    held_until[index] = max(layer, held_until.get(index, layer))
+            self._moment[first, end] = peak
+
+    @cached_property
+    def _kept_by(self) -> dict[int, list[int]]:
+        return _by_layer((index, layer) for index, value in enumerate(self.problem.values) for layer in value.keepers)
+
+    @cached_property
+    def _touched_by(self) -> dict[int, list[int]]:
+        ends = ((index, (value.source, *value.readers)) for index, value in enumerate(self.problem.values))
+        return _by_layer((index, layer) for index, layers in ends for layer in layers)
+
+
+def _by_layer(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for value, layer in pairs:
+        found[layer].append(value)
+    return found
+
+
+def _add_entering(tables: tuple[Table, Table], source: int, readers: list[int], size: int) -> None:
+    """A value enters the intervals that start behind its source and hold a reader."""
+    before = source
+    for reader in readers:
+        for table, amount in zip(tables, (1.0, float(size)), strict=True):
+            table[before + 1 : reader + 1, reader + 1 :] += amount
+        before = reader
+
+
+def _add_leaving(tables: tuple[Table, Table], source: int, last: int, size: int) -> None:
+    """A value leaves the intervals that hold its source and end before its last reader."""
+    for table, amount in zip(tables, (1.0, float(size)), strict=True):
+        table[: source + 1, source + 1 : last + 1] += amount

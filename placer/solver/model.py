@@ -1,0 +1,347 @@
+"""The integer program: which node runs on which device.
+
+    x[n, d]   node n is on device d
+    at[p, d]  stage p is device d            contiguous placements only
+    y[n, p]   node n is at stage p or before contiguous placements only
+
+Where all devices are alike, stage p simply is device p. Times are whole numbers, rounded down, so what is proven about them
+holds for the true ones; bytes are exact (rounded down where they pass 2**50, with the same consequence).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import floor, gcd
+
+from ortools.sat.python import cp_model
+
+from placer.solver import memory_rules, rules
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+Term = cp_model.LinearExprT
+
+TIME_STEPS = 2**32
+"""Into how many steps the largest time that matters is cut."""
+
+BYTE_STEPS = 2**50
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the integer program says.
+
+    Attributes:
+        devices: by layer, the device; None if none was found.
+        bound: a proven lower bound on the objective, in its own unit.
+        infeasible: whether it is proven that there is no placement.
+        complete: whether the search ended by itself.
+    """
+
+    devices: list[int] | None
+    bound: float
+    infeasible: bool
+    complete: bool
+
+
+class PlacementModel:
+    """A CP-SAT model of one problem.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers, joined where they must be together.
+        upper: the objective of a placement that is known; only placements at least as good are searched.
+        limited: whether memory limits hold.
+        relaxed: with it, limits may be passed, and the objective is the largest excess in bytes.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        *,
+        upper: float | None = None,
+        limited: bool = True,
+        relaxed: bool = False,
+    ) -> None:
+        self.problem, self.nodes = problem, nodes
+        self.limited, self.relaxed = limited, relaxed
+        self.objective = "excess" if relaxed else problem.request.objective
+        self.cp = cp_model.CpModel()
+        self.devices = range(len(problem.devices))
+        self.stages = range(problem.most_devices)
+        self._any: dict[tuple[frozenset[int], int], cp_model.IntVar] = {}
+        self._pairs: dict[tuple[int, int, int, int], cp_model.IntVar] = {}
+        self._set_units(upper)
+        self._choose_devices()
+        if problem.contiguous:
+            self._choose_stages()
+            self._values_run_forwards()
+        else:
+            self._use_few_devices()
+            self._open_alike_devices_in_order()
+        rules.values_need_links(self)
+        self.makespan = self._objective_variable()
+        if self.objective == "throughput":
+            rules.loads(self)
+        elif self.objective == "latency":
+            rules.latency(self)
+        memory_rules.memory(self)
+        self.cp.minimize(self.makespan)
+
+    # Units
+
+    def _set_units(self, upper: float | None) -> None:
+        timed = self.objective in ("throughput", "latency")
+        largest = upper if timed and upper is not None else _longest_ms(self.problem)
+        self.steps_per_ms = TIME_STEPS / largest if largest > 0 else 1.0
+        sizes = memory_rules.byte_sizes(self.problem)
+        self.byte_unit = max(gcd(*sizes) if sizes else 1, -(-sum(sizes) // BYTE_STEPS), 1)
+        if not timed:
+            self.upper = floor(upper / self.byte_unit) if upper is not None else sum(sizes) // self.byte_unit + 1
+        else:
+            self.upper = floor(largest * self.steps_per_ms) + 1
+
+    def steps(self, time_ms: float) -> int:
+        """A time in the model's unit, rounded down, and cut off where it passes what is known to be possible."""
+        return min(floor(time_ms * self.steps_per_ms), self.upper + 1) if self.objective != "memory" else 0
+
+    def units(self, size_bytes: int) -> int:
+        """Bytes in the model's unit, rounded down."""
+        return size_bytes // self.byte_unit
+
+    # Variables
+
+    def _choose_devices(self) -> None:
+        """Every node is on one device, and only on one that it may be on."""
+        alike = self.stage_is_device
+        self.x: list[dict[int, cp_model.IntVar]] = []
+        for node, devices in enumerate(self.nodes.allowed):
+            open_devices = [device for device in sorted(devices) if not alike or device in self.stages]
+            self.x.append({device: self.cp.new_bool_var(f"x{node},{device}") for device in open_devices})
+            self.cp.add_exactly_one(self.x[node].values())
+
+    def _choose_stages(self) -> None:
+        """Stages are numbered along the pipeline, each is one device, and the first are used first."""
+        count, last = len(self.nodes.nodes), self.stages[-1]
+        self.y = [
+            [self.cp.new_bool_var(f"y{node},{p}") if p < last else self.cp.new_constant(1) for p in self.stages]
+            for node in range(count)
+        ]
+        self.used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
+        for earlier, later in zip(self.used, self.used[1:], strict=False):
+            self.cp.add_implication(later, earlier)
+        for node in range(count):
+            for p in self.stages[1:]:
+                self.cp.add_implication(self.y[node][p - 1], self.y[node][p])
+                self.cp.add_bool_or(self.y[node][p - 1], self.used[p])
+        if self.stage_is_device:
+            self._stages_are_devices()
+        else:
+            self._map_stages_to_devices()
+
+    def _stages_are_devices(self) -> None:
+        for node, x in enumerate(self.x):
+            for p in self.stages:
+                before = self.y[node][p - 1] if p else 0
+                self.cp.add(x[p] == self.y[node][p] - before)
+
+    def _map_stages_to_devices(self) -> None:
+        self.at = [[self.cp.new_bool_var(f"at{p},{d}") for d in self.devices] for p in self.stages]
+        for p in self.stages:
+            self.cp.add(sum(self.at[p]) == self.used[p])
+        for device in self.devices:
+            self.cp.add_at_most_one(self.at[p][device] for p in self.stages)
+        for node, x in enumerate(self.x):
+            for p in self.stages:
+                here = [self.y[node][p]] + ([~self.y[node][p - 1]] if p else [])
+                for device in self.devices:
+                    if device not in x:
+                        self.cp.add_bool_or(*(~literal for literal in here), ~self.at[p][device])
+                        continue
+                    self.cp.add_bool_or(*(~literal for literal in here), ~self.at[p][device], x[device])
+                    for literal in here:
+                        self.cp.add_bool_or(~x[device], ~self.at[p][device], literal)
+            for device, literal in x.items():
+                self.cp.add_bool_or(~literal, *(self.at[p][device] for p in self.stages))
+        for members in self.alike_devices:
+            for first, second in zip(members, members[1:], strict=False):
+                for p in self.stages:
+                    self.cp.add_bool_or(~self.at[p][second], *(self.at[q][first] for q in range(p)))
+
+    @cached_property
+    def alike_devices(self) -> list[list[int]]:
+        """The devices in classes whose members may be swapped."""
+        return self.problem.alike_devices()
+
+    @cached_property
+    def stage_is_device(self) -> bool:
+        """Whether stage p may be taken to be device p: stages are asked for, and all devices are alike."""
+        return self.problem.contiguous and len(self.alike_devices) == 1
+
+    # Shape of the placement
+
+    def _values_run_forwards(self) -> None:
+        """Contiguous: a value is read at its source's stage or later."""
+        for value in self.problem.values:
+            source = self.nodes.node_of[value.source]
+            for reader in self.nodes.of(value.readers) - {source}:
+                for p in self.stages[:-1]:
+                    self.cp.add_implication(self.y[reader][p], self.y[source][p])
+
+    def _use_few_devices(self) -> None:
+        """Free: at most so many devices hold nodes."""
+        if self.problem.most_devices == len(self.devices):
+            return
+        used = [self.cp.new_bool_var(f"used{device}") for device in self.devices]
+        for x in self.x:
+            for device, literal in x.items():
+                self.cp.add_implication(literal, used[device])
+        self.cp.add(sum(used) <= self.problem.most_devices)
+
+    def _open_alike_devices_in_order(self) -> None:
+        """Free: of alike devices, the second takes a node only after the first took an earlier one."""
+        for members in self.alike_devices:
+            for first, second in zip(members, members[1:], strict=False):
+                for node, x in enumerate(self.x):
+                    if second in x:
+                        self.cp.add_bool_or(~x[second], *(self.x[earlier][first] for earlier in range(node)))
+
+    # Building blocks for the rules
+
+    def on(self, node: int, device: int) -> Term:
+        """x[node, device], or 0 where the node must not be there."""
+        return self.x[node].get(device, 0)
+
+    def any_on(self, nodes: Iterable[int], device: int) -> cp_model.IntVar | None:
+        """A literal that holds if some of the nodes are on the device; None if none can be."""
+        able = frozenset(node for node in nodes if device in self.x[node])
+        if not able:
+            return None
+        if len(able) == 1:
+            return self.x[next(iter(able))][device]
+        if (able, device) not in self._any:
+            literal = self.cp.new_bool_var(f"any{len(self._any)}")
+            for node in able:
+                self.cp.add_implication(self.x[node][device], literal)
+            self._any[able, device] = literal
+        return self._any[able, device]
+
+    def both(self, node: int, device: int, other_node: int, other: int) -> cp_model.IntVar:
+        """A literal that holds if one node is on one device and another node on another."""
+        key = (node, device, other_node, other)
+        if key not in self._pairs:
+            self._pairs[key] = self.cp.new_bool_var(f"both{len(self._pairs)}")
+            self.cp.add_bool_or(~self.x[node][device], ~self.x[other_node][other], self._pairs[key])
+        return self._pairs[key]
+
+    def _objective_variable(self) -> cp_model.IntVar:
+        return self.cp.new_int_var(0, self.upper, self.objective)
+
+    # Search
+
+    def hint(self, devices: Sequence[int]) -> None:
+        """Start from a placement: by layer, its device."""
+        chosen = [devices[layers[0]] for layers in self.nodes.nodes]
+        for node, x in enumerate(self.x):
+            for device, literal in x.items():
+                self.cp.add_hint(literal, int(device == chosen[node]))
+
+    def solve(
+        self,
+        *,
+        time_limit_s: float,
+        workers: int = 1,
+        seed: int = 0,
+        stop: threading.Event | None = None,
+        progress: Callable[[list[int], float], None] | None = None,
+    ) -> Answer:
+        """Search until it is proven, the time is over or ``stop`` is set.
+
+        Args:
+            time_limit_s: the longest that it may take.
+            workers: cores.
+            seed: of its random choices; the same seed gives the same answer while the time does not run out.
+            stop: ends the search from another thread.
+            progress: called with each better placement and the bound at that time.
+        """
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = max(time_limit_s, 0.01)
+        solver.parameters.num_workers = workers
+        solver.parameters.interleave_search = workers > 1  # else the answer depends on which worker is faster
+        solver.parameters.random_seed = seed
+        with _stopping(solver, stop):
+            status = solver.solve(self.cp, _Progress(self, progress) if progress else None)
+        found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+        return Answer(
+            devices=self.read(solver.value) if found else None,
+            bound=self.in_unit(solver.best_objective_bound) if status != cp_model.INFEASIBLE else 0.0,
+            infeasible=status == cp_model.INFEASIBLE,
+            complete=status in (cp_model.OPTIMAL, cp_model.INFEASIBLE),
+        )
+
+    def read(self, value: Callable[[cp_model.IntVar], int]) -> list[int]:
+        """By layer, its device, from the values of a solution."""
+        chosen = [next(device for device, literal in x.items() if value(literal)) for x in self.x]
+        return self.nodes.spread(chosen)
+
+    def in_unit(self, bound: float) -> float:
+        """A bound in the objective's own unit."""
+        if self.objective in ("throughput", "latency"):
+            return max(0.0, bound) / self.steps_per_ms
+        return max(0.0, bound) * self.byte_unit
+
+
+def _longest_ms(problem: Problem) -> float:
+    """More than any placement takes, by either objective."""
+    time_ms = sum(
+        max(problem.compute_ms(layer, device) for device in range(len(problem.devices)))
+        for layer in range(len(problem.layers))
+    )
+    links = [link for row in problem.links for link in row if link is not None]
+    for value in problem.values:
+        for size in (value.bytes, value.gradient_bytes):
+            slowest = max((link.transfer_ms(size) for link in links), default=0.0)
+            time_ms += slowest * min(len(value.readers), problem.most_devices)
+    return time_ms
+
+
+class _Progress(cp_model.CpSolverSolutionCallback):
+    """Hands every better placement on."""
+
+    def __init__(self, model: PlacementModel, report: Callable[[list[int], float], None]) -> None:
+        super().__init__()
+        self._model, self._report = model, report
+
+    def on_solution_callback(self) -> None:
+        """Called by the solver."""
+        self._report(self._model.read(self.value), self._model.in_unit(self.best_objective_bound))
+
+
+class _stopping:
+    """While it is open, a set event ends the search."""
+
+    def __init__(self, solver: cp_model.CpSolver, stop: threading.Event | None) -> None:
+        self._solver, self._stop = solver, stop
+        self._over = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._stop is not None:
+            self._watcher = threading.Thread(target=self._watch, daemon=True)
+            self._watcher.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        assert self._stop is not None
+        while not self._over.is_set():
+            if self._stop.wait(0.01):
+                self._solver.stop_search()  # asked again, as a search that has not begun does not hear it
+                self._over.wait(0.01)

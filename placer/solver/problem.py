@@ -1,0 +1,244 @@
+"""A request as the solver reads it: layers and devices by index, matrices instead of dictionaries."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from placer.errors import InputError
+from placer.schema import Device, Layer, Link, PlacementRequest
+from placer.solver.components import closed_groups, strong_components
+
+LARGEST_BYTES = 2**60
+"""No memory figure may exceed this, sums over all layers included."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One edge of the profile, by index.
+
+    Attributes:
+        source: the layer that makes it.
+        readers: the layers that read it, ascending, each once.
+        bytes: its size for one micro-batch.
+        gradient_bytes: the size of its gradient; 0 in inference.
+        keepers: the layers that keep it for their backward pass; none in inference.
+    """
+
+    source: int
+    readers: tuple[int, ...]
+    bytes: int
+    gradient_bytes: int
+    keepers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A placement request by index: ``[layer]``, ``[layer][device]`` and ``[device][device]``.
+
+    Attributes:
+        request: where it came from.
+        layers: in execution order.
+        devices: in the cluster's order.
+        values: one per edge.
+        forward_ms: by layer and device.
+        backward_ms: by layer and device; zeros in inference.
+        links: by source and target device; None where no value may pass.
+        allowed: by layer, the devices that it may be on.
+        groups: layers that must share a device, two or more each; layers pinned to one device are such a group.
+        contiguous: whether the quotient graph over devices must be acyclic.
+        most_devices: how many devices may be used.
+    """
+
+    request: PlacementRequest
+    layers: tuple[Layer, ...]
+    devices: tuple[Device, ...]
+    values: tuple[Value, ...]
+    forward_ms: tuple[tuple[float, ...], ...]
+    backward_ms: tuple[tuple[float, ...], ...]
+    links: tuple[tuple[Link | None, ...], ...]
+    allowed: tuple[frozenset[int], ...]
+    groups: tuple[tuple[int, ...], ...]
+    contiguous: bool
+    most_devices: int
+
+    @classmethod
+    def from_request(cls, request: PlacementRequest) -> Self:
+        """Index a request.
+
+        Raises:
+            InputError: its sums are larger than any memory figure may be.
+        """
+        layers, devices = request.profile.layers, request.devices
+        place = {layer.name: index for index, layer in enumerate(layers)}
+        values = _values(request, place)
+        groups = _groups(request, place)
+        _refuse_overflow(request, values)
+        return cls(
+            request=request,
+            layers=layers,
+            devices=devices,
+            values=values,
+            forward_ms=tuple(tuple(layer.forward_ms[device.type] for device in devices) for layer in layers),
+            backward_ms=_backward_ms(request),
+            links=_links(request),
+            allowed=_allowed(request, place),
+            groups=groups,
+            contiguous=_contiguous(request, len(layers), values, groups),
+            most_devices=min(request.constraints.max_devices or len(devices), len(devices), len(layers)),
+        )
+
+    @property
+    def training(self) -> bool:
+        """Whether a training step is placed."""
+        return self.request.is_training
+
+    def compute_ms(self, layer: int, device: int) -> float:
+        """Forward and, in training, backward time of a layer on a device."""
+        return self.forward_ms[layer][device] + self.backward_ms[layer][device]
+
+    def linked(self, value: Value, source: int, target: int) -> bool:
+        """Whether the value may pass from one device to another, and its gradient back."""
+        there, back = self.links[source][target], self.links[target][source]
+        return there is not None and (back is not None or not value.gradient_bytes)
+
+    def send_ms(self, value: Value, source: int, target: int) -> float:
+        """The time that the value takes from one device to another."""
+        link = self.links[source][target]
+        assert link is not None  # linked() was asked before
+        return link.transfer_ms(value.bytes)
+
+    def gradient_ms(self, value: Value, source: int, target: int) -> float:
+        """The time that the gradient takes back, from ``target`` to ``source``; 0 without a gradient."""
+        link = self.links[target][source]
+        return link.transfer_ms(value.gradient_bytes) if link is not None and value.gradient_bytes else 0.0
+
+    def alike(self, one: int, other: int) -> bool:
+        """Whether swapping two devices changes nothing: neither times, limits, links, pins nor forbidden layers."""
+        return (
+            self.devices[one].usable_bytes == self.devices[other].usable_bytes
+            and self.devices[one].type == self.devices[other].type
+            and all((one in devices) == (other in devices) for devices in self.allowed)
+            and _same_way(self.links[one][other], self.links[other][one])
+            and all(
+                _same_way(self.links[one][third], self.links[other][third])
+                and _same_way(self.links[third][one], self.links[third][other])
+                for third in range(len(self.devices))
+                if third not in (one, other)
+            )
+        )
+
+    def alike_devices(self) -> list[list[int]]:
+        """The devices in classes whose members may be swapped, each class in the cluster's order."""
+        classes: list[list[int]] = []
+        for device in range(len(self.devices)):
+            for members in classes:
+                if self.alike(members[0], device):
+                    members.append(device)
+                    break
+            else:
+                classes.append([device])
+        return classes
+
+
+def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ...]:
+    training = request.is_training
+    return tuple(
+        Value(
+            source=place[edge.source],
+            readers=tuple(sorted({place[target] for target in edge.targets})),
+            bytes=edge.bytes,
+            gradient_bytes=edge.gradient_bytes if training else 0,
+            keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by})) if training else (),
+        )
+        for edge in request.profile.edges
+    )
+
+
+def _backward_ms(request: PlacementRequest) -> tuple[tuple[float, ...], ...]:
+    if not request.is_training:
+        return ((0.0,) * len(request.devices),) * len(request.profile.layers)
+    return tuple(
+        tuple(layer.backward_ms[device.type] for device in request.devices) for layer in request.profile.layers
+    )
+
+
+def _links(request: PlacementRequest) -> tuple[tuple[Link | None, ...], ...]:
+    by_ends = {(link.source, link.target): link for link in request.placed_on.links}
+    names = [device.name for device in request.devices]
+    return tuple(tuple(by_ends.get((source, target)) for target in names) for source in names)
+
+
+def _allowed(request: PlacementRequest, place: dict[str, int]) -> tuple[frozenset[int], ...]:
+    rules = request.constraints
+    index = {device.name: number for number, device in enumerate(request.devices)}
+    banned: dict[int, set[int]] = defaultdict(set)
+    for name, devices in rules.forbidden.items():
+        for layer in place.values() if name == "*" else (place[name],):
+            banned[layer].update(index[device] for device in devices)
+    allowed = []
+    for name, layer in place.items():
+        devices_left = set(index.values()) - banned[layer]
+        if name in rules.pinned:
+            devices_left &= {index[rules.pinned[name]]}
+        allowed.append(frozenset(devices_left))
+    return tuple(allowed)
+
+
+def _groups(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int, ...], ...]:
+    """The colocated groups of profile and constraints, joined where they overlap; a pinned device is a group as well."""
+    pinned: dict[str, list[str]] = defaultdict(list)
+    for layer, device in request.constraints.pinned.items():
+        pinned[device].append(layer)
+    named: list[Sequence[str]] = [*request.profile.colocated, *request.constraints.colocated, *pinned.values()]
+    return closed_groups([place[name] for name in group] for group in named)
+
+
+def _contiguous(
+    request: PlacementRequest, count: int, values: Sequence[Value], groups: Sequence[Sequence[int]]
+) -> bool:
+    """What is asked for; else contiguous, unless colocation would then pull much of the model onto one device.
+
+    Contiguity makes one layer of every strongly connected component of the layer graph with its groups joined. If such a
+    component pulls in half or more of the layers outside its groups, as tied embeddings do, the placement is free.
+    """
+    if request.constraints.contiguous is not None:
+        return request.constraints.contiguous
+    colocated = {layer for group in groups for layer in group}
+    for component in strong_components(count, arcs_of(values), groups):
+        members = sum(layer in colocated for layer in component)
+        pulled = len(component) - members
+        if pulled and 2 * pulled >= count - members:
+            return False
+    return True
+
+
+def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
+    """Every pair of a layer that makes a value and one that reads it."""
+    return [(value.source, reader) for value in values for reader in value.readers]
+
+
+def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None:
+    chunks = request.chunks if request.is_training else 1
+    total = sum(value.bytes for value in values) * chunks + sum(
+        layer.param_bytes
+        + layer.grad_bytes
+        + layer.optimizer_bytes
+        + layer.buffer_bytes
+        + layer.saved_bytes * chunks
+        + layer.forward_workspace_bytes
+        + layer.backward_workspace_bytes
+        for layer in request.profile.layers
+    )
+    if total > LARGEST_BYTES:
+        raise InputError(
+            f"the layers need {total} bytes in all with {chunks} micro-batches; no more than 2**60 can be placed"
+        )
+
+
+def _same_way(one: Link | None, other: Link | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (one.bandwidth_bytes_per_s, one.latency_s) == (other.bandwidth_bytes_per_s, other.latency_s)

@@ -1,0 +1,161 @@
+"""The portfolio: from a request to a checked placement, with its bound.
+
+reduce ─▶ plain reasons against it ─▶ best cut of the linear order ─▶ integer program ─▶ check
+                │                            │ proven                     │ infeasible
+                ▼                            ▼                            ▼
+            infeasible                    optimal                why, by lifting requirements
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
+
+from placer.schema import Infeasibility, Placement, PlacementRequest
+from placer.solver import answer, costs, starts
+from placer.solver.check import check
+from placer.solver.infeasible import Searcher, plain_reason, searched_reason
+from placer.solver.model import PlacementModel
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction, reduced
+
+__all__ = ["Incumbent", "solve"]
+
+Progress = Callable[["Incumbent"], None]
+
+ROUNDS = 4
+"""The integer program is solved again with finer steps while rounding alone keeps the gap open, this often at most."""
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The best placement so far.
+
+    Attributes:
+        objective_value: in the objective's unit.
+        bound: the proven lower bound at that time.
+        time_s: since the solve began.
+    """
+
+    objective_value: float
+    bound: float
+    time_s: float
+
+
+def solve(
+    request: PlacementRequest, *, progress: Progress | None = None, stop: threading.Event | None = None
+) -> Placement:
+    """The best placement for a request, or why there is none.
+
+    Args:
+        request: the question; ``time_limit_s``, ``workers`` and ``seed`` bound the search.
+        progress: called with each better placement, maybe from another thread.
+        stop: set it to end the search at any moment with the best so far.
+
+    Returns:
+        A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop`` was set), ``infeasible`` with
+        the reason, or ``unknown`` (the time ran out before any was found). The same for the same request unless the time
+        runs out. Every placement has passed ``check``.
+
+    Raises:
+        InputError: the request's figures are too large to add up.
+    """
+    run = _Run(request, progress, stop)
+    placement = run.answer()
+    check(request, placement)
+    return placement
+
+
+@dataclass
+class _Run:
+    """One solve: the incumbent, the bound and the time."""
+
+    request: PlacementRequest
+    progress: Progress | None
+    stop: threading.Event | None
+    best: list[int] | None = None
+    value: float = inf
+    bound: float = 0.0
+    method: str = ""
+    began: float = field(default_factory=monotonic)
+
+    def answer(self) -> Placement:
+        """Go through the portfolio."""
+        self.problem = Problem.from_request(self.request)
+        self.nodes: Reduction = reduced(self.problem)
+        reason = plain_reason(self.problem, self.nodes)
+        if reason is not None:
+            return self._nothing(reason, "arithmetic")
+        self._start()
+        if self._open():
+            reason = self._program()
+        if self.best is None:
+            return self._nothing(reason, "integer program")
+        return answer.found(self.problem, self.best, self.bound, self.method, self._time_s())
+
+    def _start(self) -> None:
+        """Cuts of a linear order, and what they prove."""
+        for start in starts.starts(self.problem, self.nodes):
+            self._prove(start.bound)
+            self._offer(start.devices, start.method)
+            if not self._open():
+                return
+
+    def _program(self) -> Infeasibility | None:
+        """The integer program, again with finer steps while only rounding keeps the gap open; the reason if infeasible."""
+        for _ in range(ROUNDS):
+            model = PlacementModel(self.problem, self.nodes, upper=self.value if self.best is not None else None)
+            if self.best is not None:
+                model.hint(self.best)
+            result = model.solve(
+                time_limit_s=self._left_s(),
+                workers=self.request.workers,
+                seed=self.request.seed,
+                stop=self.stop,
+                progress=self._found,
+            )
+            if result.infeasible and self.best is None:
+                return searched_reason(self.problem, self.nodes, self._searcher())
+            self._prove(result.bound)
+            self._offer(result.devices, "integer program")
+            if not result.complete or not self._open():
+                break
+        return None
+
+    def _found(self, devices: list[int], bound: float) -> None:
+        self._prove(bound)
+        self._offer(devices, "integer program")
+
+    def _offer(self, devices: list[int] | None, method: str) -> None:
+        """Keep an assignment if it meets every requirement and is better."""
+        if devices is None or not costs.allowed(self.problem, devices):
+            return
+        result = costs.evaluate(self.problem, devices)
+        if result is None or not costs.fits(self.problem, result) or result.objective_value >= self.value:
+            return
+        self.best, self.value, self.method = devices, result.objective_value, method
+        if self.progress is not None:
+            self.progress(Incumbent(self.value, min(self.bound, self.value), self._time_s()))
+
+    def _prove(self, bound: float) -> None:
+        if bound > self.bound:
+            self.bound = bound
+
+    def _open(self) -> bool:
+        """Whether there may be something better, and still time to look for it."""
+        return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
+
+    def _searcher(self) -> Searcher:
+        return Searcher(self._left_s, self.request.workers, self.request.seed, self.stop)
+
+    def _nothing(self, reason: Infeasibility | None, method: str) -> Placement:
+        return answer.nothing(self.problem, reason, self.bound, method, self._time_s())
+
+    def _time_s(self) -> float:
+        return monotonic() - self.began
+
+    def _left_s(self) -> float:
+        return self.request.time_limit_s - self._time_s()
