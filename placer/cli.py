@@ -21,8 +21,8 @@ from placer.request_spec import limited, request_for, rules
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
 
 EXIT_CODES = (
-    "Exit codes: 0 done; 2 bad input; 3 infeasible: no placement is possible; 4 the time limit passed before a placement "
-    "was found; 5 the server could not be reached or failed; 1 anything else."
+    "Exit codes: 0 done; 2 bad input; 3 infeasible: no placement is possible; 4 the time limit passed before a "
+    "placement was found; 5 the server could not be reached or failed; 1 anything else."
 )
 
 app = typer.Typer(
