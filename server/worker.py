@@ -225,7 +225,7 @@ class SolveTask:
     def __call__(self, payload: bytes, report: Report, stop: threading.Event) -> bytes:
         """See ``Task``."""
         request = PlacementRequest.model_validate_json(payload)
-        placement = self._solver(request, progress=report, stop=stop)
+        placement = self._solver(request, progress=lambda found: report(found.objective_value, found.bound), stop=stop)
         return placement.model_copy(update={"id": request.content_hash()}).model_dump_json().encode()
 
 

@@ -19,7 +19,7 @@ from placer_server.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get this path, and import the solvers below by name
 
-import solvers_for_tests  # noqa: E402
+import solvers_for_tests
 
 Serve = Callable[..., TestClient]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest
+from placer.solver.solve import Incumbent
 
 
 def _all_on_first(request: PlacementRequest, **fields: Any) -> Placement:
@@ -25,7 +26,7 @@ def quick(request: PlacementRequest, *, progress: Any = None, stop: threading.Ev
 def until_stopped(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
     """Finds something at once, and goes on until it is stopped."""
     assert stop is not None
-    progress(7.0, 3.0)
+    progress(Incumbent(objective_value=7.0, bound=3.0, time_s=0.0))
     stop.wait(60)
     return _all_on_first(request, status="feasible", objective_value=7.0, bound=3.0)
 

@@ -1,0 +1,216 @@
+"""Speaks to a Placer service: ``Client``, and ``AsyncClient`` for asyncio. Both carry out the same exchanges."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+
+from placer.errors import InputError
+from placer.schema import Cluster, Placement, PlacementRequest
+
+from .exchange import Call, Dialogue, Exchange, Health, Outcome, Pause
+
+__all__ = ["AsyncClient", "Client"]
+
+T = TypeVar("T")
+
+TIMEOUT_S = 10.0
+RETRIES = 4
+
+HEADERS = {"Content-Type": "application/json", "Accept": "application/json, application/problem+json"}
+
+
+class Client:
+    """A client of one service; close it, or use it in a ``with`` statement.
+
+    Args:
+        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
+        timeout: how long connecting, sending or an answer that is due may take, in seconds.
+        retries: how often a call is repeated that failed on the way, or that the service was too busy for.
+        transport: carries the HTTP requests, for tests; the network if None.
+
+    Raises:
+        InputError: no server is given, or it is no URL.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        timeout: float = TIMEOUT_S,
+        retries: int = RETRIES,
+        *,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.url = _url(server)
+        self._dialogue = Dialogue(self.url, retries)
+        self._timeout_s = timeout
+        self._http = httpx.Client(base_url=self.url, headers=HEADERS, transport=transport)
+
+    def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
+        """Ask for a placement and wait for it. The same request asked again is answered at once.
+
+        Args:
+            request: the question.
+            wait: how long to wait, in seconds; until it is there if None.
+
+        Returns:
+            The placement; also one whose status is ``infeasible`` or ``unknown``.
+
+        Raises:
+            InputError: the service finds a fault in the request.
+            TimeoutExceeded: it is not there in time; it goes on, and ``placement(id)`` or ``stop(id)`` gets it.
+            UnreachableError: the service cannot be reached.
+            ServerError: it cannot answer.
+        """
+        return self._carry_out(self._dialogue.place(request, wait))
+
+    def placement(self, id: str, wait: float | None = None) -> Placement:
+        """A placement that was asked for before; see ``place``."""
+        return self._carry_out(self._dialogue.placement(id, wait))
+
+    def stop(self, id: str) -> Placement:
+        """End a solve and take the best placement so far, whose status is ``unknown`` if there is none."""
+        return self._carry_out(self._dialogue.stop(id))
+
+    def cluster(self) -> Cluster:
+        """The devices of the service's machine and the links between them."""
+        return self._carry_out(self._dialogue.cluster())
+
+    def health(self) -> Health:
+        """Whether the service lives, and the version of its Placer."""
+        return self._carry_out(self._dialogue.health())
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _carry_out(self, exchange: Exchange[T]) -> T:
+        outcome: Outcome | None = None
+        while True:
+            try:
+                step = exchange.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            outcome = self._perform(step)
+
+    def _perform(self, step: Call | Pause) -> Outcome | None:
+        if isinstance(step, Pause):
+            time.sleep(step.seconds)
+            return None
+        try:
+            return self._http.request(
+                step.method, step.path, content=step.content, timeout=_timeout(step, self._timeout_s)
+            )
+        except httpx.RequestError as error:
+            return error
+
+
+class AsyncClient:
+    """``Client`` for asyncio; close it with ``aclose``, or use it in an ``async with`` statement.
+
+    Args:
+        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
+        timeout: how long connecting, sending or an answer that is due may take, in seconds.
+        retries: how often a call is repeated that failed on the way, or that the service was too busy for.
+        transport: carries the HTTP requests, for tests; the network if None.
+
+    Raises:
+        InputError: no server is given, or it is no URL.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        timeout: float = TIMEOUT_S,
+        retries: int = RETRIES,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = _url(server)
+        self._dialogue = Dialogue(self.url, retries)
+        self._timeout_s = timeout
+        self._http = httpx.AsyncClient(base_url=self.url, headers=HEADERS, transport=transport)
+
+    async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
+        """See ``Client.place``."""
+        return await self._carry_out(self._dialogue.place(request, wait))
+
+    async def placement(self, id: str, wait: float | None = None) -> Placement:
+        """See ``Client.placement``."""
+        return await self._carry_out(self._dialogue.placement(id, wait))
+
+    async def stop(self, id: str) -> Placement:
+        """See ``Client.stop``."""
+        return await self._carry_out(self._dialogue.stop(id))
+
+    async def cluster(self) -> Cluster:
+        """See ``Client.cluster``."""
+        return await self._carry_out(self._dialogue.cluster())
+
+    async def health(self) -> Health:
+        """See ``Client.health``."""
+        return await self._carry_out(self._dialogue.health())
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _carry_out(self, exchange: Exchange[T]) -> T:
+        outcome: Outcome | None = None
+        while True:
+            try:
+                step = exchange.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            outcome = await self._perform(step)
+
+    async def _perform(self, step: Call | Pause) -> Outcome | None:
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
+            return None
+        try:
+            return await self._http.request(
+                step.method, step.path, content=step.content, timeout=_timeout(step, self._timeout_s)
+            )
+        except httpx.RequestError as error:
+            return error
+
+
+def _url(server: str | None) -> str:
+    given = server or os.environ.get("PLACER_URL", "")
+    if not given:
+        raise InputError("no server is given: pass server='http://host:8080', or set PLACER_URL")
+    try:
+        url = httpx.URL(given)
+    except httpx.InvalidURL as error:
+        raise InputError(f"server {given!r} is no URL: {error}; an example is 'http://host:8080'") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise InputError(f"server {given!r} is no URL of a service; an example is 'http://host:8080'")
+    return given.rstrip("/")
+
+
+def _timeout(call: Call, timeout_s: float) -> httpx.Timeout:
+    return httpx.Timeout(timeout_s, read=timeout_s + call.wait_s)

@@ -1,0 +1,59 @@
+"""What a reply of the service means to the caller: its error as one of ``placer.errors``."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+
+from placer.errors import InputError, PlacerError, ServerError, TimeoutExceeded, UnreachableError
+
+__all__ = [
+    "InputError",
+    "PlacerError",
+    "ServerError",
+    "TimeoutExceeded",
+    "UnreachableError",
+    "from_reply",
+    "from_transport",
+]
+
+FAULTS_OF_THE_REQUEST = frozenset({400, 413, 415, 422})
+
+MAX_TEXT = 1000
+
+
+def from_reply(reply: httpx.Response) -> PlacerError:
+    """The error that a reply of 400 or more tells: InputError where the request is at fault, else ServerError."""
+    text = _detail(reply)
+    if reply.status_code in FAULTS_OF_THE_REQUEST:
+        return InputError(text)
+    return ServerError(
+        f"the service at {_origin(reply.request.url)} answered {reply.status_code}: {text}", reply.status_code
+    )
+
+
+def from_transport(error: httpx.RequestError, url: str, attempts: int) -> ServerError:
+    """The error of a request that got no reply, after so many attempts."""
+    reason = str(error) or type(error).__name__
+    tried = f" (tried {attempts} times)" if attempts > 1 else ""
+    if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
+        return UnreachableError(
+            f"no service answers at {url}: {reason}{tried}; start one with 'placer serve', or set PLACER_URL"
+        )
+    if isinstance(error, httpx.TimeoutException):
+        return TimeoutExceeded(f"the service at {url} did not answer in time: {reason}{tried}; give a longer timeout")
+    return UnreachableError(f"the service at {url} broke off: {reason}{tried}")
+
+
+def _detail(reply: httpx.Response) -> str:
+    try:
+        content = json.loads(reply.content)
+        detail = content["detail"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        detail = reply.text.strip() or reply.reason_phrase
+    return str(detail)[:MAX_TEXT]
+
+
+def _origin(url: httpx.URL) -> str:
+    return str(url.copy_with(path="/", query=None)).rstrip("/")

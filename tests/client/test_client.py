@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import pytest
+
+from placer.errors import InputError, ServerError, TimeoutExceeded, UnreachableError
+from placer.schema import Cluster, Placement, PlacementRequest
+from placer_client import AsyncClient, Client, exchange
+
+URL = "http://service.test"
+KEY = "0" * 32
+DONE = {"status": "optimal", "objective": "throughput", "objective_value": 1.0, "id": KEY}
+RUNNING = {"id": KEY, "status": "running", "incumbent": 7.0, "bound": 3.0, "elapsed_s": 1.0}
+
+
+@pytest.fixture
+def request_():
+    return PlacementRequest.model_validate(
+        {
+            "profile": {"layers": [{"name": "a", "forward_ms": {"cpu": 1.0}}]},
+            "cluster": {"devices": [{"name": "cpu:0", "type": "cpu", "memory_bytes": 10}]},
+        }
+    )
+
+
+@pytest.fixture(params=["sync", "async"])
+def flavour(request):
+    return request.param
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Pauses are noted instead of waited for."""
+    noted: list[float] = []
+
+    async def asleep(seconds):
+        noted.append(seconds)
+
+    monkeypatch.setattr("placer_client.client.time.sleep", noted.append)
+    monkeypatch.setattr("placer_client.client.asyncio.sleep", asleep)
+    return noted
+
+
+class Script:
+    """Answers with each of its replies in turn; an exception is raised; the last is repeated."""
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies = list(replies)
+        self.calls: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.calls.append(request)
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if isinstance(reply, Exception):
+            raise reply
+        status, content, *headers = reply
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        return httpx.Response(status, content=body, headers=headers[0] if headers else {})
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{call.method} {call.url.path}" for call in self.calls]
+
+
+@pytest.fixture
+def ask(flavour):
+    """``ask(script, method, *arguments)`` calls a client's method, sync or async."""
+
+    def run(script, method, *arguments, **options):
+        transport = httpx.MockTransport(script)
+        if flavour == "sync":
+            with Client(URL, transport=transport, **options) as client:
+                return getattr(client, method)(*arguments)
+
+        async def go():
+            async with AsyncClient(URL, transport=transport, **options) as client:
+                return await getattr(client, method)(*arguments)
+
+        return asyncio.run(go())
+
+    return run
+
+
+def test_place_posts_the_request_and_returns_the_placement(ask, request_):
+    script = Script((200, DONE))
+    assert ask(script, "place", request_) == Placement.model_validate(DONE)
+    assert PlacementRequest.model_validate_json(script.calls[0].content) == request_
+    assert json.loads(script.calls[0].content)["schema_version"] == "1"
+
+
+def test_place_polls_until_the_placement_is_there(ask, request_):
+    script = Script((202, RUNNING), (202, RUNNING), (200, DONE))
+    assert ask(script, "place", request_).status == "optimal"
+    assert script.lines == ["POST /v1/placements", f"GET /v1/placements/{KEY}", f"GET /v1/placements/{KEY}"]
+
+
+def test_place_gives_up_after_wait_and_says_how_to_get_the_answer_later(ask, request_):
+    with pytest.raises(TimeoutExceeded, match=rf"7, bound 3\.0.*placement\('{KEY}'\).*stop\('{KEY}'\)"):
+        ask(Script((202, RUNNING)), "place", request_, 0)
+
+
+def test_an_infeasible_placement_is_an_answer(ask, request_):
+    infeasible = {**DONE, "status": "infeasible", "infeasible": {"reason": "too large"}}
+    assert ask(Script((200, infeasible)), "place", request_).status == "infeasible"
+
+
+def test_stop_and_placement_ask_by_id(ask):
+    script = Script((200, DONE))
+    assert ask(script, "stop", KEY).id == ask(script, "placement", KEY).id == KEY
+    assert script.lines == [f"DELETE /v1/placements/{KEY}", f"GET /v1/placements/{KEY}"]
+
+
+def test_cluster_and_health_are_read(ask):
+    cluster = {"devices": [{"name": "cpu:0", "type": "cpu", "memory_bytes": 10}]}
+    assert ask(Script((200, cluster)), "cluster") == Cluster.model_validate(cluster)
+    assert ask(Script((200, {"status": "ok", "version": "1.2"})), "health").version == "1.2"
+
+
+@pytest.mark.parametrize("status", [400, 413, 415, 422])
+def test_a_fault_of_the_request_is_an_input_error_with_the_services_words(ask, request_, status):
+    script = Script((status, {"detail": "layers.0.forward_ms: NaN"}))
+    with pytest.raises(InputError, match=r"layers\.0\.forward_ms: NaN"):
+        ask(script, "place", request_)
+    assert len(script.calls) == 1
+
+
+@pytest.mark.parametrize("status", [404, 500, 501])
+def test_another_problem_is_a_server_error_with_its_status_and_is_not_repeated(ask, status):
+    script = Script((status, {"detail": "no such placement"}))
+    with pytest.raises(ServerError, match="no such placement") as caught:
+        ask(script, "placement", KEY)
+    assert (caught.value.status, len(script.calls)) == (status, 1)
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_busy_service_is_asked_again(ask, request_, pauses, status):
+    script = Script((status, {"detail": "busy"}), (200, DONE))
+    assert ask(script, "place", request_).status == "optimal"
+    assert len(pauses) == 1
+
+
+def test_retry_after_is_honoured(ask, request_, pauses):
+    ask(Script((429, {}, {"Retry-After": "17"}), (200, DONE)), "place", request_)
+    assert pauses == [17.0]
+
+
+@pytest.mark.parametrize("given", ["soon", "-5", "Wed, 21 Oct 2015 07:28:00 GMT", ""])
+def test_a_retry_after_that_says_nothing_is_a_short_pause(ask, request_, pauses, given):
+    ask(Script((503, {}, {"Retry-After": given}), (200, DONE)), "place", request_)
+    assert 0 < pauses[0] <= exchange.FIRST_PAUSE_S
+
+
+def test_a_retry_after_of_a_day_is_not_slept_through(ask, request_, pauses):
+    ask(Script((503, {}, {"Retry-After": "86400"}), (200, DONE)), "place", request_)
+    assert pauses == [exchange.LONGEST_PAUSE_S]
+
+
+@pytest.mark.parametrize("fault", [httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError, httpx.ReadTimeout])
+def test_a_call_that_failed_on_the_way_is_repeated(ask, request_, pauses, fault):
+    script = Script(fault("reset"), fault("reset"), (200, DONE))
+    assert ask(script, "place", request_).status == "optimal"
+    assert len(script.calls) == 3
+
+
+def test_pauses_double(ask, request_, pauses):
+    ask(Script(*[httpx.ConnectError("refused")] * 4, (200, DONE)), "place", request_)
+    for attempt, pause in enumerate(pauses):
+        assert 0.5 <= pause / (exchange.FIRST_PAUSE_S * 2**attempt) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (httpx.ConnectError("refused"), UnreachableError),
+        (httpx.ConnectTimeout(""), UnreachableError),
+        (httpx.ReadError("reset"), UnreachableError),
+        (httpx.ReadTimeout(""), TimeoutExceeded),
+        (httpx.DecodingError("bad gzip"), UnreachableError),
+    ],
+)
+def test_a_service_that_never_answers_is_a_typed_error_that_names_it(ask, request_, pauses, fault, error):
+    script = Script(fault)
+    with pytest.raises(error, match=r"service\.test.*tried 3 times"):
+        ask(script, "place", request_, retries=2)
+    assert len(script.calls) == 3
+
+
+def test_a_service_that_stays_busy_is_a_server_error_at_the_end(ask, request_, pauses):
+    script = Script((429, {"detail": "the queue is full"}))
+    with pytest.raises(ServerError, match="queue is full") as caught:
+        ask(script, "place", request_, retries=1)
+    assert (caught.value.status, len(script.calls)) == (429, 2)
+
+
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b"{}", b"[" * 100_000, b'{"status": "optimal"', b"\xff"])
+def test_another_service_at_that_url_is_a_server_error(ask, request_, body):
+    with pytest.raises(ServerError, match="no Placer service"):
+        ask(Script((200, body)), "place", request_)
+
+
+@pytest.mark.parametrize("body", [b"<html>bad gateway</html>", b"[]", b"[" * 100_000, b'{"detail": 5}', b""])
+def test_a_problem_that_is_none_is_still_a_typed_error(ask, body):
+    with pytest.raises(ServerError, match="answered 500"):
+        ask(Script((500, body)), "placement", KEY)
+
+
+def test_the_service_may_take_its_wait_before_the_client_times_out(ask, request_):
+    script = Script((200, DONE))
+    ask(script, "place", request_, 5, timeout=2)
+    assert float(script.calls[0].url.params["wait"]) == pytest.approx(5, abs=0.5)
+    assert script.calls[0].extensions["timeout"]["read"] == pytest.approx(7, abs=0.5)
+    assert script.calls[0].extensions["timeout"]["connect"] == 2
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_the_server_comes_from_the_environment(monkeypatch, kind):
+    monkeypatch.setenv("PLACER_URL", "http://elsewhere:1234/")
+    assert kind().url == "http://elsewhere:1234"
+
+
+@pytest.mark.parametrize("server", ["", "localhost:8080", "ftp://host", "http://", "http://[::1", "http://host:port"])
+def test_a_server_that_is_no_url_is_an_input_error_that_shows_one(monkeypatch, server):
+    monkeypatch.delenv("PLACER_URL", raising=False)
+    with pytest.raises(InputError, match="http://host:8080"):
+        Client(server)
+
+
+def test_the_client_imports_neither_torch_nor_the_server_nor_the_solver():
+    names = "('torch', 'ortools', 'placer_server')"
+    code = f"import sys, placer_client.client; print([name for name in sys.modules if name in {names}])"
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from placer_server.body import check, read_body
+from placer_server.problem import MAX_BYTES, Problem
+from placer_server.settings import Settings
+
+POST = "/v1/placements"
+JSON = {"Content-Type": "application/json"}
+
+
+def problem_of(reply):
+    """The problem in a reply, after checking that it is one."""
+    assert reply.headers["Content-Type"] == "application/problem+json"
+    assert len(reply.content) <= MAX_BYTES
+    content = reply.json()
+    assert content["status"] == reply.status_code
+    assert content["type"].startswith("urn:placer:problem:")
+    return content
+
+
+def with_profile(body, **changes):
+    return {**body, "profile": {**body["profile"], **changes}}
+
+
+def edge(source, target):
+    return {"source": source, "targets": [target], "bytes": 1}
+
+
+BROKEN = {
+    "nothing": (b"", 400, "JSON"),
+    "not JSON": (b"profile: resnet", 400, "JSON"),
+    "cut off": (b'{"profile": {', 400, "JSON"),
+    "not UTF-8": (b"\xff\xfe{", 400, "JSON"),
+    "deep nesting": (b'{"profile":' * 50_000, 400, "recursion"),
+    "deep lists": (b"[" * 100_000, 400, "recursion"),
+    "a number of a million digits": (b'{"seed": ' + b"9" * 1_000_000 + b"}", 400, "number"),
+    "a list": (b"[]", 422, "object"),
+    "an empty object": (b"{}", 422, "profile"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_body_that_is_no_request_is_a_problem_that_says_why(serve, name):
+    body, status, word = BROKEN[name]
+    reply = serve().post(POST, content=body, headers=JSON)
+    assert problem_of(reply)["status"] == status
+    assert word in reply.json()["detail"]
+
+
+FAULTS = {
+    "NaN": (
+        lambda b: with_profile(b, layers=[{"name": "a", "forward_ms": {"gpu": float("nan")}}]),
+        ["forward_ms", "NaN"],
+    ),
+    "infinity": (lambda b: {**b, "time_limit_s": float("inf")}, ["time_limit_s", "finite"]),
+    "a huge number": (lambda b: with_profile(b, batch_size=10**400), ["batch_size"]),
+    "a negative time": (
+        lambda b: with_profile(b, layers=[{"name": "a", "forward_ms": {"gpu": -1.5}}]),
+        ["profile.layers.0.forward_ms.gpu", "greater than or equal to 0", "-1.5"],
+    ),
+    "an unknown version": (lambda b: {**b, "schema_version": "7"}, ["schema_version", "'7'", "'1'"]),
+    "an unknown version of the profile": (
+        lambda b: with_profile(b, schema_version="0"),
+        ["profile.schema_version", "'0'"],
+    ),
+    "an unknown field": (lambda b: {**b, "chunk": 4}, ["chunk", "no such field"]),
+    "a cycle": (
+        lambda b: with_profile(
+            b, edges=[edge("embed", "block.0"), edge("block.0", "block.1"), edge("block.1", "embed")]
+        ),
+        ["cycle", "block.1 -> embed -> block.0 -> block.1"],
+    ),
+    "an edge to a missing layer": (lambda b: with_profile(b, edges=[edge("embed", "tail")]), ["'tail'", "no layer"]),
+    "two layers of one name": (lambda b: with_profile(b, layers=b["profile"]["layers"][:1] * 2), ["'embed'", "twice"]),
+    "no cluster": (lambda b: {**b, "cluster": None}, ["cluster", "devices"]),
+    "a pin to a missing device": (
+        lambda b: {**b, "constraints": {"pinned": {"head": "cuda:9"}}},
+        ["constraints.pinned", "'cuda:9'"],
+    ),
+    "no layers": (lambda b: with_profile(b, layers=[]), ["profile.layers"]),
+    "a word for a number": (lambda b: {**b, "chunks": "many"}, ["chunks", "'many'"]),
+    "a time limit of nothing": (lambda b: {**b, "time_limit_s": 0}, ["time_limit_s", "greater than 0"]),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_request_is_422_and_names_the_fault(serve, request_body, name):
+    spoil, words = FAULTS[name]
+    reply = serve().post(POST, content=json.dumps(spoil(request_body())), headers=JSON)
+    assert problem_of(reply)["status"] == 422
+    for word in words:
+        assert word in reply.json()["detail"]
+
+
+def test_a_body_over_the_limit_is_413_and_names_the_setting(serve):
+    reply = serve(max_body_bytes=1000).post(POST, content=b" " * 1001, headers=JSON)
+    assert problem_of(reply)["status"] == 413
+    assert "PLACER_MAX_BODY_BYTES" in reply.json()["detail"]
+
+
+def test_a_body_of_unknown_length_is_read_no_further_than_the_limit():
+    read = []
+
+    async def endless():
+        read.append(600)
+        return {"type": "http.request", "body": b" " * 600, "more_body": True}
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+    with pytest.raises(Problem) as caught:
+        asyncio.run(read_body(Request(scope, endless), Settings(max_body_bytes=1000)))
+    assert (caught.value.status, sum(read)) == (413, 1200)
+
+
+def test_a_body_that_does_not_come_is_408():
+    async def never():
+        await asyncio.sleep(60)
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+    with pytest.raises(Problem) as caught:
+        asyncio.run(read_body(Request(scope, never), Settings(body_timeout_s=0.05)))
+    assert caught.value.status == 408
+
+
+def test_a_body_as_large_as_the_limit_is_read(serve, request_body):
+    body = json.dumps(request_body()).encode()
+    assert serve(max_body_bytes=len(body)).post(POST, content=body, headers=JSON).status_code == 200
+
+
+def test_a_large_body_is_checked_in_another_process(serve, request_body):
+    client = serve()
+    spaces = b" " * 300_000
+    assert client.post(POST, content=json.dumps(request_body()).encode() + spaces, headers=JSON).status_code == 200
+    assert problem_of(client.post(POST, content=b"{}" + spaces, headers=JSON))["status"] == 422
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", ""])
+def test_another_content_type_is_415_and_names_the_right_one(serve, kind):
+    reply = serve().post(POST, content=b"{}", headers={"Content-Type": kind})
+    assert problem_of(reply)["status"] == 415
+    assert "application/json" in reply.json()["detail"]
+
+
+def test_a_compressed_body_is_415(serve):
+    reply = serve().post(POST, content=b"{}", headers={**JSON, "Content-Encoding": "gzip"})
+    assert "gzip" in problem_of(reply)["detail"]
+
+
+def test_a_content_type_with_a_character_set_is_read(serve, request_body):
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert serve().post(POST, content=json.dumps(request_body()), headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("wait", ["-1", "nan", "inf", "1e999", "61", "soon", "", "9" * 5000])
+def test_a_wait_that_cannot_be_is_422_and_named(serve, wait):
+    reply = serve().post(POST, params={"wait": wait}, content=b"{}", headers=JSON)
+    assert problem_of(reply)["status"] == 422
+    assert "wait" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "GET", "BREW"])
+def test_a_wrong_method_is_405_and_says_what_is_possible(serve, method):
+    reply = serve().request(method, POST)
+    assert problem_of(reply)["status"] == 405
+    assert reply.headers["Allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/", "/v2/placements", "/v1/placements/x/y", "/" + "a" * 10_000, "/%ff%00"])
+def test_an_unknown_path_is_404(serve, path):
+    assert problem_of(serve().get(path))["status"] == 404
+
+
+@pytest.mark.parametrize("id", ["0" * 32, "x", "0" * 5000, "..%2f..%2fetc", "é"])
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_an_id_that_nobody_asked_for_is_404(serve, method, id):
+    assert problem_of(serve().request(method, f"{POST}/{id}"))["status"] == 404
+
+
+def test_a_million_faults_are_told_in_4_kb(serve):
+    client = serve()
+    many = json.dumps({"profile": {"layers": [], "versions": {str(i): i for i in range(100_000)}}})
+    assert problem_of(client.post(POST, content=many, headers=JSON))["status"] == 422
+    many = json.dumps({"profile": {"layers": list(range(1_000_000))}})
+    assert problem_of(client.post(POST, content=many, headers=JSON))["status"] == 422
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=2000),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=600), inner, max_size=5),
+    max_leaves=20,
+)
+fields = st.sampled_from(
+    ["profile", "cluster", "constraints", "chunks", "seed", "objective", "schema_version", "layers"]
+)
+hostile = st.dictionaries(fields | st.text(max_size=50), json_values, max_size=6).map(lambda v: json.dumps(v).encode())
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(hostile | st.binary(max_size=3000) | json_values.map(lambda v: json.dumps(v).encode()))
+def test_every_hostile_body_is_a_problem_of_at_most_4_kb_and_never_a_500(body):
+    try:
+        check(body)
+    except Problem as problem:
+        assert problem.status in (400, 422)
+        assert len(problem.content()) <= MAX_BYTES
+        assert problem.detail
+    else:
+        pytest.fail("no such body is a request")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.text(max_size=6000),
+    st.lists(st.fixed_dictionaries({"pointer": st.text(max_size=3000), "detail": st.text(max_size=3000)}), max_size=9),
+)
+def test_a_problem_is_valid_json_of_at_most_4_kb_whatever_it_tells(detail, faults):
+    content = Problem(422, "x", "X", detail, faults).content()
+    assert len(content) <= MAX_BYTES
+    assert json.loads(content)["status"] == 422
+
+
+def test_the_name_of_a_missing_layer_is_told_in_full(request_body):
+    body = with_profile(request_body(), edges=[edge("embed", "encoder.layers.11.attention")])
+    with pytest.raises(Problem) as caught:
+        check(json.dumps(body).encode())
+    assert "'encoder.layers.11.attention'" in caught.value.detail
