@@ -1,0 +1,112 @@
+"""Moving a model's state to devices and back: the same Parameter objects, wherever their data is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from placer import devices
+from placer.errors import PlacementError
+from placer.graph.layers import named_state
+
+
+class Home:
+    """Where a model's state was, and which of it required a gradient, before anything was moved."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = {name: devices.location(tensor) for name, tensor in named_state(module).items()}
+        self._gradients = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+
+    def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Bring the state back, and the flags."""
+        move_state(module, self._places.get, optimizer)
+        for name, parameter in module.named_parameters():
+            if name in self._gradients:
+                parameter.requires_grad_(self._gradients[name])
+
+
+def move_state(
+    module: nn.Module,
+    place_of: Callable[[str], torch.device | None],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Move parameters, gradients, buffers and optimizer state; all of them or, after an error, none.
+
+    Args:
+        module: whose state is moved.
+        place_of: name of a parameter or buffer -> its device; None to leave it where it is.
+        optimizer: one that holds state for the parameters.
+
+    Raises:
+        PlacementError: a tensor has no data, or a device has no room for it.
+    """
+    moved: list[tuple[Tensor, torch.device]] = []
+    for name, tensor in named_state(module).items():
+        target, source = place_of(name), devices.location(tensor)
+        if target is None or devices.same(source, target):
+            continue
+        try:
+            _refuse_without_data(name, tensor)
+            relocate(tensor, target, optimizer)
+        except Exception as error:
+            for done, back in reversed(moved):
+                relocate(done, back, optimizer)
+            if isinstance(error, torch.OutOfMemoryError):
+                size = tensor.numel() * tensor.element_size()
+                raise PlacementError(
+                    f"no room on {target} for {name!r} ({size} bytes); the model was put back. "
+                    "Place fewer layers there, or give the placement a lower memory limit for it"
+                ) from error
+            raise
+        moved.append((tensor, source))
+    if moved:
+        _compact_rnn_weights(module)
+
+
+def relocate(tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Move one tensor's data, its gradient and the optimizer's state for it; the object stays the same."""
+    gradient = tensor.grad if tensor.is_leaf else None
+    data = devices.copy(tensor, target)
+    moved_gradient = None if gradient is None else devices.copy(gradient, target)
+    state = _moved_optimizer_state(tensor, target, optimizer)
+    if gradient is not None:
+        tensor.grad = None
+    tensor.data = data
+    if moved_gradient is not None:
+        tensor.grad = moved_gradient
+    if optimizer is not None and state:
+        optimizer.state[tensor].update(state)
+
+
+def _moved_optimizer_state(
+    tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
+    """What the optimizer keeps for a parameter, on its new device; ``step`` stays with the host, as torch has it."""
+    if optimizer is None or tensor not in optimizer.state:
+        return {}
+    group: Mapping[str, Any] = next(
+        (group for group in optimizer.param_groups if any(own is tensor for own in group["params"])), {}
+    )
+    on_device = group.get("capturable") or group.get("fused")
+    return {
+        key: devices.copy(value, target)
+        for key, value in optimizer.state[tensor].items()
+        if isinstance(value, Tensor) and (key != "step" or on_device)
+    }
+
+
+def _refuse_without_data(name: str, tensor: Tensor) -> None:
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise PlacementError(f"{name!r} is not initialised; run the model once (lazy modules need an input) and place then")
+    if tensor.is_meta:
+        raise PlacementError(f"{name!r} is on meta and has no data; load weights into the model (to_empty) and place then")
+
+
+def _compact_rnn_weights(module: nn.Module) -> None:
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child.flatten_parameters()

@@ -1,0 +1,59 @@
+"""Which device a layer, a module or a parameter runs on, by the names in ``layer_gpus``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from placer.graph.layers import Layer, LayerGraph
+
+
+class Assignment:
+    """A map from layer names to devices that answers for every name of the model.
+
+    A name that is not in the map takes the device of its module's next call's first, then of the module around it, then of
+    the first module inside it; a layer without any takes the device of the layer before it.
+
+    Args:
+        devices: layer name -> device.
+        default: where everything else goes.
+    """
+
+    def __init__(self, devices: Mapping[str, torch.device], default: torch.device) -> None:
+        self._default = default
+        self._exact = dict(devices)
+        self._inner: dict[str, torch.device] = {}
+        for name, device in devices.items():
+            for unit in name.split("+"):
+                path = unit.partition("@")[0]
+                self._exact.setdefault(path, device)
+                while path:
+                    path = path.rpartition(".")[0]
+                    self._inner.setdefault(path, device)
+
+    def of_path(self, path: str) -> torch.device | None:
+        """The device of a module path, or None where the map says nothing of it."""
+        here = path
+        while here:
+            if here in self._exact:
+                return self._exact[here]
+            here = here.rpartition(".")[0]
+        return self._inner.get(path) if path else None
+
+    def of_state(self, name: str) -> torch.device:
+        """The device of a parameter or buffer."""
+        return self.of_path(name.rpartition(".")[0]) or self._default
+
+    def of_layers(self, graph: LayerGraph) -> list[torch.device]:
+        """The device of every layer, in execution order."""
+        found: list[torch.device] = []
+        for layer in graph.layers:
+            found.append(self._of_layer(layer) or (found[-1] if found else self._default))
+        return found
+
+    def _of_layer(self, layer: Layer) -> torch.device | None:
+        if layer.name in self._exact:
+            return self._exact[layer.name]
+        places = (self.of_path(path) for path in layer.modules)
+        return next((place for place in places if place is not None), None)

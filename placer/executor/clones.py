@@ -1,0 +1,53 @@
+"""A model's weights on every device at once, so that a layer changes its device without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.graph.layers import named_state
+
+
+class Clones:
+    """Copies of a module's state, one a device; a tied weight has one copy a device, too.
+
+    The module's own tensors stay where they are and stand in on their own device. When they change (an optimizer step,
+    ``load_state_dict``), ``refresh`` brings the copies up to date.
+    """
+
+    def __init__(self, module: nn.Module, places: Sequence[torch.device]) -> None:
+        self._module = module
+        self._places = list(places)
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._copies: dict[torch.device, dict[str, Tensor]] = {}
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Copy again if the module's state has changed since; says whether it had."""
+        state = named_state(self._module)
+        versions = {name: (id(tensor), tensor._version) for name, tensor in state.items()}
+        if versions == self._versions:
+            return False
+        self._versions = versions
+        with torch.no_grad():
+            self._copies = {
+                place: {name: _twin(tensor, place) for name, tensor in state.items()} for place in self._places
+            }
+        return True
+
+    def get(self, name: str, place: torch.device) -> Tensor:
+        """The copy of a parameter or buffer on a device."""
+        if place not in self._copies:
+            self._places.append(place)
+            self._versions = {}
+            self.refresh()
+        return self._copies[place][name]
+
+
+def _twin(tensor: Tensor, place: torch.device) -> Tensor:
+    if devices.same(devices.location(tensor), place):
+        return tensor
+    return devices.copy(tensor, place)

@@ -1,0 +1,368 @@
+"""DataFlow: a model whose layers run where a map, or a placement, says.
+
+    flow = placer.DataFlow(model)
+    flow.update_flow(placement)        # or edit flow.layer_gpus, then flow.update_flow()
+    y = flow(x)                        # as model(x), outputs and gradients equal
+    flow.undo()                        # as if nothing had happened
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.devices import DeviceLike
+from placer.errors import InputError, PlacementError
+from placer.executor.apply import Home, move_state, relocate
+from placer.executor.assignment import Assignment
+from placer.executor.clones import Clones
+from placer.executor.pipeline import gather, run, scatter, to_device
+from placer.executor.program import Capture, Program
+from placer.executor.segments import MicroBatch, Segment, segments
+from placer.graph.alignment import Alignment, aligned
+from placer.graph.export import batch_size
+from placer.graph.granularity import MERGED, Granularity
+from placer.graph.layers import LayerGraph
+from placer.graph.structure import Structure, flatten
+from placer.schema import Placement
+
+
+class DataFlow(nn.Module):
+    """Runs an unmodified module with each of its layers on the device that ``layer_gpus`` names.
+
+    The module's source is never rewritten and torch is never patched. Its Parameters stay the same objects, so an
+    optimizer made before stays valid, and the keys of its ``state_dict`` never change.
+
+    Args:
+        module: the model.
+        device_ids: devices that layers may run on: indices, strings or ``torch.device``; all that are available if None.
+        output_device: where results go; the first of ``device_ids`` if None.
+        inference_only: let no parameter require a gradient; ``undo`` gives the flags back.
+        clear_cache: give cached device memory back after layers were moved.
+        fine_grained: ``layer_gpus`` names every leaf module; else the module's named children.
+        enable_clone: keep the weights on every device, so that ``update_flow`` moves nothing. For inference: under
+            gradients it refuses, since the clones would not be trained.
+
+    Attributes:
+        module: the model.
+        device_ids: the index of each device.
+        layer_gpus: layer name -> device index (or anything that names a device); ordered, free to be edited. A later call
+            of a module follows the first one, unless it is named itself: ``relu@1``.
+        chunks: micro-batches that a call is cut into when it does not say.
+        not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceLike] | int | None = None,
+        output_device: DeviceLike | None = None,
+        inference_only: bool = False,
+        clear_cache: bool = True,
+        fine_grained: bool = False,
+        enable_clone: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise InputError(f"DataFlow takes an nn.Module, not {type(module).__name__}")
+        self.module = module
+        self._devices = devices.resolve(device_ids)
+        self.device_ids = [device.index for device in self._devices]
+        self.output_device = self._devices[0] if output_device is None else self._device(output_device)
+        self.inference_only = inference_only
+        self.clear_cache = clear_cache
+        self.fine_grained = fine_grained
+        self.enable_clone = enable_clone
+        self.chunks = 1
+        self._home = Home(module)
+        self._granularity: Granularity = "fine" if fine_grained else "submodule"
+        self.layer_gpus: OrderedDict[str, DeviceLike] = self._default_map()
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._program = Program(module)
+        self._assignment: Assignment | None = None
+        self._plans: dict[int, tuple[LayerGraph, list[Segment]]] = {}
+        if inference_only:
+            module.requires_grad_(False)
+        self._clones = Clones(module, self._devices) if enable_clone else None
+
+    @property
+    def not_captured_because(self) -> str:
+        """Why the model runs through hooks in its present mode; empty where it was, or will be, captured."""
+        return self._program.refused.get(self._program.mode(), "")
+
+    def update_flow(
+        self,
+        placement: Placement | Mapping[str, Any] | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Move the layers to where ``layer_gpus`` says; after this the flow runs them there.
+
+        Args:
+            placement: sets ``layer_gpus``, the granularity and ``chunks`` first.
+            optimizer: one that already holds state for the parameters; its state moves with them, now and later.
+
+        Raises:
+            PlacementError: the placement has no layers, or names layers or devices that are not there, or there is no
+                room. Nothing has moved then.
+        """
+        if placement is not None:
+            self._adopt(_placement(placement))
+        places = {name: self._device(place) for name, place in self.layer_gpus.items()}
+        self._refuse_unknown_names(places)
+        assignment = Assignment(places, self.output_device)
+        if optimizer is not None:
+            self._optimizer = optimizer
+        if self._clones is None:
+            move_state(self.module, assignment.of_state, self._optimizer)
+            if self.clear_cache:
+                devices.release_cache()
+        self._assignment = assignment
+        self._plans.clear()
+
+    def undo(self) -> None:
+        """Bring every parameter, gradient, buffer and flag back to where it was before the flow was made."""
+        self._home.restore(self.module, self._optimizer)
+        self._assignment = None
+        self._plans.clear()
+        self._granularity = "fine" if self.fine_grained else "submodule"
+        self.layer_gpus = self._default_map()
+        self.chunks = 1
+
+    def construct_module(
+        self, layer_gpus: Mapping[str, DeviceLike] | None = None, module: nn.Module | None = None
+    ) -> DataFlow:
+        """A flow of its own with another map, on the same clones.
+
+        Args:
+            layer_gpus: its map; this flow's if None.
+            module: a copy of the model whose attributes it is to show; this flow's module if None.
+
+        Returns:
+            A module that runs like this one, with its own ``layer_gpus``; weights are shared with this flow's clones.
+
+        Raises:
+            InputError: this flow was made without ``enable_clone``.
+        """
+        if self._clones is None:
+            raise InputError("construct_module shares clones: make the flow with DataFlow(model, enable_clone=True)")
+        built = copy.copy(self)
+        built.__dict__ = dict(self.__dict__)
+        built._modules = {"module": self.module if module is None else module}
+        built._plans = {}
+        built.layer_gpus = OrderedDict(self.layer_gpus if layer_gpus is None else layer_gpus)
+        built.update_flow()
+        return built
+
+    def forward(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
+        """Run the model; before the first ``update_flow``, just as it is.
+
+        Args:
+            args: as the model takes them, on any device.
+            chunks: cut the batch into so many micro-batches, which follow one another through the devices; what the
+                placement says if None. Batch norm then sees micro-batches, as in any pipeline.
+            kwargs: as the model takes them.
+
+        Returns:
+            What the model returns, on ``output_device``.
+        """
+        if self._assignment is None:
+            return self.module(*args, **kwargs)
+        tensors, inputs = flatten((args, kwargs))
+        chunks = self.chunks if chunks is None else chunks
+        if not isinstance(chunks, int) or chunks < 1:
+            raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
+        batch = batch_size(tensors)
+        parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
+        weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
+        captures = [self._capture(part, inputs) for part in parts]
+        if any(capture is None for capture in captures):
+            return self._run_hooked(parts, inputs, weights)
+        return self._run_captured([capture for capture in captures if capture is not None], parts, weights)
+
+    def _run_captured(self, captures: list[Capture], parts: list[list[Any]], weights: list[int]) -> Any:
+        plans = [self._plan(capture) for capture in captures]
+        batches = [MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)]
+        run([pipeline for _, pipeline in plans], batches)
+        results = [
+            to_device([batch.read(name, self.output_device) for name in graph.outputs], self.output_device)
+            for (graph, _), batch in zip(plans, batches, strict=True)
+        ]
+        structure = captures[0].exported.outputs
+        if len(results) == 1:
+            return structure.unflatten(results[0])
+        graph = plans[0][0]
+        batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
+        return structure.unflatten(_joined(results, batched, weights, structure))
+
+    def _run_hooked(self, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
+        """Through hooks: micro-batches one after another."""
+        assert self._assignment is not None
+        if self._clones is not None:
+            raise InputError(
+                f"enable_clone needs a model that can be captured, and this one cannot: {self.not_captured_because}; "
+                "make the flow without enable_clone"
+            )
+        modules = {
+            child: place
+            for path, child in self.module.named_modules()
+            if path and (place := self._assignment.of_path(path)) is not None
+        }
+        results, structures = [], []
+        for part in parts:
+            args, kwargs = inputs.unflatten(part)
+            with aligned(modules, Alignment()):
+                leaves, structure = flatten(self.module(*args, **kwargs))
+            results.append(to_device(leaves, self.output_device))
+            structures.append(structure)
+        if len(results) == 1:
+            return structures[0].unflatten(results[0])
+        batched = [
+            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]
+        ]
+        return structures[0].unflatten(_joined(results, batched, weights, structures[0]))
+
+    def _capture(self, tensors: list[Any], inputs: Structure) -> Capture | None:
+        args, kwargs = inputs.unflatten(tensors)
+        return self._program.capture(args, kwargs, tensors, inputs)
+
+    def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
+        """The segments of a capture under the present map, made once."""
+        if self._clones is not None:
+            self._refuse_training()
+            if self._clones.refresh():
+                self._plans.clear()
+        if id(capture) not in self._plans:
+            assert self._assignment is not None
+            graph = self._program.graph(capture, self._granularity)
+            places = self._assignment.of_layers(graph)
+            if self._clones is None:
+                self._settle(graph, places)
+            self._plans[id(capture)] = (graph, segments(graph, places, self._lookup(graph)))
+        return self._plans[id(capture)]
+
+    def _settle(self, graph: LayerGraph, places: Sequence[torch.device]) -> None:
+        """Move state whose layer was not known before the capture (a root's own parameters) to its first layer."""
+        seen: set[str] = set()
+        for layer, place in zip(graph.layers, places, strict=True):
+            for name in layer.state:
+                if name in seen or name in graph.constants:
+                    continue
+                seen.add(name)
+                if not devices.same(devices.location(graph.state[name]), place):
+                    relocate(graph.state[name], place, self._optimizer)
+
+    def _lookup(self, graph: LayerGraph) -> Any:
+        constants: dict[tuple[str, torch.device], Tensor] = {}
+
+        def lookup(name: str, place: torch.device) -> Tensor:
+            if name in graph.constants:
+                if (name, place) not in constants:
+                    constants[name, place] = devices.move(graph.state[name].detach(), place)
+                return constants[name, place]
+            return graph.state[name] if self._clones is None else self._clones.get(name, place)
+
+        return lookup
+
+    def _refuse_training(self) -> None:
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.module.parameters())
+        if trains or self.module.training:
+            raise InputError(
+                "enable_clone is for inference: clones are not trained. Call flow.eval() and run under torch.no_grad() "
+                "(or make the flow with inference_only=True), or make it without enable_clone to train"
+            )
+
+    def _adopt(self, placement: Placement) -> None:
+        if not placement.layer_devices:
+            why = f": {placement.infeasible.reason}" if placement.infeasible else ""
+            raise PlacementError(f"the placement is {placement.status} and places no layer{why}")
+        places = {name: self._device(place) for name, place in placement.layer_devices.items()}
+        self._refuse_unknown_names(places)
+        for place in dict.fromkeys(places.values()):
+            if place not in self._devices:
+                self._devices.append(place)
+                self.device_ids.append(place.index)
+        one_kind = len({place.type for place in self._devices}) == 1
+        self.layer_gpus = OrderedDict(
+            (name, place.index if one_kind else str(place)) for name, place in places.items()
+        )
+        self._granularity = tuple(places)
+        self.chunks = placement.chunks
+
+    def _device(self, place: DeviceLike) -> torch.device:
+        """A device as this flow names it: a bare index means the flow's own kind."""
+        try:
+            device = devices.parse(place, self._devices[0].type)
+            devices.require(device)
+        except InputError as error:
+            raise PlacementError(str(error)) from error
+        return device
+
+    def _refuse_unknown_names(self, places: Mapping[str, torch.device]) -> None:
+        known = {path for path, _ in self.module.named_modules(remove_duplicate=False)} | {"(model)"}
+        for name in places:
+            for part in name.split(MERGED):
+                if part.partition("@")[0] not in known:
+                    raise PlacementError(
+                        f"layer {part!r} is no module of {type(self.module).__name__}; "
+                        f"its layers are {', '.join(list(self._default_map())[:8])}, ..."
+                    )
+
+    def _default_map(self) -> OrderedDict[str, DeviceLike]:
+        """Every layer on the output device."""
+        if self.fine_grained:
+            names = [path for path, child in self.module.named_modules() if path and not child._modules]
+        else:
+            names = [path for path, _ in self.module.named_children()]
+        index = self.output_device.index
+        return OrderedDict((name, index) for name in names)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, with the flow's keys (``module.`` in front) or the model's own."""
+        own = {f"module.{name}" for name in self.module.state_dict()}
+        if not any(name in own for name in state_dict):
+            result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        else:
+            result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        self._plans.clear()
+        if assign:  # the parameters are other objects now
+            self._program = Program(self.module)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without captures and clones, which are made again when needed."""
+        state = dict(self.__dict__)
+        state["_program"] = state["_plans"] = state["_clones"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._program = Program(self.module)
+        self._plans = {}
+        self._clones = Clones(self.module, self._devices) if self.enable_clone else None
+
+
+def _placement(given: Placement | Mapping[str, Any]) -> Placement:
+    if isinstance(given, Placement):
+        return given
+    try:
+        return Placement.model_validate(given)
+    except ValueError as error:
+        raise PlacementError(f"this is no placement: {error}") from error
+
+
+def _joined(results: list[list[Any]], batched: list[bool], weights: list[int], structure: Structure) -> list[Any]:
+    columns = zip(*results, strict=True)
+    return [
+        gather(parts, is_batched, weights, path)
+        for parts, is_batched, path in zip(columns, batched, structure.paths, strict=True)
+    ]
+
+
+__all__ = ["DataFlow"]

@@ -1,0 +1,89 @@
+"""Micro-batches through the segments, in the order of fill-drain (GPipe).
+
+    tick        0     1     2     3
+    segment 0   m0    m1    m2
+    segment 1         m0    m1    m2
+
+Every device works through what was issued to it, so while segment 1 computes micro-batch 0, segment 0 has micro-batch 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.errors import InputError
+from placer.executor.segments import MicroBatch, Segment
+
+
+def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
+    """The order of issue: (segment, micro-batch), tick by tick, the latest segment first within a tick."""
+    for tick in range(segments + chunks - 1):
+        for segment in reversed(range(max(0, tick - chunks + 1), min(segments, tick + 1))):
+            yield segment, tick - segment
+
+
+def run(pipeline: Sequence[Sequence[Segment]], batches: Sequence[MicroBatch]) -> None:
+    """Run every micro-batch through its segments; all have as many segments.
+
+    Args:
+        pipeline: the segments of each micro-batch (a last, smaller one may have been captured apart).
+        batches: the values of each, which hold the outputs afterwards.
+    """
+    for segment, chunk in clock(len(pipeline[0]), len(batches)):
+        pipeline[chunk][segment].run(batches[chunk])
+
+
+def scatter(tensors: Sequence[Any], chunks: int, batch: int) -> list[list[Any]]:
+    """Cut the inputs along the batch: those whose first dimension is the batch; the others go to every micro-batch.
+
+    Args:
+        tensors: the flattened inputs.
+        chunks: how many micro-batches; fewer if the batch is smaller. Sizes differ by at most one.
+        batch: samples in the batch.
+    """
+    chunks = min(chunks, batch)
+    columns = [
+        tensor.tensor_split(chunks)
+        if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] == batch
+        else (tensor,) * chunks
+        for tensor in tensors
+    ]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def gather(parts: Sequence[Any], is_batched: bool, weights: Sequence[int], path: str) -> Any:
+    """Join one output of all micro-batches.
+
+    Args:
+        parts: the output of each, on one device.
+        is_batched: whether its first dimension is the batch: then they are concatenated.
+        weights: samples in each micro-batch; numbers are averaged by them, as a loss that is a mean over samples is.
+        path: where the output stands in the result, for messages.
+
+    Raises:
+        InputError: the output belongs to a micro-batch as a whole and is no number.
+    """
+    first = parts[0]
+    if all(part is first for part in parts):
+        return first
+    if is_batched:
+        return torch.cat(list(parts))
+    if isinstance(first, Tensor) and first.dim() == 0 and first.is_floating_point():
+        total = sum(weights)
+        return torch.stack([part * (weight / total) for part, weight in zip(parts, weights, strict=True)]).sum()
+    if not isinstance(first, Tensor) and all(part == first for part in parts):
+        return first
+    raise InputError(
+        f"output {path or '(the result)'} has no batch dimension, so the micro-batches' results cannot be joined; "
+        "call the flow with chunks=1"
+    )
+
+
+def to_device(values: Sequence[Any], device: torch.device) -> list[Any]:
+    """Every tensor on one device."""
+    return [devices.move(value, device) if isinstance(value, Tensor) else value for value in values]

@@ -1,0 +1,77 @@
+"""The captures of one model: one for each mode and each shape that an earlier one does not cover, made when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from placer.errors import CaptureError
+from placer.graph.capture import layer_graph
+from placer.graph.export import Exported, export, refuse_hooks
+from placer.graph.granularity import Granularity
+from placer.graph.layers import LayerGraph
+from placer.graph.structure import Structure
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass
+class Capture:
+    """One capture and the layer graphs that were cut from it, by granularity."""
+
+    exported: Exported
+    graphs: dict[Hashable, LayerGraph] = field(default_factory=dict)
+
+
+@dataclass
+class Program:
+    """What is known of a model's graph so far.
+
+    Attributes:
+        module: the user's model.
+        refused: why torch.export refused it, by mode; those modes run through hooks.
+    """
+
+    module: nn.Module
+    refused: dict[Hashable, str] = field(default_factory=dict)
+    _captures: dict[Hashable, list[Capture]] = field(default_factory=dict)
+    _seen: dict[Hashable, Capture] = field(default_factory=dict)
+
+    def mode(self) -> Hashable:
+        """What the graph depends on beside shapes: which modules train, and which have hooks."""
+        return tuple(
+            (child.training, any(child.__dict__.get(kind) for kind in _HOOKS)) for child in self.module.modules()
+        )
+
+    def capture(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any], inputs: Structure
+    ) -> Capture | None:
+        """A capture that covers these inputs, or None where the model must run through hooks."""
+        mode = self.mode()
+        if mode in self.refused:
+            return None
+        shapes = tuple((tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
+        key = (mode, inputs.key, shapes)
+        if key not in self._seen:
+            known = self._captures.setdefault((mode, inputs.key), [])
+            fitting = next((capture for capture in known if capture.exported.covers(tensors)), None)
+            if fitting is None:
+                try:
+                    refuse_hooks(self.module)
+                    fitting = Capture(export(self.module, args, kwargs))
+                except CaptureError as error:
+                    self.refused[mode] = str(error)
+                    return None
+                known.append(fitting)
+            self._seen[key] = fitting
+        return self._seen[key]
+
+    def graph(self, capture: Capture, granularity: Granularity) -> LayerGraph:
+        """The capture, cut into layers."""
+        key: Hashable = granularity if isinstance(granularity, Hashable) else tuple(granularity)
+        if key not in capture.graphs:
+            capture.graphs[key] = layer_graph(capture.exported, self.module, granularity)
+        return capture.graphs[key]

@@ -1,0 +1,128 @@
+"""From a layer graph and a device for every layer to segments: what runs where, and what it reads and forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.graph.layers import Layer, LayerGraph
+
+StateLookup = Callable[[str, torch.device], Tensor]
+"""The tensor of a parameter, buffer or constant that a layer on this device is to use."""
+
+
+@dataclass
+class Step:
+    """One layer on its device.
+
+    Attributes:
+        layer: what runs.
+        device: where.
+        state: its parameters, buffers and constants; one that is elsewhere is moved for every micro-batch.
+        foreign: positions in ``state`` of those that are elsewhere.
+        forget: values that nothing reads after this step.
+    """
+
+    layer: Layer
+    device: torch.device
+    state: list[Tensor]
+    foreign: tuple[int, ...]
+    forget: tuple[str, ...]
+
+    def run(self, values: MicroBatch) -> None:
+        """Compute the layer for one micro-batch."""
+        layer, device = self.layer, self.device
+        state = self.state
+        if self.foreign:
+            state = [values.state(name, tensor, device) for name, tensor in zip(layer.state, state, strict=True)]
+        reads = [values.read(name, device) for name in layer.reads]
+        with devices.current(device):
+            writes = layer.function(device, state, reads)
+        values.write(layer.writes, writes)
+        for index in self.foreign:
+            if layer.state[index] in layer.mutated:
+                self._bring_back(index, state[index])
+        values.forget(self.forget)
+
+    @torch.no_grad()
+    def _bring_back(self, index: int, changed: Tensor) -> None:
+        self.state[index].copy_(changed)
+
+
+@dataclass
+class Segment:
+    """A maximal run of layers on one device, in execution order."""
+
+    device: torch.device
+    steps: list[Step] = field(default_factory=list)
+
+    def run(self, values: MicroBatch) -> None:
+        """Compute the segment for one micro-batch."""
+        for step in self.steps:
+            step.run(values)
+
+
+class MicroBatch:
+    """The values of one micro-batch: where they were made, and a copy on each device that reads them, sent once."""
+
+    def __init__(self, names: Iterable[str], tensors: Iterable[Any]) -> None:
+        self._made: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        self._copies: dict[tuple[str, torch.device], Tensor] = {}
+
+    def read(self, name: str, device: torch.device) -> Any:
+        """The value on that device."""
+        value = self._made[name]
+        return self._on(name, value, device) if isinstance(value, Tensor) else value
+
+    def state(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        """State that belongs to another device, on this one; a gradient flows back to where it belongs."""
+        return self._on(f"state {name}", tensor, device)
+
+    def _on(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        copy = self._copies.get((name, device))
+        if copy is None:
+            copy = devices.move(tensor, device)
+            self._copies[name, device] = copy
+        return copy
+
+    def write(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        """Add what a layer made."""
+        self._made.update(zip(names, values, strict=True))
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Let go of values that nothing will read."""
+        for name in names:
+            del self._made[name]
+            for key in [key for key in self._copies if key[0] == name]:
+                del self._copies[key]
+
+
+def segments(graph: LayerGraph, places: Sequence[torch.device], lookup: StateLookup) -> list[Segment]:
+    """Cut a layer graph into segments.
+
+    Args:
+        graph: the layers, in execution order.
+        places: the device of each.
+        lookup: gives the tensors of a layer's state.
+    """
+    last_read = {name: index for index, layer in enumerate(graph.layers) for name in (*layer.writes, *layer.reads)}
+    kept = set(graph.outputs)
+    forget: list[list[str]] = [[] for _ in graph.layers]
+    for name, index in last_read.items():
+        if name not in kept:
+            forget[index].append(name)
+    result: list[Segment] = []
+    for layer, device, names in zip(graph.layers, places, forget, strict=True):
+        if not result or result[-1].device != device:
+            result.append(Segment(device))
+        state = [lookup(name, device) for name in layer.state]
+        foreign = tuple(
+            index for index, tensor in enumerate(state) if not devices.same(devices.location(tensor), device)
+        )
+        result[-1].steps.append(Step(layer, device, state, foreign, tuple(names)))
+    return result
