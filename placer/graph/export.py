@@ -8,10 +8,11 @@ stands, so that a layer border may pass through a region.
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,8 @@ def _export(
             )
         except Exception as error:  # whatever the model's own code may raise while it is traced
             failure = failure or error
+            if "data-dependent" in str(error).lower():  # no fixed shape would help
+                break
             continue
         return program, structures[-1]
     assert failure is not None
@@ -196,11 +199,13 @@ def _traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
+    """torch.export prints the whole graph of a model that it refuses; the reason alone is kept."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(level)
 

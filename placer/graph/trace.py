@@ -1,11 +1,300 @@
-"""placeholder while the hook path is written."""
+"""The layer graph of a model that cannot be captured: by running it once and watching its modules.
+
+Layers are modules, called as they are. What functional operations make between them counts as made by the latest layer
+before, with the data of that one run, so that every layer can be measured alone.
+"""
+
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
-from torch import nn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from placer import devices
 from placer.errors import CaptureError
-from placer.graph.layers import LayerGraph
+from placer.graph import granularity as granularities
+from placer.graph.alignment import Alignment, aligned
+from placer.graph.export import batch_size
+from placer.graph.granularity import Granularity, Opened
+from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_bytes
+from placer.graph.structure import Structure, flatten
 
 
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Any, reason: str) -> LayerGraph:
-    """Not there yet."""
-    raise CaptureError(reason)
+@dataclass
+class Call:
+    """One call of a module: what ``granularity`` needs to know of an operation."""
+
+    meta: dict[str, Any]
+    target: None = None
+    all_input_nodes: tuple[()] = ()
+
+
+@dataclass
+class _Draft:
+    """A layer while it is watched."""
+
+    name: str
+    path: str
+    module: nn.Module
+    inputs: Structure
+    reads: list[str]
+    outputs: list[str] = field(default_factory=list)
+    extras: dict[str, Tensor] = field(default_factory=dict)
+
+
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity, reason: str
+) -> LayerGraph:
+    """Run the model twice, without gradients, and write down which module reads what.
+
+    Args:
+        model: it is left as it was, buffers and random numbers included.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+        granularity: as for ``capture``.
+        reason: why the model could not be captured.
+
+    Raises:
+        CaptureError: the model fails on the example, or has no data to run on.
+    """
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise CaptureError(f"{reason}; and a model on meta cannot be run instead: load weights into it")
+    opened = granularities.opened(granularity, model, _calls(model, args, kwargs))  # type: ignore[arg-type]
+    watch = _Watch(model, opened)
+    tensors, inputs = flatten((args, kwargs))
+    names = watch.inputs(tensors)
+    with _undisturbed(model), watch.installed():
+        result = _run(model, inputs, tensors)
+    outputs = [watch.name(leaf) for leaf in flatten(result)[0]]
+    return watch.graph(tuple(names), tuple(outputs), batch_size(tensors), granularities.label(granularity), reason)
+
+
+def _run(model: nn.Module, inputs: Structure, tensors: Sequence[Any]) -> Any:
+    args, kwargs = inputs.unflatten(tensors)
+    try:
+        return model(*args, **kwargs)
+    except Exception as error:
+        raise CaptureError(f"the model fails on the example inputs: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Give buffers and random numbers their values back."""
+    kept = {buffer: buffer.clone() for buffer in model.buffers()}
+    places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
+    with devices.unobserved(), torch.random.fork_rng(sorted(places)), torch.no_grad():
+        try:
+            yield
+        finally:
+            for buffer, value in kept.items():
+                buffer.copy_(value)
+
+
+def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+    """Every call of a module, as the stack of modules around it."""
+    calls: list[Call] = []
+    stack: dict[str, tuple[str, str]] = {}
+    counts: dict[str, int] = {}
+    handles = []
+
+    def enter(path: str, module: nn.Module) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            number = counts[path] = counts.get(path, -1) + 1
+            name = f"module.{path}" if path else "module"
+            stack[f"{name}@{number}" if number else name] = (name, type(module).__name__)
+
+        return hook
+
+    def leave(_: nn.Module, __: Any, output: Any) -> None:
+        example = next((leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)), None)
+        calls.append(Call({"nn_module_stack": dict(stack), "val": example}))
+        stack.popitem()
+
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(path, module), prepend=True))
+        handles.append(module.register_forward_hook(leave))
+    tensors, inputs = flatten((args, kwargs))
+    try:
+        with _undisturbed(model):
+            _run(model, inputs, tensors)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+class _Watch:
+    """Writes down layers, values and who made them while the model runs."""
+
+    def __init__(self, model: nn.Module, opened: Opened) -> None:
+        self._model = model
+        self._opened = opened
+        self._state = named_state(model)
+        self._constants: dict[str, Tensor] = {}
+        self._drafts: list[_Draft] = []
+        self._values: dict[str, Value] = {}
+        self._names = WeakIdKeyDictionary()
+        self._stack: list[tuple[str, int]] = []
+        self._counts: dict[str, int] = {}
+        self._inside: list[_Draft] = []
+        self._kept: list[Tensor] = []  # a tensor that dies could hand its identity on
+
+    def inputs(self, tensors: Sequence[Any]) -> list[str]:
+        """Name the inputs of the model."""
+        return [self._add(leaf, f"input_{index}", None) for index, leaf in enumerate(tensors)]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Watch what runs inside."""
+        handles = []
+        for path, module in self._model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            with aligned({}, Alignment()):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            number = self._counts[path] = self._counts.get(path, -1) + 1
+            outer = self._opened.cut(self._stack) if self._stack else None
+            self._stack.append((path, number))
+            if self._inside or outer is not None or self._opened.cut(self._stack) is None:
+                return
+            tensors, structure = flatten((args, kwargs))
+            name = f"{path}@{number}" if number else path
+            draft = _Draft(name or "(model)", path, module, structure, [self.name(leaf) for leaf in tensors])
+            self._inside.append(draft)
+
+        return hook
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        self._stack.pop()
+        if not self._inside or self._inside[-1].module is not module or self._inside[-1].path in dict(self._stack):
+            return
+        draft = self._inside.pop()
+        self._drafts.append(draft)
+        for index, leaf in enumerate(flatten(output)[0]):
+            draft.outputs.append(self._add(leaf, f"{draft.name}.output_{index}", draft.name))
+
+    def name(self, leaf: Any) -> str:
+        """The name of a value; one that nobody has named was made by functional operations since the latest layer."""
+        known = self._names.get(leaf) if isinstance(leaf, Tensor) else None
+        if known is not None:
+            return str(known)
+        if not self._drafts:
+            name = f"constant before {len(self._constants)}"
+            self._constants[name] = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
+            return self._add(leaf, name, None)
+        latest = self._drafts[-1]
+        name = self._add(leaf, f"{latest.name}.after_{len(latest.extras)}", latest.name)
+        latest.extras[name] = leaf
+        return name
+
+    def _add(self, leaf: Any, name: str, source: str | None) -> str:
+        if not isinstance(leaf, Tensor):
+            self._values[name] = Value(name, (), None, 0, None, False, source)
+            return name
+        known = self._names.get(leaf)
+        if known is not None and source is None:
+            return str(known)
+        self._names[leaf] = name
+        self._kept.append(leaf)
+        batch = 0 if leaf.dim() else None
+        gradient = leaf.is_floating_point() and source is not None and self._model.training
+        self._values[name] = Value(name, tuple(leaf.shape), leaf.dtype, tensor_bytes(leaf), batch, gradient, source)
+        return name
+
+    def graph(
+        self, inputs: tuple[str, ...], outputs: tuple[str, ...], batch: int, granularity: int | str, reason: str
+    ) -> LayerGraph:
+        """What was written down."""
+        if not self._drafts:
+            raise CaptureError(f"{reason}; and no module of the model was called, so it has no layers to place")
+        layers = self._layers()
+        sharing: dict[str, list[str]] = {}
+        for layer in layers:
+            for name in layer.state:
+                sharing.setdefault(name, []).append(layer.name)
+        wiring = "\n".join(f"{layer.signature} {layer.reads} {layer.writes}" for layer in layers)
+        return LayerGraph(
+            layers=layers,
+            values=self._values,
+            inputs=inputs,
+            outputs=outputs,
+            colocated=tuple(
+                dict.fromkeys(
+                    tuple(names)
+                    for state, names in sharing.items()
+                    if len(names) > 1 and state not in self._constants
+                )
+            ),
+            state=self._state | self._constants,
+            constants=frozenset(self._constants),
+            training=self._model.training,
+            batch_size=batch,
+            granularity=granularity,
+            captured=False,
+            not_captured_because=reason,
+            hash=hashlib.sha256(wiring.encode()).hexdigest()[:32],
+            model=type(self._model).__name__,
+        )
+
+    def _layers(self) -> list[Layer]:
+        covered: set[str] = set()
+        own: list[list[str]] = []
+        first_name = {id(tensor): name for name, tensor in self._state.items()}
+        for draft in self._drafts:
+            inner = [*draft.module.named_parameters(), *draft.module.named_buffers()]
+            own.append([first_name[id(tensor)] for _, tensor in inner])
+            covered.update(own[-1])
+        loose = [name for name in self._state if name not in covered]  # used by functional operations alone
+        return [
+            self._layer(draft, names, loose if index == 0 else [])
+            for index, (draft, names) in enumerate(zip(self._drafts, own, strict=True))
+        ]
+
+    def _layer(self, draft: _Draft, names: list[str], loose: list[str]) -> Layer:
+        constants = [name for name in dict.fromkeys(draft.reads) if name in self._constants]
+        reads = [name for name in dict.fromkeys(draft.reads) if name not in self._constants]
+        state = (*names, *constants, *loose)
+        shapes = [str(self._values[name].shape) for name in draft.reads]
+        buffers = {id(buffer) for buffer in draft.module.buffers()}
+        return Layer(
+            name=draft.name,
+            modules=(draft.path,),
+            module_type=type(draft.module).__name__,
+            state=state,
+            mutated=tuple(name for name in names if id(self._state[name]) in buffers and draft.module.training),
+            reads=tuple(reads),
+            writes=(*draft.outputs, *draft.extras),
+            function=_function(draft, names, constants, reads),
+            # Two modules of one class may run different code, so no two layers count as identical here.
+            signature=hashlib.sha256("\n".join([draft.name, *shapes]).encode()).hexdigest()[:24],
+            random=True,
+        )
+
+
+def _function(draft: _Draft, names: list[str], constants: list[str], reads: list[str]) -> Callable[..., tuple[Any, ...]]:
+    relative = [name for name, _ in (*draft.module.named_parameters(), *draft.module.named_buffers())]
+    extras = tuple(draft.extras.values())
+
+    def run(device: torch.device, state: Sequence[Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+        env = dict(zip(reads, values, strict=True))
+        env |= dict(zip(constants, state[len(names) : len(names) + len(constants)], strict=True))
+        args, kwargs = draft.inputs.unflatten([env[name] for name in draft.reads])
+        given = dict(zip(relative, state[: len(names)], strict=True))
+        result = torch.func.functional_call(draft.module, given, args, kwargs)
+        made = [devices.copy(item, device) if isinstance(item, Tensor) else item for item in extras]
+        return (*flatten(result)[0], *made)
+
+    return run
