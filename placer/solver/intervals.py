@@ -75,20 +75,21 @@ class Intervals:
             return np.maximum(compute, np.maximum(send, receive))
         return compute + send + receive
 
-    def _links(self, device: int, *, inwards: bool) -> tuple[float, float]:
+    def _links(self, device: int, *, inwards: bool) -> tuple[float, float] | None:
         """The lowest latency, in ms, and the lowest time per byte of the links of a device in one direction."""
         others = range(len(self.problem.devices))
         links = [self.problem.links[o][device] if inwards else self.problem.links[device][o] for o in others]
         real = [link for link in links if link is not None]
         if not real:
-            return inf, inf
+            return None
         return 1e3 * min(link.latency_s for link in real), 1e3 / max(link.bandwidth_bytes_per_s for link in real)
 
     @staticmethod
-    def _over(link: tuple[float, float], transfers: tuple[Table, Table]) -> Table:
+    def _over(link: tuple[float, float] | None, transfers: tuple[Table, Table]) -> Table:
         number, size = transfers
-        with np.errstate(invalid="ignore"):
-            return np.where(number > 0, number * link[0] + size * link[1], 0.0)
+        if link is None:
+            return np.where(number > 0, inf, 0.0)
+        return number * link[0] + size * link[1]
 
     def _measure_transfers(self) -> None:
         """How many values enter and leave each interval, and their bytes; the same for gradients."""

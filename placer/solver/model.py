@@ -4,8 +4,8 @@
     at[p, d]  stage p is device d            contiguous placements only
     y[n, p]   node n is at stage p or before contiguous placements only
 
-Where all devices are alike, stage p simply is device p. Times are whole numbers, rounded down, so what is proven about them
-holds for the true ones; bytes are exact (rounded down where they pass 2**50, with the same consequence).
+Where all devices are alike, stage p simply is device p. Times are whole numbers, rounded down, so what is proven about
+them holds for the true ones; bytes are exact (rounded down where they pass 2**50, with the same consequence).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import floor, gcd
 
 from ortools.sat.python import cp_model
@@ -132,7 +133,8 @@ class PlacementModel:
             for node in range(count)
         ]
         self.used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
-        for earlier, later in zip(self.used, self.used[1:], strict=False):
+        self.cp.add(self.used[0] == 1)
+        for earlier, later in pairwise(self.used):
             self.cp.add_implication(later, earlier)
         for node in range(count):
             for p in self.stages[1:]:
@@ -168,7 +170,7 @@ class PlacementModel:
             for device, literal in x.items():
                 self.cp.add_bool_or(~literal, *(self.at[p][device] for p in self.stages))
         for members in self.alike_devices:
-            for first, second in zip(members, members[1:], strict=False):
+            for first, second in pairwise(members):
                 for p in self.stages:
                     self.cp.add_bool_or(~self.at[p][second], *(self.at[q][first] for q in range(p)))
 
@@ -205,10 +207,13 @@ class PlacementModel:
     def _open_alike_devices_in_order(self) -> None:
         """Free: of alike devices, the second takes a node only after the first took an earlier one."""
         for members in self.alike_devices:
-            for first, second in zip(members, members[1:], strict=False):
-                for node, x in enumerate(self.x):
+            for first, second in pairwise(members):
+                opened: list[cp_model.IntVar] = []
+                for x in self.x:
                     if second in x:
-                        self.cp.add_bool_or(~x[second], *(self.x[earlier][first] for earlier in range(node)))
+                        self.cp.add_bool_or(~x[second], *opened)
+                    if first in x:
+                        opened.append(x[first])
 
     # Building blocks for the rules
 
