@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -96,7 +97,7 @@ def background(settings: Settings | None = None, *, solver: Solver = default_sol
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
-    store = Store(settings.database, settings.keep)
+    store = _open_store(app, settings)
     jobs = Jobs(settings, store, app.state.metrics, app.state.solver)
     service = Service(settings, store, app.state.metrics, Checker(), jobs, NodeCluster(settings))
     app.state.service = service
@@ -109,6 +110,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await warming
         service.checker.close()
         store.close()
+
+
+def _open_store(app: FastAPI, settings: Settings) -> Store:
+    try:
+        return Store(settings.database, settings.keep)
+    except (sqlite3.Error, OSError) as error:
+        app.state.not_started = (
+            f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a file that can be written"
+        )
+        raise
 
 
 async def _warm_up(service: Service) -> None:

@@ -38,7 +38,10 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until told to stop."""
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        try:
+            await super().serve(sockets)
+        except SystemExit:  # how uvicorn leaves when the application does not start; ``not_started`` says why
+            pass
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called on SIGTERM and SIGINT."""
@@ -52,6 +55,11 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(service.jobs.stop_all)
         self.should_exit = True
 
+    def not_started(self) -> ServerError:
+        """Why it did not start."""
+        reason = getattr(self._app.state, "not_started", "its log says why")
+        return ServerError(f"the service could not start: {reason}")
+
 
 def serve(app: FastAPI, settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT.
@@ -63,7 +71,7 @@ def serve(app: FastAPI, settings: Settings) -> None:
     with _listener(settings) as listener:
         server.run(sockets=[listener])
     if not server.started:
-        raise _not_started(settings)
+        raise server.not_started()
 
 
 @contextmanager
@@ -84,7 +92,7 @@ def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
             while not server.started and thread.is_alive():
                 thread.join(0.01)
             if not server.started:
-                raise _not_started(settings)
+                raise server.not_started()
             yield _url(listener)
         finally:
             server.stop()
@@ -105,7 +113,3 @@ def _listener(settings: Settings) -> socket.socket:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _not_started(settings: Settings) -> ServerError:
-    return ServerError(f"the service could not start with database {settings.database!r}; its log says why")

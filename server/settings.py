@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from placer.errors import InputError
 
 MAX_WAIT_S = 60.0
 """The longest that one request may ask to wait for an answer; clients that wait longer ask again."""
@@ -50,4 +52,17 @@ class Settings(BaseSettings):
     overrun_s: Annotated[float, Field(ge=0)] = 10.0
     stop_grace_s: Annotated[float, Field(ge=0)] = 2.0
     measure_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    log_level: str = "info"
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+
+    def __init__(self, **values: Any) -> None:
+        """Read the environment; what is given here counts more.
+
+        Raises:
+            InputError: a value cannot be used; the message names its environment variable.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = "PLACER_" + "_".join(str(part) for part in first["loc"]).upper()
+            raise InputError(f"{name} is {first['input']!r}: {first['msg']}") from error

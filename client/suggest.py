@@ -1,0 +1,177 @@
+"""From a model to a placement in one call: profile here, solve on a server or here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from placer.errors import InfeasibleError, InputError, MissingExtraError, SolveLimitError
+from placer.schema import Constraints, Objective, Placement, PlacementRequest, Profile, Schedule, Transfers
+
+from .client import Client
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from placer.devices import DeviceLike
+    from placer.graph.granularity import Granularity
+
+__all__ = ["suggest"]
+
+
+def suggest(
+    model: nn.Module | None,
+    example_inputs: Any = None,
+    *,
+    server: str | None = None,
+    devices: int | Sequence[DeviceLike] | None = None,
+    training: bool = True,
+    optimizer: Any = "adam",
+    granularity: Granularity = "auto",
+    objective: Objective = "throughput",
+    constraints: Constraints | None = None,
+    chunks: int = 1,
+    schedule: Schedule = "1f1b",
+    transfers: Transfers = "added",
+    time_limit_s: float = 30.0,
+    memory_bytes: int | Mapping[DeviceLike, int] | None = None,
+    profile: Profile | None = None,
+    progress: bool = True,
+) -> Placement:
+    """Find where each layer of a model should run.
+
+    Args:
+        model: any module, on any device, ``meta`` included; None where a profile is given.
+        example_inputs: of one micro-batch: one argument, a tuple of positional or a dict of keyword arguments. What the
+            model carries if None: Lightning's ``example_input_array``, transformers' ``dummy_inputs``.
+        server: the URL of a service that solves; ``PLACER_URL`` from the environment if None; without both, it is
+            solved in this process.
+        devices: to place on: a count, a list of devices, or None for all that are available.
+        training: whether a training step or inference is placed; a given profile of inference is placed as such.
+        optimizer: whose state takes memory, in training: a name from ``torch.optim``, a class, an optimizer, or None.
+        granularity: how the model is cut into layers: ``auto``, ``submodule``, ``fine``, a depth, or a function.
+        objective: what is made small: ``throughput``, the bottleneck; ``latency``, one sample's time; or ``memory``,
+            the largest use.
+        constraints: what the placement must respect beside memory.
+        chunks: micro-batches in a batch.
+        schedule: how they are ordered.
+        transfers: whether transfers add to a device's time, or overlap with its compute.
+        time_limit_s: after so many seconds the best answer so far is returned.
+        memory_bytes: what a placement may use, in bytes, of each device or by device; None for all of its memory.
+        profile: an earlier profile of the model, to be placed without measuring again.
+        progress: whether to show bars on a terminal.
+
+    Returns:
+        The placement, for ``DataFlow(model).update_flow(placement)``.
+
+    Raises:
+        InputError: an argument cannot be used; the message says which.
+        MissingExtraError: torch is not installed.
+        InfeasibleError: no placement meets the requirements.
+        SolveLimitError: none was found in time.
+        ServerError: the server cannot be reached or cannot answer.
+    """
+    if profile is None:
+        profile = _measure(
+            model,
+            example_inputs,
+            devices,
+            training=training,
+            optimizer=optimizer,
+            granularity=granularity,
+            progress=progress,
+            memory_bytes=memory_bytes,
+        )
+    elif devices is not None or memory_bytes is not None:
+        raise InputError("a profile is given, so its cluster counts: leave devices and memory_bytes out")
+    request = _request(
+        profile=profile,
+        objective=objective,
+        constraints=constraints or Constraints(),
+        training=training and profile.training,
+        chunks=chunks,
+        schedule=schedule,
+        transfers=transfers,
+        time_limit_s=time_limit_s,
+    )
+    with _waiting("solving", progress):
+        placement = _solve(request, server or os.environ.get("PLACER_URL"))
+    return _found(placement, time_limit_s)
+
+
+def _measure(model: nn.Module | None, example_inputs: Any, devices: Any, **options: Any) -> Profile:
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("profiling needs torch: pip install 'torch-placer[torch]'") from error
+    from placer.profiler.profile import profile
+
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; give an nn.Module, or a profile made from one")
+    if example_inputs is None:
+        example_inputs = _carried_inputs(model)
+    return profile(model, example_inputs, devices, **options)
+
+
+def _carried_inputs(model: nn.Module) -> Any:
+    """The example inputs that a model brings along.
+
+    Raises:
+        InputError: it brings none.
+    """
+    for name in ("example_input_array", "dummy_inputs"):
+        try:
+            carried = getattr(model, name, None)
+        except Exception:  # transformers computes dummy_inputs, which fails for some models
+            continue
+        if carried is not None and not callable(carried):
+            return carried
+    raise InputError(
+        f"{type(model).__name__} carries no example inputs (example_input_array or dummy_inputs):"
+        " pass one micro-batch, suggest(model, x), suggest(model, (x, y)) or suggest(model, {'input_ids': x})"
+    )
+
+
+def _request(**fields: Any) -> PlacementRequest:
+    from pydantic import ValidationError
+
+    try:
+        return PlacementRequest(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        text = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"{where}: {text}, not {first['input']!r}" if where else text) from error
+
+
+def _solve(request: PlacementRequest, server: str | None) -> Placement:
+    if server:
+        with Client(server) as client:
+            return client.place(request)
+    from placer.solver.solve import solve
+
+    return solve(request)
+
+
+def _found(placement: Placement, time_limit_s: float) -> Placement:
+    if placement.status == "infeasible":
+        reason = placement.infeasible.reason if placement.infeasible else "no placement meets the requirements"
+        raise InfeasibleError(reason)
+    if not placement.layer_devices:
+        raise SolveLimitError(f"no placement was found within {time_limit_s:g} s; allow more with time_limit_s")
+    return placement
+
+
+@contextmanager
+def _waiting(text: str, shown: bool) -> Iterator[None]:
+    """A spinner on stderr, where that is a terminal."""
+    if not (shown and sys.stderr.isatty()):
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+import placer
+from placer.errors import InfeasibleError, InputError, SolveLimitError, UnreachableError
+from placer.schema import Placement, PlacementRequest, Profile
+from placer_client import suggest as module
+from placer_client.client import Client
+from placer_client.suggest import suggest
+
+GIB = 2**30
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x, scale=1.0):
+        return self.second(torch.relu(self.first(x))) * scale
+
+
+class Carrying(Block):
+    example_input_array = torch.ones(2, 8)
+
+
+class CarryingLikeTransformers(Block):
+    @property
+    def dummy_inputs(self):
+        return {"x": torch.ones(2, 8)}
+
+
+class CarryingBroken(Block):
+    @property
+    def dummy_inputs(self):
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch):
+    monkeypatch.delenv("PLACER_URL", raising=False)
+
+
+@pytest.fixture
+def profile():
+    return Profile.model_validate(
+        {
+            "model": "Two",
+            "layers": [
+                {"name": "a", "forward_ms": {"cpu": 1.0}, "param_bytes": GIB},
+                {"name": "b", "forward_ms": {"cpu": 1.0}, "param_bytes": GIB},
+            ],
+            "edges": [{"source": "a", "targets": ["b"], "bytes": 1000}],
+            "cluster": {
+                "devices": [{"name": f"cpu:{i}", "type": "cpu", "memory_bytes": 10 * GIB} for i in range(2)],
+                "links": [
+                    {"source": "cpu:0", "target": "cpu:1", "bandwidth_bytes_per_s": 1e9},
+                    {"source": "cpu:1", "target": "cpu:0", "bandwidth_bytes_per_s": 1e9},
+                ],
+            },
+        }
+    )
+
+
+def names(placement):
+    return set(placement.layer_devices)
+
+
+@pytest.mark.parametrize("inputs", [torch.ones(2, 8), (torch.ones(2, 8), 2.0), {"x": torch.ones(2, 8), "scale": 2.0}])
+def test_inputs_are_a_tensor_a_tuple_of_arguments_or_a_dict_of_keywords(inputs):
+    placement = suggest(Block(), inputs, devices=["cpu:0"], granularity="submodule")
+    assert names(placement) == {"first", "second"}
+    assert set(placement.layer_devices.values()) == {"cpu:0"}
+
+
+@pytest.mark.parametrize("model", [Carrying, CarryingLikeTransformers])
+def test_without_inputs_those_that_the_model_carries_are_used(model):
+    assert names(suggest(model(), devices=["cpu:0"], granularity="submodule")) == {"first", "second"}
+
+
+@pytest.mark.parametrize("model", [Block, CarryingBroken])
+def test_a_model_that_carries_no_inputs_is_an_input_error_that_says_what_to_pass(model):
+    with pytest.raises(InputError, match=r"suggest\(model, x\)"):
+        suggest(model())
+
+
+def test_what_is_no_module_is_an_input_error():
+    with pytest.raises(InputError, match="SimpleNamespace"):
+        suggest(SimpleNamespace(), torch.ones(1))
+
+
+def test_it_is_the_public_suggest():
+    assert placer.suggest is suggest
+
+
+def test_a_given_profile_is_placed_without_measuring(profile):
+    placement = suggest(None, profile=profile)
+    assert placement.status == "optimal"
+    # One layer on each device: a bottleneck of 1 ms and a transfer, against 2 ms on one.
+    assert len(set(placement.layer_devices.values())) == 2
+
+
+def test_the_arguments_reach_the_solver(profile):
+    rules = placer.Constraints(pinned={"a": "cpu:1"}, max_devices=1)
+    placement = suggest(None, profile=profile, constraints=rules, objective="latency", chunks=3, schedule="fill-drain")
+    assert placement.layer_devices == {"a": "cpu:1", "b": "cpu:1"}
+    assert (placement.objective, placement.chunks, placement.schedule) == ("latency", 3, "fill-drain")
+
+
+def test_a_model_that_fits_nowhere_is_an_infeasible_error_with_the_reason(profile):
+    small = [device.model_copy(update={"memory_bytes": GIB // 2}) for device in profile.cluster.devices]
+    cluster = profile.cluster.model_copy(update={"devices": tuple(small)})
+    with pytest.raises(InfeasibleError, match="'a'"):
+        suggest(None, profile=profile.model_copy(update={"cluster": cluster}))
+
+
+def test_no_placement_in_time_is_a_solve_limit_error(profile, monkeypatch):
+    unknown = Placement(status="unknown", objective="throughput")
+    monkeypatch.setattr("placer.solver.solve.solve", lambda request: unknown)
+    with pytest.raises(SolveLimitError, match="time_limit_s"):
+        suggest(None, profile=profile, time_limit_s=0.5)
+
+
+@pytest.mark.parametrize("wrong", [{"chunks": 0}, {"objective": "fun"}, {"time_limit_s": float("nan")}])
+def test_an_argument_that_cannot_be_used_is_an_input_error_that_names_it(profile, wrong):
+    (name,) = wrong
+    with pytest.raises(InputError, match=name):
+        suggest(None, profile=profile, **wrong)
+
+
+def test_a_profile_and_devices_together_are_refused(profile):
+    with pytest.raises(InputError, match="leave devices"):
+        suggest(None, profile=profile, devices=2)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The requests that a stand-in of the service got."""
+    got = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        got.append((request.url.host, PlacementRequest.model_validate_json(request.content)))
+        placed = {"status": "optimal", "objective": "throughput", "layer_devices": {"a": "cpu:0", "b": "cpu:0"}}
+        return httpx.Response(200, content=json.dumps(placed))
+
+    monkeypatch.setattr(module, "Client", lambda server: Client(server, transport=httpx.MockTransport(reply)))
+    return got
+
+
+def test_a_server_is_asked_when_given(profile, asked):
+    assert suggest(None, profile=profile, server="http://one").layer_devices["b"] == "cpu:0"
+    assert [(host, request.profile) for host, request in asked] == [("one", profile)]
+
+
+def test_the_environments_server_is_asked_unless_another_is_given(profile, asked, monkeypatch):
+    monkeypatch.setenv("PLACER_URL", "http://environment")
+    suggest(None, profile=profile)
+    suggest(None, profile=profile, server="http://argument")
+    assert [host for host, _ in asked] == ["environment", "argument"]
+
+
+def test_a_server_that_cannot_be_reached_is_an_error_and_not_solved_here(profile, monkeypatch):
+    def refuse(request):
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(
+        module, "Client", lambda server: Client(server, retries=0, transport=httpx.MockTransport(refuse))
+    )
+    with pytest.raises(UnreachableError, match="http://one"):
+        suggest(None, profile=profile, server="http://one")

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from placer.errors import InputError
+from placer_server.settings import Settings
+
+
+def test_settings_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("PLACER_PORT", "1234")
+    monkeypatch.setenv("PLACER_URL", "http://for-the-client")
+    assert Settings().port == 1234
+
+
+def test_what_is_given_counts_more_than_the_environment(monkeypatch):
+    monkeypatch.setenv("PLACER_PORT", "1234")
+    assert Settings(port=5678).port == 5678
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PORT", "99999"), ("PORT", "http"), ("WORKERS", "0"), ("LOG_LEVEL", "loud"), ("KEEP", "")]
+)
+def test_a_setting_that_cannot_be_used_is_an_input_error_that_names_it(monkeypatch, name, value):
+    monkeypatch.setenv(f"PLACER_{name}", value)
+    with pytest.raises(InputError, match=f"PLACER_{name} is '{value}'"):
+        Settings()
+
+
+def test_the_database_is_in_the_users_state_directory_by_default(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert Settings().database == str(tmp_path / "placer" / "placements.db")
