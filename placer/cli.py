@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -272,7 +272,7 @@ def _measure(
     module = load_model(model, arguments)
     measured = measure(
         module,
-        parse_inputs(inputs) if inputs else carried_inputs(module),
+        parse_inputs(inputs) if inputs else _carried(module),
         _devices(devices),
         training=not inference,
         optimizer=None if optimizer == "none" else optimizer,
@@ -280,6 +280,16 @@ def _measure(
     )
     assert measured.cluster is not None  # profile() measures the devices
     return measured.model_copy(update={"cluster": limited(measured.cluster, memory)})
+
+
+def _carried(module: Any) -> Any:
+    from placer_client.suggest import _carried_inputs
+
+    try:
+        return _carried_inputs(module)
+    except InputError as error:
+        kind = type(module).__name__
+        raise InputError(f"{kind} carries no example inputs; give each with --input, as in 8x3x224x224") from error
 
 
 def _devices(text: str | None) -> int | list[str] | None:
@@ -341,14 +351,15 @@ def _load(file: str) -> Profile | Placement | PlacementRequest | Cluster:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not JSON: {error}") from error
     fields: Any = content if isinstance(content, dict) else {}
-    for field, kind in {
+    kinds: dict[str, type[Profile | Placement | PlacementRequest | Cluster]] = {
         "profile": PlacementRequest,
         "status": Placement,
         "layers": Profile,
         "devices": Cluster,
-    }.items():
+    }
+    for field, kind in kinds.items():
         if field in fields:
-            return cast("Profile | Placement | PlacementRequest | Cluster", kind.model_validate(content))
+            return kind.model_validate(content)
     raise InputError(f"{file} holds no profile, placement, request or cluster")
 
 

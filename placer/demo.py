@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import IO
 
 import httpx
 import torch
@@ -135,13 +136,13 @@ def _place(measured: Profile, names: list[str], client: Client, console: Console
     assert cluster is not None  # profile() measures the devices
     if names[0].startswith("cpu"):
         cluster = _halved(measured, cluster, client, console)
-    return client.place(PlacementRequest(profile=measured, cluster=cluster, chunks=4))
+    return client.place(PlacementRequest(profile=measured, cluster=cluster))
 
 
 def _halved(measured: Profile, cluster: Cluster, client: Client, console: Console) -> Cluster:
     """The cluster with half of the memory on each device that the model needs on one."""
     alone = Constraints(max_devices=1)
-    whole = client.place(PlacementRequest(profile=measured, cluster=cluster, chunks=4, constraints=alone))
+    whole = client.place(PlacementRequest(profile=measured, cluster=cluster, constraints=alone))
     if not whole.devices:
         raise PlacerError(f"the demo's model does not fit into this machine's memory: {whole.infeasible}")
     needed = max(load.memory.total_bytes for load in whole.devices)
@@ -171,7 +172,8 @@ def _step(run: nn.Module, model: nn.Module, images: Tensor, labels: Tensor) -> S
     torch.manual_seed(1)  # for dropout, the same in both
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     output: Tensor = run(images)
-    functional.cross_entropy(output, labels.to(output.device)).backward()
+    loss: Tensor = functional.cross_entropy(output, labels.to(output.device))
+    loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     kept = {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
     optimizer.step()
@@ -217,7 +219,7 @@ def _service(console: Console) -> Iterator[str]:
                 process.kill()
 
 
-def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: tempfile._TemporaryFileWrapper[str]) -> None:
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: IO[str]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:

@@ -60,29 +60,26 @@ def table(subject: Placement | Profile | Cluster) -> RenderableType:
 def _placement(placement: Placement) -> RenderableType:
     if placement.infeasible is not None or not placement.layer_devices:
         return Text("\n".join(_no_placement(placement)), style="bold red")
-    return Group(_devices(placement), Text("\n".join(_proven(placement))))
+    held = [f"{device:10}  {_run_text(runs)}" for device, runs in _segments(placement.layer_devices).items()]
+    return Group(_devices(placement), Text("\n".join([*held, *_proven(placement)])))
 
 
 def _devices(placement: Placement) -> Table:
     mode = "training step" if placement.training else "inference"
-    name = placement.model or "model"
-    grid = Table(title=f"Placement of {name}: {mode}, micro-batch of {placement.batch_size}", title_justify="left")
-    for heading in ("device", "layers", "which"):
-        grid.add_column(heading, overflow="fold", justify="right" if heading == "layers" else "left")
-    for heading in ("compute", "transfer", "busy", "memory / limit"):
-        grid.add_column(heading, justify="right")
-    grid.add_column("")
-    runs = _segments(placement.layer_devices)
+    title = f"Placement of {placement.model or 'model'}: {mode}, micro-batch of {placement.batch_size}"
+    grid = Table(title=title, title_justify="left", caption="◀ bottleneck: the busiest device", caption_justify="left")
+    grid.add_column("device")
+    for heading in ("layers", "compute", "transfer", "busy", "", "memory / limit"):
+        grid.add_column(heading, justify="right" if heading else "left")
     for load in placement.devices:
         grid.add_row(
             load.device,
             str(load.layers),
-            _run_text(runs.get(load.device, [])),
             ms_text(load.compute_ms),
             ms_text(load.send_ms + load.receive_ms),
             ms_text(load.load_ms),
+            "◀" if load.bottleneck else "",
             _memory_text(load),
-            "◀ bottleneck" if load.bottleneck else "",
             style="bold" if load.bottleneck else "",
         )
     return grid
@@ -105,7 +102,7 @@ def _run_text(runs: list[tuple[str, ...]]) -> str:
 
 def _memory_text(load: DeviceLoad) -> str:
     used = load.memory.total_bytes
-    share = f" ({used / load.limit_bytes:.0%})" if load.limit_bytes else ""
+    share = f" {used / load.limit_bytes:.0%}" if load.limit_bytes else ""
     return f"{bytes_text(used)} / {bytes_text(load.limit_bytes)}{share}"
 
 
@@ -137,10 +134,11 @@ def _single_text(placement: Placement) -> str:
     if single is None:
         return "not compared"
     faster = f"speed-up {placement.speedup:.2f}x" if placement.speedup is not None else ""
-    alone = f"{single.device} alone: {_value_text(placement, single.objective_value)}"
+    value = _value_text(placement, single.objective_value)
     if not single.fits:
-        missing = f"does not fit on one device: {single.device} is short of {bytes_text(single.short_bytes)}"
-        return f"{missing} (else {alone}, {faster})" if faster else missing
+        missing = f"does not fit on one device: short of {bytes_text(single.short_bytes)} on {single.device}"
+        return f"{missing}; with enough memory {value}, {faster}" if faster else missing
+    alone = f"{single.device} alone: {value}"
     if len(set(placement.layer_devices.values())) == 1:
         return f"{alone}; splitting would not be better"
     return f"{faster} over {alone}" if faster else alone
