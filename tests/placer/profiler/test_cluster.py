@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from placer.errors import InputError
+from placer.profiler.cluster import measure_cluster
+
+
+def test_stand_ins_share_the_memory_of_the_machine() -> None:
+    cluster = measure_cluster(["cpu:0", "cpu:1", "cpu:2"], progress=False)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert [device.name for device in cluster.devices] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert {device.memory_bytes for device in cluster.devices} == {machine // 3}
+    assert {device.reserve_bytes for device in cluster.devices} == {0}
+
+
+def test_one_limit_holds_for_every_device() -> None:
+    cluster = measure_cluster(["cpu:0", "cpu:1"], memory_bytes=12345, progress=False)
+    assert [device.usable_bytes for device in cluster.devices] == [12345, 12345]
+
+
+def test_a_device_may_have_a_limit_of_its_own() -> None:
+    cluster = measure_cluster(["cpu:0", "cpu:1"], memory_bytes={"cpu:1": 12345}, progress=False)
+    assert cluster.devices[1].usable_bytes == 12345
+    assert cluster.devices[0].usable_bytes > 12345
+
+
+def test_a_limit_for_a_device_that_is_not_measured_is_refused() -> None:
+    with pytest.raises(InputError, match="memory_bytes names cpu:5, which is none of cpu:0, cpu:1"):
+        measure_cluster(["cpu:0", "cpu:1"], memory_bytes={"cpu:5": 1}, progress=False)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_must_be_positive(limit: int) -> None:
+    with pytest.raises(InputError, match=f"is {limit}; give a positive number"):
+        measure_cluster(["cpu:0"], memory_bytes=limit, progress=False)
+
+
+def test_links_have_a_bandwidth_and_a_latency() -> None:
+    link = measure_cluster(["cpu:0", "cpu:1"], progress=False).link("cpu:0", "cpu:1")
+    assert link is not None
+    assert link.bandwidth_bytes_per_s > 0
+    assert link.latency_s >= 0

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from placer.errors import InputError, ProfilingError
+from placer.profiler.optimizer import OptimizerState
+
+
+def _real_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
+    """The state that the optimizer really holds after a step on the parameters themselves."""
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = tree_leaves([dict(kept) for kept in optimizer.state.values()])
+    return sum(item.numel() * item.element_size() for item in state if isinstance(item, Tensor))
+
+
+@pytest.mark.parametrize(
+    "name", ["adam", "AdamW", "SGD", "rmsprop", "adagrad", "adafactor", "NAdam", "adadelta", "asgd"]
+)
+@settings(max_examples=15, deadline=None)
+@given(shape=st.lists(st.integers(1, 12), min_size=1, max_size=4))
+def test_state_equals_that_of_a_real_step(name: str, shape: list[int]) -> None:
+    parameter = nn.Parameter(torch.randn(shape))
+    state = OptimizerState(name)
+    assert state.bytes(parameter) == _real_bytes(getattr(torch.optim, state.name or "")([parameter]), [parameter])
+
+
+def test_state_follows_the_dtype_of_the_parameter() -> None:
+    parameter = nn.Parameter(torch.randn(20, 30).to(torch.bfloat16))
+    assert OptimizerState("adam").bytes(parameter) == _real_bytes(torch.optim.Adam([parameter]), [parameter])
+
+
+def test_momentum_counts_where_the_optimizer_has_it() -> None:
+    parameter = nn.Parameter(torch.randn(20, 30))
+    assert OptimizerState("sgd").bytes(parameter) == 0
+    assert OptimizerState(partial(torch.optim.SGD, lr=0.1, momentum=0.9)).bytes(parameter) == parameter.nbytes
+    assert OptimizerState(torch.optim.SGD([parameter], lr=0.1, momentum=0.9)).bytes(parameter) == parameter.nbytes
+
+
+def test_each_parameter_has_the_options_of_its_group() -> None:
+    with_momentum, without = (nn.Parameter(torch.randn(5, 7)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [with_momentum], "momentum": 0.9}, {"params": [without]}], lr=0.1)
+    state = OptimizerState(optimizer)
+    assert (state.bytes(with_momentum), state.bytes(without)) == (with_momentum.nbytes, 0)
+
+
+def test_an_optimizer_of_the_users_own_is_run_too() -> None:
+    class Keeper(Optimizer):
+        def __init__(self, parameters: list[nn.Parameter], copies: int) -> None:
+            super().__init__(parameters, {"copies": copies})
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["copies"] = [parameter.detach().double() for _ in range(group["copies"])]
+
+    parameter = nn.Parameter(torch.randn(5, 7))
+    assert OptimizerState(Keeper([parameter], copies=3)).bytes(parameter) == 3 * 2 * parameter.nbytes
+
+
+def test_a_frozen_parameter_has_no_state() -> None:
+    assert OptimizerState("adam").bytes(nn.Parameter(torch.randn(4), requires_grad=False)) == 0
+
+
+def test_no_optimizer_has_no_state() -> None:
+    state = OptimizerState(None)
+    assert (state.name, state.bytes(nn.Parameter(torch.randn(4)))) == (None, 0)
+
+
+def test_a_huge_parameter_is_never_made() -> None:
+    parameter = nn.Parameter(torch.empty(2**20, 2**16, device="meta"))
+    assert OptimizerState("adam").bytes(parameter) == 2 * parameter.nbytes + 4
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"no optimizer 'adamm'.*adam, "):
+        OptimizerState("adamm")
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(InputError, match="optimizer=3"):
+        OptimizerState(3)  # type: ignore[arg-type]
+
+
+def test_a_failing_step_names_optimizer_and_shape() -> None:
+    with pytest.raises(ProfilingError, match=r"optimizer SparseAdam failed on a parameter of shape \(3,\)"):
+        OptimizerState("SparseAdam").bytes(nn.Parameter(torch.randn(3)))

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from placer import zoo
+from placer.errors import InputError, ProfilingError
+from placer.profiler import profile as profile_module
+from placer.profiler.profile import profile
+from placer.schema import Profile
+
+TOKENS = torch.arange(32).reshape(2, 16)
+
+
+def _profile(model: nn.Module, example_inputs: Any, devices: Any = ("cpu:0",), **options: Any) -> Profile:
+    return profile(model, example_inputs, devices, **{"progress": False, "repeats": 1} | options)
+
+
+def _total(profile: Profile, field: str) -> int:
+    return sum(getattr(layer, field) for layer in profile.layers)
+
+
+def _small_gpt(**options: Any) -> nn.Module:
+    return zoo.gpt(layers=2, width=32, heads=2, context=16, vocabulary=50, **options)
+
+
+def _small_cnn() -> nn.Module:
+    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+    return nn.Sequential(convolution, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5))
+
+
+class _Batches(nn.Module):
+    """A model with everything that a forward pass may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.frozen(self.drop(self.norm(self.first(x)))).relu_()
+        return result
+
+
+def _saved_by_the_whole(model: nn.Module, run: Callable[[], Any]) -> int:
+    """The bytes that autograd keeps when the unsplit model runs, each storage once, without the model's state."""
+    state = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in state:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = run()
+    del result
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "granularity"),
+    [
+        (zoo.resnet18(10), torch.randn(2, 3, 32, 32), "submodule"),
+        (zoo.unet(width=4), torch.randn(2, 3, 16, 16), "auto"),
+        (_small_gpt(dropout=0.1, tied=True), TOKENS, "auto"),
+        (_small_gpt(), TOKENS, "fine"),
+    ],
+    ids=["resnet18", "unet", "gpt", "gpt-fine"],
+)
+def test_layers_and_edges_together_keep_what_the_unsplit_model_keeps(
+    model: nn.Module, x: Tensor, granularity: str
+) -> None:
+    found = _profile(model, x, granularity=granularity)
+    kept = _total(found, "saved_bytes") + sum(edge.bytes for edge in found.edges if edge.saved_by)
+    assert kept == _saved_by_the_whole(model, lambda: model(x))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor"])
+def test_state_adds_up_to_that_of_the_model_and_its_optimizer(optimizer: str) -> None:
+    model = _Batches()
+    found = _profile(model, torch.randn(4, 8), optimizer=optimizer, granularity="fine")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    real = getattr(torch.optim, found.optimizer or "")(trained)
+    model(torch.randn(4, 8)).sum().backward()
+    real.step()
+    state = tree_leaves([dict(kept) for kept in real.state.values()])
+    assert _total(found, "param_bytes") == sum(parameter.nbytes for parameter in model.parameters())
+    assert _total(found, "grad_bytes") == sum(parameter.nbytes for parameter in trained)
+    assert _total(found, "optimizer_bytes") == sum(item.nbytes for item in state if isinstance(item, Tensor))
+    assert _total(found, "buffer_bytes") == sum(buffer.nbytes for buffer in model.buffers())
+
+
+def test_a_tied_parameter_counts_once_and_ties_its_layers() -> None:
+    model = _small_gpt(tied=True)
+    found = _profile(model, TOKENS)
+    assert _total(found, "param_bytes") == sum(parameter.nbytes for parameter in model.parameters())
+    assert found.colocated == (("token_embedding", "head"),)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_and_the_generator_are_left_as_they_were(training: bool) -> None:
+    model = _Batches()
+    model.drop.eval()
+    model(torch.randn(4, 8)).sum().backward()
+    before = copy.deepcopy(model)
+    parameters = list(model.parameters())
+    gradients = [parameter.grad.clone() if parameter.grad is not None else None for parameter in parameters]
+    x = torch.randn(4, 8)
+    random = torch.get_rng_state()
+    _profile(model, x, training=training)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == [module.training for module in before.modules()]
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert list(map(id, model.parameters())) == list(map(id, parameters))
+    for mine, old, gradient in zip(parameters, before.parameters(), gradients, strict=True):
+        assert mine.requires_grad == old.requires_grad
+        assert (mine.grad is None and gradient is None) or torch.equal(mine.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_the_example_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    before = x.clone()
+    _profile(model, x)
+    assert torch.equal(x, before)
+
+
+def test_identical_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from placer.profiler import measure
+
+    timed = []
+    real = measure.measure_time
+    monkeypatch.setattr(measure, "measure_time", lambda *given: (timed.append(None), real(*given))[1])
+    found = _profile(nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)), nn.Linear(8, 3)), torch.randn(2, 8))
+    assert len(found.layers) == 11
+    assert len(timed) <= 3  # the first needs no gradient of its input
+    assert found.layers[3].forward_ms == found.layers[7].forward_ms
+
+
+def test_a_model_on_meta_profiles() -> None:
+    with torch.device("meta"):
+        model = _small_cnn()
+        x = torch.randn(2, 3, 8, 8)
+    found = _profile(model, x)
+    real = _profile(_small_cnn(), torch.randn(2, 3, 8, 8))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert [layer.saved_bytes for layer in found.layers] == [layer.saved_bytes for layer in real.layers]
+    assert found.edges == real.edges
+    assert found.graph_hash == real.graph_hash
+
+
+def test_token_numbers_on_meta_are_valid() -> None:
+    with torch.device("meta"):
+        model = _small_gpt()
+    assert _profile(model, TOKENS.to("meta")).edges == _profile(model, TOKENS).edges
+
+
+@pytest.mark.parametrize("given", [(torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool)), None])
+def test_inputs_may_be_positional_or_named(given: Any) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            result: Tensor = self.inner(x).masked_fill(mask, 0.0)
+            return result
+
+    named = {"mask": torch.ones(2, 4, dtype=torch.bool), "x": torch.randn(2, 4)}
+    assert _profile(Masked(), given or named).layers[0].name == "inner"
+
+
+def test_inference_has_no_backward() -> None:
+    found = _profile(_small_cnn(), torch.randn(2, 3, 8, 8), training=False)
+    assert not found.training
+    assert found.optimizer is None
+    assert all(not layer.backward_ms for layer in found.layers)
+    for field in ("grad_bytes", "optimizer_bytes", "saved_bytes", "backward_workspace_bytes"):
+        assert _total(found, field) == 0
+    assert all(edge.gradient_bytes == 0 and not edge.saved_by for edge in found.edges)
+
+
+def test_edges_carry_the_bytes_of_their_values() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    found = _profile(model, torch.randn(2, 8), granularity="fine")
+    assert [(edge.source, edge.targets, edge.bytes, edge.gradient_bytes, edge.saved_by) for edge in found.edges] == [
+        ("0", ("1",), 2 * 16 * 4, 2 * 16 * 4, ()),
+        ("1", ("2",), 2 * 16 * 4, 2 * 16 * 4, ("1", "2")),
+    ]
+
+
+def test_a_kept_input_of_the_model_counts_in_the_layer_that_keeps_it() -> None:
+    found = _profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8))
+    assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, 0]
+
+
+def test_a_kept_output_of_the_model_counts_in_the_layer_that_makes_it() -> None:
+    found = _profile(nn.Sequential(nn.Linear(8, 16), nn.Tanh()), torch.randn(2, 8), granularity="fine")
+    assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, 2 * 16 * 4]
+
+
+def test_no_gradient_is_sent_for_whole_numbers() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score = nn.Linear(4, 10)
+            self.table = nn.Embedding(10, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            best = self.score(x).argmax(-1)
+            result: Tensor = self.table(best)
+            return result
+
+    (edge,) = _profile(Lookup(), torch.randn(2, 4)).edges
+    assert (edge.bytes, edge.gradient_bytes) == (2 * 8, 0)
+
+
+def test_each_type_of_device_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    real = profile_module.measure_layers
+
+    def count(graph: Any, inputs: Any, device: torch.device, *rest: Any) -> Any:
+        measured.append(str(device))
+        return real(graph, inputs, device, *rest)
+
+    kind = {0: "old", 1: "old", 2: "new"}
+    monkeypatch.setattr(profile_module, "type_name", lambda device: kind[device.index])
+    monkeypatch.setattr("placer.devices.type_name", lambda device: kind[device.index])
+    monkeypatch.setattr(profile_module, "measure_layers", count)
+    found = _profile(nn.Linear(4, 4), torch.randn(2, 4), 3)
+    assert sorted(measured) == ["cpu:0", "cpu:2"]
+    assert set(found.layers[0].forward_ms) == set(found.layers[0].backward_ms) == {"old", "new"}
+
+
+def test_a_profile_says_what_it_was_made_of() -> None:
+    found = _profile(_small_cnn(), torch.randn(2, 3, 8, 8), 2, memory_bytes=2**28)
+    assert (found.model, found.batch_size, found.granularity, found.captured) == ("Sequential", 2, "auto", True)
+    assert found.versions["torch"] == torch.__version__
+    assert found.cluster is not None
+    assert [device.memory_bytes for device in found.cluster.devices] == [2**28, 2**28]
+    assert Profile.model_validate_json(found.to_json()) == found
+
+
+def test_a_profile_of_two_hundred_layers_is_small() -> None:
+    found = _profile(zoo.gpt(layers=25, width=32, heads=2, context=16, vocabulary=50), TOKENS, 4, granularity="fine")
+    assert len(found.layers) > 200
+    gpu = "NVIDIA H200"  # a longer name, and numbers as long as those of a model a million times as large
+    layers = [
+        layer.model_copy(
+            update={name: {gpu: 12.34} for name in ("forward_ms", "backward_ms", "host_ms")}
+            | {name: 1_000_003 * value for name, value in layer if name.endswith("_bytes") and value}
+        )
+        for layer in found.layers[:200]
+    ]
+    names = {layer.name for layer in layers}
+    edges = [
+        edge.model_copy(update={"bytes": 1_000_003 * edge.bytes, "gradient_bytes": 1_000_003 * edge.bytes})
+        for edge in found.edges
+        if {edge.source, *edge.targets} <= names
+    ]
+    large = found.model_copy(update={"layers": tuple(layers), "edges": tuple(edges)})
+    assert len(large.to_json()) < 100_000
+
+
+def test_a_failing_layer_is_named() -> None:
+    found = _small_gpt()
+    with pytest.raises(ProfilingError, match="layer 'token_embedding' failed on cpu:0: IndexError: index out of range"):
+        _profile(found, torch.full((2, 16), 50))
+
+
+def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
+    class Huge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.last = nn.Linear(4, 2**45, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.last(self.first(x))
+            return result
+
+    with torch.device("meta"):
+        model = Huge()
+    with pytest.raises(
+        ProfilingError, match=rf"layer 'last' does not fit on cpu:0: its state takes {4 * 4 * 2**45} bytes"
+    ):
+        _profile(model, torch.randn(2, 4))
+
+
+def test_a_model_without_operations_has_nothing_to_place() -> None:
+    with pytest.raises(ProfilingError, match="Identity has no operations"):
+        _profile(nn.Identity(), torch.randn(2))
+
+
+def test_layers_must_be_timed_at_least_once() -> None:
+    with pytest.raises(InputError, match="repeats is 0"):
+        _profile(nn.Linear(4, 4), torch.randn(2, 4), repeats=0)
