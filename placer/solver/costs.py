@@ -1,8 +1,9 @@
 r"""What a placement costs: the one cost model, which execution follows and the integer program states.
 
-Layers are numbered in the profile's order, l = 0, 1, ...; m(l) is the device of layer l, t(v, d, e) the time of the link
-from d to e for the bytes of value v, and g(v, e, d) that for the bytes of its gradient. A value is sent once to every
-device R(v) that reads it, other than its source's; in training its gradient, if it has bytes, comes back from each.
+Layers are numbered in the profile's order, l = 0, 1, ...; m(l) is the device of layer l, t(v, d, e) the time of the
+link from d to e for the bytes of value v, and g(v, e, d) that for the bytes of its gradient. A value is sent once to
+every device R(v) that reads it, other than its source's; in training its gradient, if it has bytes, comes back from
+each.
 
 **Loads**, in milliseconds, for one micro-batch::
 
@@ -14,8 +15,8 @@ device R(v) that reads it, other than its source's; in training its gradient, if
 
 Objective ``throughput``: the largest load.
 
-**Memory in inference**, in bytes. Value v, made by layer s, is live on d at step l if s <= l and some reader on d is l or
-later, or if l = s and m(s) = d: it is received as soon as it is made, and freed after its last reader::
+**Memory in inference**, in bytes. Value v, made by layer s, is live on d at step l if s <= l and some reader on d is l
+or later, or if l = s and m(s) = d: it is received as soon as it is made, and freed after its last reader::
 
     use(d) = params(d) + buffers(d) + max over steps l of
              (sum of bytes(v) live on d at l  +  forward_workspace(l) if m(l) = d)
@@ -29,10 +30,10 @@ later, or if l = s and m(s) = d: it is received as soon as it is made, and freed
     in_flight(d) = chunks                               fill-drain, and placements that need not be contiguous
                  = min(chunks, stages - stage(d))       1F1B, contiguous
 
-Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs forwards.
-Where there are several such orders, it is the one that leaves the smallest largest excess over the limits (under objective
-``memory``: the smallest largest use), and of those the one that follows the stages' first layers. Objective ``memory``:
-the largest use.
+Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs
+forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits
+(under objective ``memory``: the smallest largest use), and of those the one that follows the stages' first layers.
+Objective ``memory``: the largest use.
 
 **Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A layer starts when its
 device is free and every value that it reads is there::
@@ -42,8 +43,9 @@ device is free and every value that it reads is there::
     finish(l) = start(l) + forward(l)
 
 Objective ``latency`` in inference: the last finish. In training the backward pass starts when the last forward has
-finished, and is the mirror image: the layers in reverse order, backward times, and for each value that has a gradient, from
-each reader r to the source s, the time g(v, m(r), m(s)). The objective is the two added. Links are never waited for.
+finished, and is the mirror image: the layers in reverse order, backward times, and for each value that has a gradient,
+from each reader r to the source s, the time g(v, m(r), m(s)). The objective is the two added. Links are never waited
+for.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from placer import schedule
 from placer.schema import MemoryUse
 from placer.solver.components import topological_order
 from placer.solver.problem import Problem
@@ -211,13 +214,13 @@ def _worst_step(problem: Problem, assignment: Assignment, device: int) -> tuple[
 def in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
     """Micro-batches that a device holds at once in training."""
     request = problem.request
-    if request.schedule == "1f1b" and problem.contiguous and device in stages:
-        return min(request.chunks, len(stages) - stages.index(device))
+    if problem.contiguous and device in stages:
+        return schedule.in_flight(request.schedule, len(stages), stages.index(device), request.chunks)
     return request.chunks
 
 
 def pipeline_order(problem: Problem, assignment: Assignment, held: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-    """The devices that hold layers, in pipeline order; None if contiguity is asked for and their values form a cycle."""
+    """The devices that hold layers, in pipeline order; None if they must be contiguous and values form a cycle."""
     used = sorted((device for device, layers in enumerate(held) if layers), key=lambda device: held[device][0])
     if not problem.contiguous:
         return tuple(used)

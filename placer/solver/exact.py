@@ -4,8 +4,8 @@
     stages    a   |    b    |  c           join(cost of nodes i..j-1 as the next stage, best(devices left but one, j))
 
 It is exact where the order is the only one (each node reads from the one before) and every value that is cut is read by
-one stage, as in a chain. Where the order is the only one its value is still a lower bound, as it counts every cut value once
-and over the fastest link; else the cut is a start for the integer program.
+one stage, as in a chain. Where the order is the only one its value is still a lower bound, as it counts every cut value
+once and over the fastest link; else the cut is a start for the integer program.
 
 Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.1; Tarnawski et al., NeurIPS 2020, section 5.
 """
@@ -78,7 +78,7 @@ def _blocks(problem: Problem, nodes: Reduction) -> list[list[int]]:
 
 
 def _classes(problem: Problem) -> tuple[list[list[int]], bool]:
-    """Devices that may be swapped; where there are too many classes, devices of one type and limit, which is not exact."""
+    """Devices that may be swapped, and True; with too many classes, those of one type and limit, and False."""
     classes = problem.alike_devices()
     if prod(len(members) + 1 for members in classes) <= MOST_STATES:
         return classes, True

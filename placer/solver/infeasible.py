@@ -1,4 +1,4 @@
-"""Why there is no placement, in words: what contradicts what, which layer does not fit where, how many bytes are short."""
+"""Why there is no placement, in words: which rules contradict, which layer does not fit where, how many bytes lack."""
 
 from __future__ import annotations
 

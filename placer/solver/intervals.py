@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.schedule import in_flight
 from placer.solver import memory_rules
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
@@ -45,7 +46,7 @@ class Intervals:
         request = self.problem.request
         if not self.problem.training:
             return 1
-        return min(request.chunks, stages_left) if request.schedule == "1f1b" else request.chunks
+        return in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def cost(self, device: int, flight: int) -> Table:
         """The cost of each interval as one stage on a device: its part of the objective, or infinity."""

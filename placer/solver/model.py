@@ -23,7 +23,7 @@ from placer.solver import memory_rules, rules
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
-Term = cp_model.LinearExprT
+Term = cp_model.LinearExpr | int
 
 TIME_STEPS = 2**32
 """Into how many steps the largest time that matters is cut."""

@@ -188,7 +188,7 @@ def _allowed(request: PlacementRequest, place: dict[str, int]) -> tuple[frozense
 
 
 def _groups(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-    """The colocated groups of profile and constraints, joined where they overlap; a pinned device is a group as well."""
+    """The colocated groups of profile and constraints, joined where they overlap; layers pinned together are one."""
     pinned: dict[str, list[str]] = defaultdict(list)
     for layer, device in request.constraints.pinned.items():
         pinned[device].append(layer)
@@ -201,8 +201,8 @@ def _contiguous(
 ) -> bool:
     """What is asked for; else contiguous, unless colocation would then pull much of the model onto one device.
 
-    Contiguity makes one layer of every strongly connected component of the layer graph with its groups joined. If such a
-    component pulls in half or more of the layers outside its groups, as tied embeddings do, the placement is free.
+    Contiguity makes one layer of every strongly connected component of the layer graph with its groups joined. If such
+    a component pulls in half or more of the layers outside its groups, as tied embeddings do, the placement is free.
     """
     if request.constraints.contiguous is not None:
         return request.constraints.contiguous

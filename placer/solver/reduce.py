@@ -14,7 +14,8 @@ class Reduction:
     """The layers in nodes; all layers of a node share a device in every placement that is allowed.
 
     Attributes:
-        nodes: the layers of each node, ascending; in a topological order if contiguity is asked for, else by first layer.
+        nodes: the layers of each node, ascending; in a topological order if contiguity is asked for, else by first
+            layer.
         node_of: by layer, its node.
         allowed: by node, the devices that it may be on.
     """
@@ -35,8 +36,8 @@ class Reduction:
 def reduced(problem: Problem) -> Reduction:
     """Join what must be together.
 
-    A group is one node. Under contiguity so is each strongly connected component of the layer graph with groups joined: a
-    path that leaves a device must not come back to it.
+    A group is one node. Under contiguity so is each strongly connected component of the layer graph with groups joined:
+    a path that leaves a device must not come back to it.
     """
     count = len(problem.layers)
     if problem.contiguous:

@@ -56,9 +56,9 @@ def solve(
         stop: set it to end the search at any moment with the best so far.
 
     Returns:
-        A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop`` was set), ``infeasible`` with
-        the reason, or ``unknown`` (the time ran out before any was found). The same for the same request unless the time
-        runs out. Every placement has passed ``check``.
+        A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop`` was set), ``infeasible``
+        with the reason, or ``unknown`` (the time ran out before any was found). The same for the same request unless
+        the time runs out. Every placement has passed ``check``.
 
     Raises:
         InputError: the request's figures are too large to add up.
@@ -105,7 +105,7 @@ class _Run:
                 return
 
     def _program(self) -> Infeasibility | None:
-        """The integer program, again with finer steps while only rounding keeps the gap open; the reason if infeasible."""
+        """The integer program, again with finer steps while rounding keeps the gap open; the reason if infeasible."""
         for _ in range(ROUNDS):
             model = PlacementModel(self.problem, self.nodes, upper=self.value if self.best is not None else None)
             if self.best is not None:

@@ -30,25 +30,24 @@ def small_requests(draw, objectives=("throughput", "latency", "memory")):
     cluster = draw(small_clusters(kinds))
     devices = [device.name for device in cluster.devices]
     groups = st.lists(st.sampled_from(names), min_size=2, max_size=3).map(tuple)
-    rarely = lambda strategy, default: strategy if draw(st.integers(0, 3)) == 0 else st.just(default)  # noqa: E731
+    banned = st.dictionaries(
+        st.sampled_from([*names, "*"]), st.lists(st.sampled_from(devices), max_size=2).map(tuple), max_size=2
+    )
+
+    def rarely(strategy, default):
+        return draw(strategy) if draw(st.integers(0, 3)) == 0 else default
+
     return PlacementRequest(
         profile=Profile(
-            layers=layers, edges=edges, training=training, cluster=cluster, colocated=draw(rarely(st.tuples(groups), ()))
+            layers=layers, edges=edges, training=training, cluster=cluster, colocated=rarely(st.tuples(groups), ())
         ),
         objective=draw(st.sampled_from(objectives)),
         constraints=Constraints(
             contiguous=draw(st.sampled_from([True, True, False, None])),
-            pinned=draw(rarely(st.dictionaries(st.sampled_from(names), st.sampled_from(devices), max_size=2), {})),
-            forbidden=draw(
-                rarely(
-                    st.dictionaries(
-                        st.sampled_from([*names, "*"]), st.lists(st.sampled_from(devices), max_size=2).map(tuple), max_size=2
-                    ),
-                    {},
-                )
-            ),
-            colocated=draw(rarely(st.tuples(groups), ())),
-            max_devices=draw(rarely(st.integers(1, 3), None)),
+            pinned=rarely(st.dictionaries(st.sampled_from(names), st.sampled_from(devices), max_size=2), {}),
+            forbidden=rarely(banned, {}),
+            colocated=rarely(st.tuples(groups), ()),
+            max_devices=rarely(st.integers(1, 3), None),
         ),
         chunks=draw(st.sampled_from([1, 2, 3, 7])),
         schedule=draw(st.sampled_from(["1f1b", "fill-drain"])),
@@ -142,16 +141,24 @@ class Enumeration:
         """The objective of one assignment; None if it breaks a requirement."""
         if not self.obeys_rules(where) or not self.can_pass(where):
             return None
-        uses = [use for use in self.uses(where) if all(use[d.name] <= d.memory_bytes - d.reserve_bytes for d in self.devices)]
+        uses = [use for use in self.uses(where) if self.fits(use)]
         if not uses:
             return None
         if self.request.objective == "memory":
             return min(max(use.values()) for use in uses)
         return self.latency(where) if self.request.objective == "latency" else self.bottleneck(where)
 
+    def fits(self, use):
+        return all(use[device.name] <= device.memory_bytes - device.reserve_bytes for device in self.devices)
+
     def obeys_rules(self, where):
         rules = self.request.constraints
-        banned = {(layer, d) for key, ds in rules.forbidden.items() for d in ds for layer in (where if key == "*" else [key])}
+        banned = {
+            (layer, device)
+            for key, devices in rules.forbidden.items()
+            for device in devices
+            for layer in (where if key == "*" else [key])
+        }
         return (
             rules.pinned.items() <= where.items()
             and not banned & set(where.items())
@@ -203,8 +210,8 @@ class Enumeration:
             ends, clock = {}, dict.fromkeys(kind, 0.0)
             for name in names:
                 here = where[name]
-                clock[here] = max([clock[here]] + [ends[x] + delay for x, delay in arrivals(name)]) + time(name, kind[here])
-                ends[name] = clock[here]
+                ready = max([clock[here], *(ends[x] + delay for x, delay in arrivals(name))])
+                ends[name] = clock[here] = ready + time(name, kind[here])
             return max(ends.values())
 
         def hop(a, b, size):
@@ -292,7 +299,10 @@ def make_chain(times_ms, devices=2, memory_bytes=1_000, param_bytes=0, value_byt
     """Layers l0, l1, ... on alike devices d0, d1, ... with links of 1 byte per ms."""
     count = len(times_ms)
     params = param_bytes if isinstance(param_bytes, (list, tuple)) else [param_bytes] * count
-    layers = [Layer(name=f"l{i}", forward_ms={"t": t}, param_bytes=p) for i, (t, p) in enumerate(zip(times_ms, params, strict=True))]
+    layers = [
+        Layer(name=f"l{i}", forward_ms={"t": time}, param_bytes=size)
+        for i, (time, size) in enumerate(zip(times_ms, params, strict=True))
+    ]
     edges = [Edge(source=f"l{i}", targets=[f"l{i + 1}"], bytes=value_bytes) for i in range(count - 1)]
     names = [f"d{i}" for i in range(devices)]
     cluster = Cluster(
