@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -285,10 +285,20 @@ def release_cache() -> None:
         torch.cuda.empty_cache()
 
 
+class Registry(Protocol):
+    """Knows which stand-in each tensor is on."""
+
+    def device(self, tensor: Tensor) -> torch.device:
+        """Where the tensor is."""
+
+    def land(self, tensor: Tensor, device: torch.device) -> None:
+        """Note that the tensor was copied to the device."""
+
+
 # Set by placer.testing.logical_devices: how many stand-ins there are and who knows where tensors are, innermost last, and
 # whether it looks away.
 _stand_ins: list[int] = []
-_locators: list[Callable[[Tensor], torch.device]] = []
+_registries: list[Registry] = []
 _observed: list[bool] = [True]
 
 
@@ -309,7 +319,7 @@ def observed() -> bool:
 
 def location(tensor: Tensor) -> torch.device:
     """The device that holds the tensor, under ``logical_devices`` the stand-in."""
-    return _locators[-1](tensor) if _locators else tensor.device
+    return _registries[-1].device(tensor) if _registries else tensor.device
 
 
 def same(a: torch.device, b: torch.device) -> bool:
@@ -335,6 +345,8 @@ def copy(tensor: Tensor, device: torch.device) -> Tensor:
     copied: Tensor = torch.ops.aten._to_copy.default(
         tensor.detach(), device=device, non_blocking=device.type == "cuda" and tensor.device.type == "cuda"
     )
+    if _registries and device.type == CPU:
+        _registries[-1].land(copied, device)
     return copied
 
 

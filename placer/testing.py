@@ -30,6 +30,8 @@ from placer.errors import InputError, MixedDevicesError
 __all__ = ["MixedDevicesError", "logical_devices"]
 
 _HOST = -1
+_ANYWHERE = -2
+"""Of a tensor that autograd made from nothing: it knows its own device as a bare ``cpu``, so it joins what it meets."""
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
 _BETWEEN_DEVICES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_copy_from"}
 _PURGE_EVERY = 4096
@@ -53,13 +55,13 @@ def logical_devices(count: int) -> Iterator[list[torch.device]]:
         raise InputError(f"logical_devices({count!r}): give at least one device")
     tags = _Tags()
     devices._stand_ins.append(count)
-    devices._locators.append(tags.device)
+    devices._registries.append(tags)
     try:
         with _CopiesAndQueries(tags), _OneDevicePerOperation(tags):
             yield [torch.device("cpu", index) for index in range(count)]
     finally:
         devices._stand_ins.pop()
-        devices._locators.pop()
+        devices._registries.pop()
 
 
 class _Tags:
@@ -86,9 +88,14 @@ class _Tags:
         if self._writes % _PURGE_EVERY == 0:
             self._of = {key: entry for key, entry in self._of.items() if not entry[0].expired()}
 
+    def land(self, tensor: Tensor, device: torch.device) -> None:
+        """Note that the tensor was copied to the device."""
+        self.put(tensor, _HOST if device.index is None else device.index)
+
     def device(self, tensor: Tensor) -> torch.device:
+        """Where the tensor is; the host is ``cpu`` without an index."""
         index = self.get(tensor)
-        return torch.device("cpu") if index == _HOST else torch.device("cpu", index)
+        return torch.device("cpu") if index < 0 else torch.device("cpu", index)
 
 
 class _OneDevicePerOperation(TorchDispatchMode):
@@ -115,10 +122,11 @@ class _OneDevicePerOperation(TorchDispatchMode):
         given = kwargs.get("device")
         place = self._place(name, args, kwargs)
         if given is not None and given.type == devices.CPU:
-            place = _HOST if given.index is None else given.index
+            in_backward = torch._C._current_graph_task_id() != -1
+            nowhere = _ANYWHERE if in_backward else _HOST
+            place = nowhere if given.index is None else given.index
         result = func(*args, **kwargs)
-        if place != _HOST:
-            self._tag(result, place)
+        self._tag(result, place)
         return result
 
     def _place(self, name: str, args: Any, kwargs: Any) -> int:
@@ -133,6 +141,9 @@ class _OneDevicePerOperation(TorchDispatchMode):
         on_host: Tensor | None = None
         for tensor in tensors:
             index = self._tags.get(tensor)
+            if index == _ANYWHERE:
+                place = place if first is not None else _ANYWHERE
+                continue
             if index == _HOST:
                 if tensor.dim() and tensor.numel():
                     on_host = tensor
@@ -142,7 +153,7 @@ class _OneDevicePerOperation(TorchDispatchMode):
             place, first = index, tensor
         if first is not None and on_host is not None:
             raise _mixed(name, first, on_host, place, _HOST)
-        return place
+        return _HOST if on_host is not None else place
 
     def _check_each(self, name: str, args: Any) -> None:
         lists = [item for item in args if isinstance(item, (list, tuple)) and item and isinstance(item[0], Tensor)]
@@ -156,20 +167,20 @@ class _OneDevicePerOperation(TorchDispatchMode):
                     self._tag(made, self._tags.get(source))
 
     def _land(self, args: Any, kwargs: Any, result: Any) -> None:
-        """A copy lands where it was sent; one that names no device stays with its source."""
+        """A copy lands on the stand-in that it names; without one (a change of dtype, say) it stays with its source.
+
+        What copies to the host says so itself, see ``devices.copy``: here a bare ``cpu`` is also what autograd names when it
+        casts a gradient back.
+        """
         target = kwargs.get("device")
-        if target is not None:
-            place = _HOST if target.index is None else target.index
-        else:
-            place = self._tags.get(args[0])
-        if isinstance(result, Tensor) and place != _HOST:
-            self._tag(result, place)
+        place = self._tags.get(args[0]) if target is None or target.index is None else target.index
+        self._tag(result, place)
 
     def _tag(self, result: Any, place: int) -> None:
         if place == _HOST:
             return
         for item in tree_leaves(result):
-            if isinstance(item, Tensor) and self._tags.get(item) == _HOST:
+            if isinstance(item, Tensor) and self._tags.get(item) in (_HOST, _ANYWHERE):
                 self._tags.put(item, place)
 
 
@@ -218,4 +229,4 @@ def _mixed(name: str, one: Tensor, other: Tensor, place: int, other_place: int) 
 
 
 def _name(place: int) -> str:
-    return "the host (cpu)" if place == _HOST else f"cpu:{place}"
+    return "the host (cpu)" if place < 0 else f"cpu:{place}"
