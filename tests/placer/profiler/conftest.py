@@ -23,6 +23,7 @@ def make_trial() -> MakeTrial:
         state: Sequence[Tensor] = (),
         training: bool = True,
         mutated_reads: Sequence[int] = (),
+        device: str = "cpu:0",
     ) -> Trial:
         def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
             result = function(*reads, *state)
@@ -35,7 +36,7 @@ def make_trial() -> MakeTrial:
             for name, read in zip(names, reads, strict=True)
         }
         reads = [read.detach() for read in reads]
-        trial = Trial(layer, torch.device("cpu", 0), state, reads, values, training, mutated_reads)
+        trial = Trial(layer, torch.device(device), state, reads, values, training, mutated_reads)
         trial.forward()
         if training:
             trial.backward()

@@ -14,6 +14,7 @@ from placer.errors import InputError, ProfilingError
 from placer.profiler import profile as profile_module
 from placer.profiler.profile import profile
 from placer.schema import Profile
+from placer.testing import logical_devices
 
 TOKENS = torch.arange(32).reshape(2, 16)
 
@@ -271,6 +272,36 @@ def test_a_profile_of_two_hundred_layers_is_small() -> None:
     ]
     large = found.model_copy(update={"layers": tuple(layers), "edges": tuple(edges)})
     assert len(large.to_json()) < 100_000
+
+
+def test_a_model_that_cannot_be_captured_profiles() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.first(x))
+            result: Tensor = self.last(2 * y if y.sum().item() > 0 else y)
+            return result
+
+    model = Branching()
+    found = _profile(model, torch.randn(4, 8))
+    assert not found.captured
+    assert found.not_captured_because
+    assert [layer.name for layer in found.layers] == ["first", "norm", "last"]
+    assert [layer.param_bytes for layer in found.layers] == [4 * 72, 4 * 16, 4 * 72]
+    assert int(model.norm.num_batches_tracked) == 0  # type: ignore[arg-type]
+
+
+def test_a_model_profiles_among_logical_devices() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    with logical_devices(3):
+        found = _profile(_small_cnn(), x, None)
+    assert found.cluster is not None
+    assert [device.name for device in found.cluster.devices] == ["cpu:0", "cpu:1", "cpu:2"]
+    alone = _profile(_small_cnn(), x)
+    assert [layer.saved_bytes for layer in found.layers] == [layer.saved_bytes for layer in alone.layers]
 
 
 def test_a_failing_layer_is_named() -> None:

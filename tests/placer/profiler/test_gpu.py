@@ -1,0 +1,193 @@
+"""On real devices: times against the whole model's CUDA graph, memory against what the allocator counted."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from placer import zoo
+from placer.errors import ProfilingError
+from placer.profiler.cluster import measure_cluster
+from placer.profiler.memory import measure_memory
+from placer.profiler.profile import profile
+from placer.profiler.timing import measure_time
+
+pytestmark = pytest.mark.gpu
+
+MODELS = {
+    "resnet18": lambda: (zoo.resnet18(), torch.randn(32, 3, 128, 128)),
+    "resnet50": lambda: (zoo.resnet50(), torch.randn(16, 3, 128, 128)),
+    "unet": lambda: (zoo.unet(width=32), torch.randn(4, 3, 128, 128)),
+    "gpt": lambda: (
+        zoo.gpt(layers=4, width=512, heads=8, context=256, vocabulary=1000),
+        torch.randint(0, 1000, (8, 256)),
+    ),
+}
+
+
+def _whole_graph_ms(model: nn.Module, x: Tensor) -> float:
+    """One training step of the unsplit model, recorded as one CUDA graph."""
+    parameters = list(model.parameters())
+    stream = torch.cuda.Stream()
+    gradient = torch.randn_like(model(x))
+
+    def step() -> None:
+        torch.autograd.grad(model(x), parameters, gradient)
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    times = []
+    for _ in range(10):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        torch.cuda.synchronize()
+        times.append(began.elapsed_time(ended))
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layer_times_add_up_to_the_whole_models(name: str) -> None:
+    model, x = MODELS[name]()
+    found = profile(model, x, ["cuda:0"], progress=False)
+    kind = torch.cuda.get_device_name(0)
+    assert all(layer.forward_ms[kind] > 0 for layer in found.layers)
+    assert all(layer.host_ms[kind] > 0 for layer in found.layers)
+    parts = sum(layer.forward_ms[kind] + layer.backward_ms[kind] for layer in found.layers)
+    whole = _whole_graph_ms(model.cuda(), x.cuda())
+    print(f"{name}: layers {parts:.3f} ms, whole model {whole:.3f} ms, ratio {parts / whole:.3f}")
+    assert 0.75 < parts / whole < 1.35
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_allocators_peak_is_predicted_and_never_undercut(name: str) -> None:
+    model, x = MODELS[name]()
+    found = profile(model, x, ["cuda:0"], optimizer=None, progress=False)
+    predicted = sum(
+        layer.param_bytes + layer.grad_bytes + layer.buffer_bytes + layer.saved_bytes for layer in found.layers
+    )
+    predicted += sum(edge.bytes for edge in found.edges if edge.saved_by)
+    predicted += max(max(layer.forward_workspace_bytes, layer.backward_workspace_bytes) for layer in found.layers)
+    before = torch.cuda.memory_allocated(0)
+    model.cuda()
+    x = x.cuda()
+    gradient = torch.randn_like(model(x))
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(0)
+        model.zero_grad(set_to_none=False)
+        model(x).backward(gradient)
+    measured = torch.cuda.max_memory_allocated(0) - before
+    print(f"{name}: predicted {predicted / 2**20:.1f} MiB, measured {measured / 2**20:.1f} MiB")
+    assert 0.95 * measured < predicted < 1.5 * measured
+
+
+def test_profiling_leaves_the_device_as_it_was() -> None:
+    model, x = MODELS["gpt"]()
+    profile(model, x, ["cuda:0"], progress=False)  # libraries take what they keep for good
+    allocated = torch.cuda.memory_allocated(0)
+    random = torch.cuda.get_rng_state(0)
+    profile(model, x, ["cuda:0"], progress=False)
+    assert torch.cuda.memory_allocated(0) == allocated
+    assert torch.equal(torch.cuda.get_rng_state(0), random)
+    assert all(parameter.device.type == "cpu" and parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_on_a_device_gives_the_profile_of_one_on_the_host() -> None:
+    model, x = MODELS["resnet18"]()
+    host = profile(model, x, ["cuda:0"], progress=False)
+    device = profile(model.cuda(), x.cuda(), ["cuda:0"], progress=False)
+    assert host.edges == device.edges
+    assert [layer.saved_bytes for layer in host.layers] == [layer.saved_bytes for layer in device.layers]
+
+
+def test_recorded_time_leaves_launches_out(make_trial: Any) -> None:
+    def many(x: Tensor) -> Tensor:
+        for _ in range(200):
+            x = x.sin()
+        return x
+
+    times = measure_time(
+        make_trial(many, [torch.randn(64, device="cuda:0", requires_grad=True)], device="cuda:0"),
+        training=True,
+        repeats=10,
+    )
+    assert 0 < times.forward_ms + times.backward_ms < times.host_ms
+
+
+def test_what_cannot_be_recorded_is_timed_in_a_queue(make_trial: Any) -> None:
+    def branching(x: Tensor) -> Tensor:
+        return x.exp() if x.sum().item() > 0 else x.sin()
+
+    x = torch.randn(512, 512, device="cuda:0", requires_grad=True)
+    times = measure_time(make_trial(branching, [x], device="cuda:0"), training=True, repeats=5)
+    assert times.forward_ms > 0
+    assert times.backward_ms > 0
+    after = measure_time(make_trial(torch.exp, [x], device="cuda:0"), training=True, repeats=5)
+    assert after.forward_ms > 0  # a failed recording leaves the device usable
+
+
+def test_dropout_can_be_recorded(make_trial: Any) -> None:
+    x = torch.randn(512, 512, device="cuda:0", requires_grad=True)
+    trial = make_trial(lambda x: nn.functional.dropout(x, 0.5), [x], device="cuda:0")
+    assert measure_time(trial, training=True, repeats=5).backward_ms > 0
+    torch.rand(3, device="cuda:0")  # the generator still works outside a recording
+
+
+def test_memory_of_a_linear_follows_its_formula(make_trial: Any) -> None:
+    batch, inside, outside = 256, 512, 1024
+    x = torch.randn(batch, inside, device="cuda:0", requires_grad=True)
+    state = [torch.randn(outside, inside, device="cuda:0", requires_grad=True)]
+    memory = measure_memory(make_trial(nn.functional.linear, [x], state, device="cuda:0"), training=True)
+    assert (memory.saved_bytes, memory.saved_reads, memory.saved_writes) == (0, {0}, set())
+    # All sizes are multiples of the allocator's 512 bytes, so nothing is rounded; libraries may take a workspace.
+    assert 4 * batch * outside <= memory.forward_workspace_bytes
+    assert 4 * batch * (inside + outside) <= memory.backward_workspace_bytes
+
+
+def test_a_model_on_meta_profiles_layer_by_layer() -> None:
+    with torch.device("meta"):
+        model = zoo.gpt(layers=48, width=4096, heads=32, context=256, vocabulary=1000)  # 39 GB
+    torch.cuda.reset_peak_memory_stats(0)
+    found = profile(model, torch.randint(0, 1000, (2, 256)), ["cuda:0"], repeats=3, progress=False)
+    largest = max(layer.param_bytes for layer in found.layers)
+    assert sum(layer.param_bytes for layer in found.layers) > 35e9
+    assert torch.cuda.max_memory_allocated(0) < 4 * largest + 4 * 2**30
+
+
+def test_devices_and_links_are_measured() -> None:
+    cluster = measure_cluster(progress=False)
+    assert len(cluster.devices) == torch.cuda.device_count()
+    assert len(cluster.links) == len(cluster.devices) * (len(cluster.devices) - 1)
+    for device in cluster.devices:
+        assert 100 * 2**20 < device.reserve_bytes < device.memory_bytes // 4
+    for link in cluster.links:
+        assert link.bandwidth_bytes_per_s > 1e9
+        assert link.latency_s < 1e-3
+
+
+def test_the_current_device_need_not_be_the_one_that_is_measured() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    found = profile(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(8, 64), ["cuda:1"], progress=False)
+    assert torch.cuda.current_device() == 0
+    assert found.layers[0].forward_ms[torch.cuda.get_device_name(1)] > 0
+
+
+def test_out_of_memory_names_the_layer() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2**40, bias=False))
+    with pytest.raises(ProfilingError, match="layer '1' does not fit on cuda:0"):
+        profile(model, torch.randn(2, 4), ["cuda:0"], progress=False)
