@@ -154,7 +154,7 @@ def library_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Recorder:
-    """A stream beside the others, and what libraries took for it: cuBLAS keeps a workspace for each stream and thread."""
+    """A stream to record on, and what libraries took for it: cuBLAS keeps a workspace for each stream and thread."""
 
     stream: torch.cuda.Stream
     library_bytes: int
@@ -209,7 +209,8 @@ def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Ca
             graphs = []
             for run in passes:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
+                    warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
                     run()
                 graphs.append(graph)
         except torch.OutOfMemoryError:
@@ -295,8 +296,8 @@ class Registry(Protocol):
         """Note that the tensor was copied to the device."""
 
 
-# Set by placer.testing.logical_devices: how many stand-ins there are and who knows where tensors are, innermost last, and
-# whether it looks away.
+# Set by placer.testing.logical_devices: how many stand-ins there are and who knows where tensors are, innermost last,
+# and whether it looks away.
 _stand_ins: list[int] = []
 _registries: list[Registry] = []
 _observed: list[bool] = [True]

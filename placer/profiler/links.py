@@ -14,7 +14,8 @@ from placer.profiler.progress import Step
 from placer.profiler.timing import significant
 from placer.schema import Link
 
-_SIZES = (64 * 2**10, 2**20, 8 * 2**20, 32 * 2**20)
+_HOST_SIZES = (64 * 2**10, 2**20, 8 * 2**20, 32 * 2**20)
+_DEVICE_SIZES = (256 * 2**10, 4 * 2**20, 32 * 2**20, 128 * 2**20)
 _REPEATS = 7
 
 
@@ -53,13 +54,14 @@ def _link_key(source: torch.device, target: torch.device) -> tuple[str, str]:
 
 def _measure_link(source: torch.device, target: torch.device) -> tuple[float, float]:
     """Latency in seconds and bandwidth in bytes per second from ``source`` to ``target``."""
+    sizes = _HOST_SIZES if source.type == target.type == hardware.CPU else _DEVICE_SIZES
     times = []
-    for size in _SIZES:
-        sent = torch.randint(-128, 128, (size,), dtype=torch.int8).to(source)
+    for size in sizes:
+        sent = torch.randint(-128, 128, (size,), dtype=torch.int8, device=source)
         received = torch.zeros(size, dtype=torch.int8, device=target)
         times.append(_copy_s(sent, received, source, target))
         arrived(sent, received, source, target)
-    return fit(_SIZES, times)
+    return fit(sizes, times)
 
 
 def _copy_s(sent: Tensor, received: Tensor, source: torch.device, target: torch.device) -> float:

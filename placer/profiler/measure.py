@@ -54,7 +54,7 @@ def measure_layers(
     results = []
     for index, layer in enumerate(graph.layers):
         step(layer.name)
-        with _blaming(layer, graph, device):
+        with _blaming(layer, graph, device), devices.current(device):
             state = bring_state(layer, graph.state, device)
             reads = [values[name] for name in layer.reads]
             writes, mutated = _values(layer, device, state, reads)
@@ -83,13 +83,11 @@ def _values(
 
 
 def _measure(trial: Trial, training: bool, repeats: int) -> Measurement:
-    with devices.current(trial.device):
-        trial.forward()
-        if training:
-            trial.backward()
-        memory = measure_memory(trial, training)
-        time = measure_time(trial, training, repeats)
-    return Measurement(time, memory)
+    trial.forward()  # libraries choose kernels and take their workspaces
+    if training:
+        trial.backward()
+    memory = measure_memory(trial, training)
+    return Measurement(measure_time(trial, training, repeats), memory)
 
 
 @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import placer
 from placer import schema
 from placer.devices import DeviceLike, keep_random_state, resolve, type_name, unobserved
 from placer.errors import InputError, ProfilingError
@@ -71,7 +71,9 @@ def profile(
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
     state = OptimizerState(optimizer if training else None)
-    by_type = {type_name(device): device for device in reversed(found)}
+    by_type: dict[str, torch.device] = {}
+    for device in found:
+        by_type.setdefault(type_name(device), device)
     with unobserved(), keep_random_state(found), inputs.mode(model, training):
         graph = capture(model, args, kwargs, granularity=granularity)
         if not graph.layers:
@@ -212,6 +214,13 @@ def _total(tensors: Sequence[Tensor]) -> int:
     return sum(tensor_bytes(tensor) for tensor in tensors)
 
 
+def _placer_version() -> str:
+    try:
+        return version("torch-placer")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"
+
+
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "placer": placer.__version__}
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "placer": _placer_version()}
     return versions | ({"cuda": str(torch.version.cuda)} if torch.version.cuda else {})

@@ -36,7 +36,7 @@ class LayerTime:
 
 
 def measure_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
-    """Time the passes of a layer that has run before.
+    """Time the passes of a layer that has run before, backwards too in training.
 
     Args:
         trial: the layer.
@@ -45,11 +45,11 @@ def measure_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
     """
     if trial.device.type != "cuda":
         return _cpu_time(trial, training, repeats)
-    with devices.current(trial.device):
-        passes: list[Callable[[], None]] = [trial.forward, trial.backward] if training else [trial.forward]
-        host_ms = statistics.median(_launch_ms(trial, passes) for _ in range(_FEWEST))
-        times = [statistics.median(column) for column in _cuda_times(trial, passes, repeats)]
-    return LayerTime(times[0], times[1] if training and trial.gradients else 0.0, host_ms)
+    flows = training and len(trial.gradients) > 0
+    passes: list[Callable[[], None]] = [trial.forward, trial.backward] if flows else [trial.forward]
+    host_ms = statistics.median(_launch_ms(trial, passes) for _ in range(_FEWEST))
+    times = [statistics.median(column) for column in _cuda_times(trial, passes, repeats)]
+    return LayerTime(times[0], times[1] if flows else 0.0, host_ms)
 
 
 def _cuda_times(trial: Trial, passes: list[Callable[[], None]], repeats: int) -> list[list[float]]:
