@@ -25,8 +25,8 @@ from placer.graph.layers import tensor_bytes
 
 Granularity = str | int | Collection[str] | Callable[[str, nn.Module], bool]
 
-LARGE_SHARE = 0.2
-"""A module is opened by ``auto`` while it holds more than this: the mean of its shares of parameters, time and activations."""
+LARGE_PARAMS, LARGE_TIME, LARGE_ACTIVATIONS = 1 / 4, 1 / 8, 1 / 4
+"""A module is opened by ``auto`` while it holds more than one of these shares of the model."""
 
 MERGED = "+"
 """Joins the names of layers that were merged because they depend on one another both ways."""
@@ -132,20 +132,19 @@ def _large(module: nn.Module, nodes: list[fx.Node], callers: set[str]) -> set[st
         for parent, child in zip(stack, stack[1:], strict=False):
             children[parent].add(child)
 
-    def share(path: str) -> float:
+    def is_large(path: str) -> bool:
         weight = weights[path]
-        pairs = (
-            (weight.params, total.params),
-            (weight.time, total.time),
-            (weight.activations, total.activations),
+        return (
+            weight.params > LARGE_PARAMS * total.params
+            or weight.time > LARGE_TIME * total.time
+            or weight.activations > LARGE_ACTIVATIONS * total.activations
         )
-        return sum(part / whole if whole else 0.0 for part, whole in pairs) / 3
 
     opened_paths = {""}
     kinds: set[tuple[str, ...]] = set()
     border = set(children[""])
     while True:
-        kinds |= {weights[path].kind for path in border & callers if share(path) > LARGE_SHARE}
+        kinds |= {weights[path].kind for path in border & callers if is_large(path)}
         ready = {path for path in border & callers if weights[path].kind in kinds}
         if not ready:
             return opened_paths
