@@ -112,6 +112,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         program, outputs = _export(module, inputs, examples, batch)
     graph_module = program.module()
     _inline_regions(graph_module)
+    _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
     symbol = next((_batch_symbol(node, batch) for node in graph_module.graph.nodes if node.op == "placeholder"), None)
     return Exported(graph_module, inputs, outputs, device, symbol, batch)
@@ -271,6 +272,16 @@ def _inline_regions(module: fx.GraphModule, regions: tuple[Any, ...] = ()) -> No
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
             graph.erase_node(node)
+
+
+def _free_strides(graph: fx.Graph) -> None:
+    """Let views become reshapes: an operation may lay its result out otherwise on the device where it will run.
+
+    Where the strides are those of the capture, a reshape is the view.
+    """
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
 
 
 def _region(node: fx.Node) -> tuple[Any, ...] | None:
