@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def chain(times_ms: list[float], limit_bytes: int = 64 * MIB, param_bytes: int =
             Layer(name=name, module="Linear", forward_ms={"fast": time}, param_bytes=param_bytes)
             for name, time in zip(names, times_ms, strict=True)
         ),
-        edges=tuple(Edge(source=a, targets=(b,), bytes=8) for a, b in zip(names, names[1:], strict=False)),
+        edges=tuple(Edge(source=a, targets=(b,), bytes=8) for a, b in itertools.pairwise(names)),
         cluster=Cluster(
             devices=tuple(Device(name=f"cuda:{i}", type="fast", memory_bytes=limit_bytes) for i in range(2)),
             links=(
@@ -274,9 +275,7 @@ def test_what_is_no_profile_is_refused_with_exit_code_2(run: Run, content: str, 
         (["--cluster", "absent.json"], "cannot read absent.json"),
     ],
 )
-def test_bad_options_of_solve_are_exit_code_2(
-    run: Run, chain_file: Path, arguments: list[str], message: str
-) -> None:
+def test_bad_options_of_solve_are_exit_code_2(run: Run, chain_file: Path, arguments: list[str], message: str) -> None:
     answer = run("solve", chain_file, *arguments)
     assert answer.code == 2
     assert message in answer.err
@@ -370,7 +369,9 @@ def test_a_port_that_is_taken_is_exit_code_5(run: Run, service: str) -> None:
 
 
 def test_help_documents_the_exit_codes() -> None:
-    result = subprocess.run([sys.executable, "-P", "-m", "placer", "--help"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "placer", "--help"], capture_output=True, text=True, timeout=60
+    )
     words = " ".join(result.stdout.replace("│", " ").split())
     for code in ("0 done", "2 bad input", "3 infeasible", "4 the time limit", "5 the server", "1 anything else"):
         assert code in words
