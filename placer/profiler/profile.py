@@ -54,7 +54,7 @@ def profile(
             list of parameters that makes one, or None.
         granularity: how the model is cut into layers, see ``capture``.
         progress: whether to show a bar on stderr: where it is a terminal, ``"always"``, or not.
-        repeats: how often each pass is timed; medians are kept.
+        repeats: how often each pass is timed at most; medians are kept.
         memory_bytes: what a placement may use of each device, in bytes, or by device; None for all of its memory.
 
     Returns:
@@ -168,7 +168,7 @@ def _edges(graph: LayerGraph, kept: Mapping[str, set[str]], training: bool) -> l
     for name, readers in graph.readers().items():
         value = graph.values[name]
         targets = tuple(reader for reader in readers if reader != value.source)
-        if value.source is None or not targets:
+        if value.source is None or value.dtype is None or not targets:  # a number stays with the host
             continue
         edge = schema.Edge(
             source=value.source,
