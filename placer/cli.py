@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
+import placer
 from placer import errors
 from placer.errors import InputError, PlacerError
 from placer.report.explain import table
@@ -57,6 +58,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON on a terminal t
 ObjectiveOption = Annotated[str, typer.Option("--objective", help="what is made small: throughput, latency or memory")]
 Chunks = Annotated[int, typer.Option(min=1, help="micro-batches in a batch")]
 ScheduleOption = Annotated[str, typer.Option("--schedule", help="order of micro-batches: fill-drain or 1f1b")]
+TransfersOption = Annotated[
+    str, typer.Option("--transfers", help="added: computes, then transfers; or overlapped: the larger of the two")
+]
 Pins = Annotated[list[str], typer.Option("--pin", metavar="LAYER=DEVICE", help="the layer must be on the device")]
 Forbidden = Annotated[
     list[str], typer.Option("--forbid", metavar="LAYER=DEVICE", help="the layer must not be there; * for every layer")
@@ -69,6 +73,19 @@ TimeLimit = Annotated[float, typer.Option(min=0.001, help="seconds to solve; the
 Server = Annotated[
     str | None, typer.Option(metavar="URL", envvar="PLACER_URL", help="ask this service; solve here if left out")
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(placer.__version__)
+        raise typer.Exit(0)
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, help="print the version")] = False,
+) -> None:
+    """What goes before a command."""
 
 
 @app.command()
@@ -102,6 +119,7 @@ def solve(
     objective: ObjectiveOption = "throughput",
     chunks: Chunks = 1,
     schedule: ScheduleOption = "1f1b",
+    transfers: TransfersOption = "added",
     pin: Pins = [],  # noqa: B006
     forbid: Forbidden = [],  # noqa: B006
     max_devices: MaxDevices = None,
@@ -122,7 +140,7 @@ def solve(
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = limited(target, memory)
     limits = rules(target, pin, forbid, max_devices, contiguous)
-    request = request_for(subject, target, limits, objective, chunks, schedule, time_limit)
+    request = request_for(subject, target, limits, objective, chunks, schedule, transfers, time_limit)
     _answer(request, server, output, json)
 
 
@@ -139,6 +157,7 @@ def suggest(
     objective: ObjectiveOption = "throughput",
     chunks: Chunks = 1,
     schedule: ScheduleOption = "1f1b",
+    transfers: TransfersOption = "added",
     pin: Pins = [],  # noqa: B006
     forbid: Forbidden = [],  # noqa: B006
     max_devices: MaxDevices = None,
@@ -152,7 +171,7 @@ def suggest(
     measured = _measure(model, arg, input, devices, memory, inference, optimizer, granularity)
     assert measured.cluster is not None  # profile() measures the devices
     limits = rules(measured.cluster, pin, forbid, max_devices, contiguous)
-    request = request_for(measured, measured.cluster, limits, objective, chunks, schedule, time_limit)
+    request = request_for(measured, measured.cluster, limits, objective, chunks, schedule, transfers, time_limit)
     _answer(request, server, output, json)
 
 
@@ -218,13 +237,16 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: of the command line; ``sys.argv`` if None.
     """
     try:
-        app(args=arguments)
+        try:
+            app(args=arguments)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has left can still be told
     except PlacerError as error:
         _fail(str(error), _exit_code(error))
     except ValidationError as error:
         _fail(_first_fault(error), 2)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again at its end
         sys.exit(1)
     except Exception as error:
         if os.environ.get("PLACER_DEBUG"):

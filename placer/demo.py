@@ -125,7 +125,9 @@ def _show(job: Job, names: list[str], client: Client, console: Console) -> bool:
     with console.status("asking the service"):
         placement = _place(measured, names, client, console)
     console.print(table(placement))
-    with console.status("one training step, unsplit and split"):
+    # TF32 and atomic sums would differ between two runs of the same model, too.
+    exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+    with exact, console.status("one training step, unsplit and split"):
         whole = _unsplit_step(copy.deepcopy(model), job, names[0])
         split = _split_step(model, job, placement, names)
     return _compare(whole, split, console)

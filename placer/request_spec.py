@@ -10,7 +10,7 @@ from typing import cast
 
 from placer.errors import InputError
 from placer.report.units import parse_bytes
-from placer.schema import Cluster, Constraints, Objective, PlacementRequest, Profile, Schedule
+from placer.schema import Cluster, Constraints, Objective, PlacementRequest, Profile, Schedule, Transfers
 
 __all__ = ["limited", "request_for", "rules"]
 
@@ -83,6 +83,7 @@ def request_for(
     objective: str,
     chunks: int,
     schedule: str,
+    transfers: str,
     time_limit_s: float,
 ) -> PlacementRequest:
     """The request; its fields are those of ``PlacementRequest``.
@@ -97,5 +98,6 @@ def request_for(
         objective=cast(Objective, objective),  # pydantic refuses what is none
         chunks=chunks,
         schedule=cast(Schedule, schedule),
+        transfers=cast(Transfers, transfers),
         time_limit_s=time_limit_s,
     )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+import placer
 from placer import cli
 from placer.schema import Cluster, Device, Edge, Layer, Link, Placement, PlacementRequest, Profile
 
@@ -271,6 +272,7 @@ def test_what_is_no_profile_is_refused_with_exit_code_2(run: Run, content: str, 
         (["--pin", "l0"], "'l0' names no layer and device; write LAYER=DEVICE"),
         (["--objective", "speed"], "'throughput', 'latency' or 'memory'"),
         (["--schedule", "soon"], "'fill-drain' or '1f1b'"),
+        (["--transfers", "none"], "'added' or 'overlapped'"),
         (["--chunks", "0"], "--chunks"),
         (["--cluster", "absent.json"], "cannot read absent.json"),
     ],
@@ -377,6 +379,19 @@ def test_help_documents_the_exit_codes() -> None:
         assert code in words
 
 
+def test_version_is_that_of_the_package(run: Run) -> None:
+    assert run("--version").out == f"{placer.__version__}\n"
+
+
+def test_without_torch_profile_names_the_pip_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("torch", "placer.model_spec", "placer.profiler.profile"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    answer = run("profile", *TOY)
+    assert answer.code == 1
+    assert answer.err.strip() == "error: torch is not installed: pip install 'torch-placer[torch]'"
+
+
 def test_a_missing_extra_names_the_pip_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "placer_server.app", None)
     answer = run("serve")
@@ -400,4 +415,4 @@ def test_a_reader_that_leaves_early_is_no_traceback(chain_file: Path) -> None:
     command = f"{sys.executable} -P -m placer show --json {chain_file} | head -c 1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert result.stdout == "{"
-    assert "Traceback" not in result.stderr
+    assert result.stderr == ""
