@@ -100,10 +100,16 @@ def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
 
 
 def _listener(settings: Settings) -> socket.socket:
+    # asyncio turns Nagle's algorithm off for sockets that say they are TCP alone; left on, each answer takes 40 ms more.
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+        listener.listen(2048)
+        return listener
     except OSError as error:
+        listener.close()
         raise ServerError(
             f"the service cannot listen on {settings.host}, port {settings.port}: {error.strerror};"
             " set PLACER_HOST and PLACER_PORT"

@@ -16,7 +16,7 @@ import pytest
 
 from placer.errors import InputError, ServerError
 from placer.schema import PlacementRequest
-from placer_server import examples
+from placer_server import examples, serving
 from placer_server.app import background, create_app
 from placer_server.settings import Settings
 
@@ -73,6 +73,12 @@ def test_the_client_waits_through_a_full_queue(settings, solvers):
         assert httpx.post(f"{url}/v1/placements?wait=0", content=busy, headers=headers).status_code == 202
         assert client.place(example(seed=2, time_limit_s=0.1)).status == "feasible"
         assert "placer_rejections_total 0.0" not in httpx.get(f"{url}/metrics").text
+
+
+def test_answers_are_sent_at_once_and_not_held_back_for_more(settings):
+    # socket.create_server makes sockets of protocol 0, for which asyncio leaves Nagle's algorithm on.
+    with serving._listener(settings) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(settings):

@@ -1,0 +1,164 @@
+"""What the service is measured by, each a function that returns its samples."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from .load import Connection, message, request_body
+from .server import Server, serving, start, wait_ready
+
+POST = "/v1/placements?wait=0"
+
+
+def cache_hits_per_s(rounds: int = 5, requests: int = 2000) -> list[float]:
+    """A 200-layer request that the store knows, POSTed again and again: answers per second of the service's processor."""
+    with serving() as server:
+        connection = server.connect()
+        raw = message("POST", "/v1/placements?wait=60", request_body())
+        expect(connection.send(raw).status, 200)
+        return [rate(server, requests, lambda _: expect(connection.send(raw).status, 200)) for _ in range(rounds)]
+
+
+def posts_per_s(rounds: int = 5, requests: int = 400) -> list[float]:
+    """200-layer requests that are all new, checked and queued: accepted per second of the service's processor."""
+    template = json.loads(request_body())
+    samples = []
+    with serving("waiting", workers=1, queue=100_000) as server:
+        connection = server.connect()
+        for turn in range(rounds):
+            raws = [
+                message("POST", POST, json.dumps({**template, "seed": turn * requests + n}).encode())
+                for n in range(requests)
+            ]
+            samples.append(rate(server, requests, lambda n, raws=raws: expect(connection.send(raws[n]).status, 202)))
+    return samples
+
+
+def health_ms(rounds: int = 5, requests: int = 400, workers: int = 2) -> list[float]:
+    """The 99th percentile of /healthz, while every worker computes and requests keep coming in."""
+    samples = []
+    with serving("spinning", workers=workers, queue=100_000) as server, posting(server):
+        connection = server.connect()
+        for _ in range(rounds):
+            times = []
+            for _ in range(requests):
+                times.append(1e3 * timed(lambda: expect(connection.get("/healthz").status, 200)))
+                time.sleep(0.002)
+            samples.append(percentile(times, 0.99))
+    return samples
+
+
+def cold_start_s(rounds: int = 5) -> list[float]:
+    """From the command to the first /readyz that answers 200: a worker has run by then."""
+    return [_cold_start_s() for _ in range(rounds)]
+
+
+def stop_ms(rounds: int = 10) -> list[float]:
+    """From DELETE to the best placement so far, of a solve that the solver is in the midst of."""
+    samples = []
+    with serving(workers=1) as server:
+        connection = server.connect()
+        for turn in range(rounds):
+            body = request_body(120, seed=turn, time_limit_s=60, workers=1, constraints={"contiguous": False})
+            where = _running(connection, body)
+            if where is None:
+                continue  # it was solved before it could be stopped
+            began = time.perf_counter()
+            reply = connection.delete(where)
+            samples.append(1e3 * (time.perf_counter() - began))
+            expect(reply.status, 200)
+            expect(bool(reply.json()["layer_devices"]), True)
+    return samples
+
+
+def solve_overhead_ms(rounds: int = 20) -> list[float]:
+    """A new 200-layer request answered, less the time that the solver itself reports."""
+    samples = []
+    with serving(workers=1) as server:
+        connection = server.connect()
+        for turn in range(rounds):
+            raw = message("POST", "/v1/placements?wait=60", request_body(seed=turn))
+            began = time.perf_counter()
+            reply = connection.send(raw)
+            passed = time.perf_counter() - began
+            expect(reply.status, 200)
+            samples.append(1e3 * (passed - reply.json()["solve_time_s"]))
+    return samples
+
+
+def _cold_start_s() -> float:
+    with TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        process, port = start("", folder)
+        try:
+            wait_ready(port)
+            return time.perf_counter() - began
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _running(connection: Connection, body: bytes) -> str | None:
+    """The path of a solve that has found something and goes on; None if it ended first."""
+    reply = connection.post(POST, body)
+    where = f"/v1/placements/{reply.json()['id']}"
+    while reply.status == 202 and reply.json()["incumbent"] is None:
+        time.sleep(0.01)
+        reply = connection.get(where)
+    time.sleep(0.3)
+    return where if connection.get(where).status == 202 else None
+
+
+@contextmanager
+def posting(server: Server) -> Iterator[None]:
+    """Beside what is measured, 200-layer requests come in, 20 a second, so that every worker is and stays taken."""
+    template = json.loads(request_body())
+    stop = threading.Event()
+    connection = server.connect()
+
+    def post() -> None:
+        seed = 0
+        while not stop.wait(0.05):
+            seed += 1
+            expect(connection.post(POST, json.dumps({**template, "seed": seed}).encode()).status, 202)
+
+    poster = threading.Thread(target=post)
+    poster.start()
+    time.sleep(1.0)
+    try:
+        yield
+    finally:
+        stop.set()
+        poster.join()
+
+
+def rate(server: Server, requests: int, send: Callable[[int], Any]) -> float:
+    """Requests per second of the service's processor time."""
+    before = server.cpu_s()
+    for number in range(requests):
+        send(number)
+    return requests / (server.cpu_s() - before)
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds that a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def percentile(samples: list[float], share: float) -> float:
+    """The sample below which that share of them lies."""
+    return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
+
+
+def expect(got: Any, wanted: Any) -> None:
+    """A measurement of what went wrong is none."""
+    if got != wanted:
+        raise RuntimeError(f"the service answered {got}, not {wanted}")

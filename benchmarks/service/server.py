@@ -1,0 +1,83 @@
+"""A service in a process of its own, on loopback, and its cost in time and processor time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from .load import Connection
+
+START_S = 60.0
+
+
+class Server:
+    """A running service."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process = process
+        self.port = port
+
+    def connect(self) -> Connection:
+        return Connection(self.port)
+
+    def cpu_s(self) -> float:
+        """Processor time of the service's main process so far: its workers are not counted."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def serving(solver: str = "", **settings: object) -> Iterator[Server]:
+    """Start a service, wait until it is ready, and stop it at the end.
+
+    Args:
+        solver: the name of one in ``benchmarks.service.solvers``; Placer's own if empty.
+        settings: see ``placer_server.settings``.
+    """
+    with TemporaryDirectory() as folder:
+        process, port = start(solver, folder, **settings)
+        try:
+            wait_ready(port)
+            yield Server(process, port)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def start(solver: str, folder: str, **settings: object) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a service without waiting for it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"port": port, "database": f"{folder}/placements.db", "log_level": "error", **settings}
+    environment = {**os.environ, **{f"PLACER_{name.upper()}": str(value) for name, value in given.items()}}
+    command = ["-m", "benchmarks.service.server", solver] if solver else ["-m", "placer", "serve"]
+    return subprocess.Popen([sys.executable, *command], env=environment), port
+
+
+def wait_ready(port: int, path: str = "/readyz") -> None:
+    """Wait until the service answers 200."""
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        try:
+            if Connection(port).get(path).status == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(0.005)
+    raise TimeoutError(f"the service did not answer {path} within {START_S} s")
+
+
+if __name__ == "__main__":
+    from placer_server.app import run
+
+    from . import solvers
+
+    run(solver=getattr(solvers, sys.argv[1]))

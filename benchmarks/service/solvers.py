@@ -1,0 +1,30 @@
+"""Solvers that hold a worker for as long as a measurement lasts; workers import them by name."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from placer.schema import Placement, PlacementRequest
+
+
+def waiting(request: PlacementRequest, *, progress: Any = None, stop: threading.Event) -> Placement:
+    """Takes a worker and no core, until it is stopped."""
+    stop.wait()
+    return _placed(request)
+
+
+def spinning(request: PlacementRequest, *, progress: Any = None, stop: threading.Event) -> Placement:
+    """Takes a worker and a core, until it is stopped."""
+    while not stop.is_set():
+        sum(range(10_000))
+    return _placed(request)
+
+
+def _placed(request: PlacementRequest) -> Placement:
+    device = request.devices[0].name
+    return Placement(
+        status="feasible",
+        objective=request.objective,
+        layer_devices={layer.name: device for layer in request.profile.layers},
+    )
