@@ -336,7 +336,7 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     if same(source, device):
         return tensor
     if tensor.requires_grad and torch.is_grad_enabled():
-        moved: Tensor = _Move.apply(tensor, source, device)
+        moved: Tensor = _Move.apply(tensor, source, device)  # type: ignore[no-untyped-call]
         return moved
     return copy(tensor, device)
 

@@ -2,8 +2,9 @@
 
     Profile + Cluster  ->  PlacementRequest  ->  Placement
 
-Every quantity carries its unit in its name: ``_ms`` milliseconds, ``_s`` seconds, ``_bytes`` bytes. Unknown fields, NaN,
-infinities and negative quantities are refused. The types are immutable; ``model_copy(update=...)`` makes a changed copy.
+Every quantity carries its unit in its name: ``_ms`` milliseconds, ``_s`` seconds, ``_bytes`` bytes. Unknown fields,
+NaN, infinities and negative quantities are refused. The types are immutable; ``model_copy(update=...)`` makes a
+changed copy.
 """
 
 from __future__ import annotations
@@ -192,7 +193,8 @@ class Profile(_Wire):
         optimizer: the optimizer whose state was measured, in training.
         batch_size: samples in the micro-batch that was measured.
         granularity: how the layers were cut: ``auto``, ``submodule``, ``fine``, a depth, or ``custom``.
-        captured: whether the graph was captured; if not, execution goes through hooks, and ``not_captured_because`` says why.
+        captured: whether the graph was captured; if not, execution goes through hooks, and ``not_captured_because``
+            says why.
         layers: in execution order: every edge runs forwards.
         edges: the values that cross layers.
         colocated: groups of layers that share state and so one device.
@@ -255,8 +257,8 @@ class Constraints(_Wire):
 
     Attributes:
         contiguous: each stage is a set of layers with no path that leaves it and comes back (the quotient graph over
-            devices is acyclic). None: contiguous, unless a group of colocated layers would then pull the whole model onto
-            one device, as tied embeddings do; then free.
+            devices is acyclic). None: contiguous, unless a group of colocated layers would then pull the whole model
+            onto one device, as tied embeddings do; then free.
         pinned: layer -> the device that it must be on.
         forbidden: layer -> devices that it must not be on. A layer of ``*`` stands for every layer.
         colocated: groups of layers that must share a device, beside those of the profile.
@@ -280,10 +282,10 @@ class PlacementRequest(_Wire):
         constraints: what must be respected.
         training: whether a training step or inference is placed; as profiled if None.
         chunks: micro-batches in a batch.
-        schedule: how micro-batches are ordered, which sets how many are in flight at a stage in training: all of them for
-            ``fill-drain``, at most ``stages - stage`` for ``1f1b`` (contiguous placements; else all of them).
-        transfers: ``added``: a device computes and transfers one after the other; ``overlapped``: its load is the largest
-            of its compute, its sends and its receives.
+        schedule: how micro-batches are ordered, which sets how many are in flight at a stage in training: all of them
+            for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` (contiguous placements; else all of them).
+        transfers: ``added``: a device computes and transfers one after the other; ``overlapped``: its load is the
+            largest of its compute, its sends and its receives.
         time_limit_s: after this the best answer so far and its bound are returned.
         seed: of the solver's random choices.
         workers: cores that the solver may use.
@@ -454,8 +456,8 @@ class Placement(_Wire):
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether the stages are contiguous.
-        stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in which every value runs
-            forwards, and in which their memory was reckoned; else by their first layer.
+        stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in which every value
+            runs forwards, and in which their memory was reckoned; else by their first layer.
         devices: the load of each device.
         single_device: the best that one device does.
         speedup: single_device.objective_value / objective_value, for times; None without a placement.

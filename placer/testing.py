@@ -5,10 +5,10 @@
         loss = criterion(flow(x), target.to("cpu:0"))
         loss.backward()                  # raises MixedDevicesError where a transfer was forgotten, in both directions
 
-Inside, a CPU stand-in behaves like a device of its own. Every storage carries the stand-in that it is on; an operation on
-tensors of two devices raises, as on GPUs; a copy to a device puts its result there; a tensor that was made without naming
-a stand-in is on the host, ``cpu``. As on GPUs, a number (a host tensor without dimensions) mixes with everything, and a
-host tensor may index one on a device.
+Inside, a CPU stand-in behaves like a device of its own. Every storage carries the stand-in that it is on; an
+operation on tensors of two devices raises, as on GPUs; a copy to a device puts its result there; a tensor that was
+made without naming a stand-in is on the host, ``cpu``. As on GPUs, a number (a host tensor without dimensions) mixes
+with everything, and a host tensor may index one on a device.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ class _Tags:
             known = self._of.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # a tensor without storage: sparse, functional, fake
             return _HOST
-        return known[1] if known is not None and not known[0].expired() else _HOST
+        return known[1] if known is not None and not known[0].expired() else _HOST  # type: ignore[no-untyped-call]
 
     def put(self, tensor: Tensor, index: int) -> None:
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return
-        self._of[storage._cdata] = (StorageWeakRef(storage), index)
+        self._of[storage._cdata] = (StorageWeakRef(storage), index)  # type: ignore[no-untyped-call]
         self._writes += 1
         if self._writes % _PURGE_EVERY == 0:
-            self._of = {key: entry for key, entry in self._of.items() if not entry[0].expired()}
+            self._of = {key: entry for key, entry in self._of.items() if not entry[0].expired()}  # type: ignore[no-untyped-call]
 
     def land(self, tensor: Tensor, device: torch.device) -> None:
         """Note that the tensor was copied to the device."""
@@ -98,11 +98,11 @@ class _Tags:
         return torch.device("cpu") if index < 0 else torch.device("cpu", index)
 
 
-class _OneDevicePerOperation(TorchDispatchMode):
+class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operation, those of autograd among them: inputs on one device, results where the inputs are."""
 
     def __init__(self, tags: _Tags) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tags = tags
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,8 +169,8 @@ class _OneDevicePerOperation(TorchDispatchMode):
     def _land(self, args: Any, kwargs: Any, result: Any) -> None:
         """A copy lands on the stand-in that it names; without one (a change of dtype, say) it stays with its source.
 
-        What copies to the host says so itself, see ``devices.copy``: here a bare ``cpu`` is also what autograd names when it
-        casts a gradient back.
+        What copies to the host says so itself, see ``devices.copy``: here a bare ``cpu`` is also what autograd names
+        when it casts a gradient back.
         """
         target = kwargs.get("device")
         place = self._tags.get(args[0]) if target is None or target.index is None else target.index

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from placer import devices
 from placer.errors import PlacementError
@@ -100,10 +100,14 @@ def _moved_optimizer_state(
 
 
 def _refuse_without_data(name: str, tensor: Tensor) -> None:
-    if isinstance(tensor, UninitializedTensorMixin):
-        raise PlacementError(f"{name!r} is not initialised; run the model once (lazy modules need an input) and place then")
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        raise PlacementError(
+            f"{name!r} is not initialised; run the model once (lazy modules need an input) and place then"
+        )
     if tensor.is_meta:
-        raise PlacementError(f"{name!r} is on meta and has no data; load weights into the model (to_empty) and place then")
+        raise PlacementError(
+            f"{name!r} is on meta and has no data; load weights into the model (to_empty) and place then"
+        )
 
 
 def _compact_rnn_weights(module: nn.Module) -> None:

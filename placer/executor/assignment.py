@@ -12,8 +12,8 @@ from placer.graph.layers import Layer, LayerGraph
 class Assignment:
     """A map from layer names to devices that answers for every name of the model.
 
-    A name that is not in the map takes the device of its module's next call's first, then of the module around it, then of
-    the first module inside it; a layer without any takes the device of the layer before it.
+    A name that is not in the map takes the device of its module's next call's first, then of the module around it,
+    then of the first module inside it; a layer without any takes the device of the layer before it.
 
     Args:
         devices: layer name -> device.

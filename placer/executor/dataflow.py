@@ -1,9 +1,9 @@
 """DataFlow: a model whose layers run where a map, or a placement, says.
 
-    flow = placer.DataFlow(model)
-    flow.update_flow(placement)        # or edit flow.layer_gpus, then flow.update_flow()
-    y = flow(x)                        # as model(x), outputs and gradients equal
-    flow.undo()                        # as if nothing had happened
+flow = placer.DataFlow(model)
+flow.update_flow(placement)        # or edit flow.layer_gpus, then flow.update_flow()
+y = flow(x)                        # as model(x), outputs and gradients equal
+flow.undo()                        # as if nothing had happened
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class DataFlow(nn.Module):
 
     Args:
         module: the model.
-        device_ids: devices that layers may run on: indices, strings or ``torch.device``; all that are available if None.
+        device_ids: devices that layers may run on: indices, strings or ``torch.device``; all that are available if
+            None.
         output_device: where results go; the first of ``device_ids`` if None.
         inference_only: let no parameter require a gradient; ``undo`` gives the flags back.
         clear_cache: give cached device memory back after layers were moved.
@@ -52,8 +53,8 @@ class DataFlow(nn.Module):
     Attributes:
         module: the model.
         device_ids: the index of each device.
-        layer_gpus: layer name -> device index (or anything that names a device); ordered, free to be edited. A later call
-            of a module follows the first one, unless it is named itself: ``relu@1``.
+        layer_gpus: layer name -> device index (or anything that names a device); ordered, free to be edited. A later
+            call of a module follows the first one, unless it is named itself: ``relu@1``.
         chunks: micro-batches that a call is cut into when it does not say.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
     """
@@ -223,9 +224,7 @@ class DataFlow(nn.Module):
             structures.append(structure)
         if len(results) == 1:
             return structures[0].unflatten(results[0])
-        batched = [
-            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]
-        ]
+        batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
         return structures[0].unflatten(_joined(results, batched, weights, structures[0]))
 
     def _capture(self, tensors: list[Any], inputs: Structure) -> Capture | None:
@@ -289,9 +288,7 @@ class DataFlow(nn.Module):
                 self._devices.append(place)
                 self.device_ids.append(place.index)
         one_kind = len({place.type for place in self._devices}) == 1
-        self.layer_gpus = OrderedDict(
-            (name, place.index if one_kind else str(place)) for name, place in places.items()
-        )
+        self.layer_gpus = OrderedDict((name, place.index if one_kind else str(place)) for name, place in places.items())
         self._granularity = tuple(places)
         self.chunks = placement.chunks
 
@@ -342,7 +339,7 @@ class DataFlow(nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._program = Program(self.module)
         self._plans = {}
         self._clones = Clones(self.module, self._devices) if self.enable_clone else None

@@ -4,7 +4,8 @@
     segment 0   m0    m1    m2
     segment 1         m0    m1    m2
 
-Every device works through what was issued to it, so while segment 1 computes micro-batch 0, segment 0 has micro-batch 1.
+Every device works through what was issued to it, so while segment 1 computes micro-batch 0, segment 0 has micro-batch
+1.
 """
 
 from __future__ import annotations

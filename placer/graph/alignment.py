@@ -1,7 +1,7 @@
-"""Running a model that cannot be captured: its modules on their devices, and functional operations aligned between them.
+"""Running a model that cannot be captured: modules on their devices, functional operations aligned between them.
 
-A module that has a device gets its inputs moved there. An operation between modules whose tensors are on several devices
-runs where its parameters are, else where the latest module ran.
+A module that has a device gets its inputs moved there. An operation between modules whose tensors are on several
+devices runs where its parameters are, else where the latest module ran.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from torch.overrides import TorchFunctionMode
 from placer import devices
 from placer.graph.structure import flatten
 
-_KEEPS_ITS_PLACE = {"to", "cpu", "cuda", "copy_", "__get__", "__set__", "backward", "set_", "requires_grad_", "register_hook"}
+_KEEPS_ITS_PLACE = {
+    "to",
+    "cpu",
+    "cuda",
+    "copy_",
+    "__get__",
+    "__set__",
+    "backward",
+    "set_",
+    "requires_grad_",
+    "register_hook",
+}
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """Called after every function with (function, args, kwargs, result)."""

@@ -1,6 +1,6 @@
 """From groups of operations to layers: each group becomes a function of (device, state, reads).
 
-    group of nodes  ->  def forward(device, regions, state..., reads...): ...; return writes
+group of nodes  ->  def forward(device, regions, state..., reads...): ...; return writes
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Builder:
 
     def _returned(self) -> list[fx.Node]:
         output = next(node for node in reversed(self._graph.nodes) if node.op == "output")
-        return [item for item in output.args[0] if isinstance(item, fx.Node)]  # type: ignore[union-attr]
+        return [item for item in output.args[0] if isinstance(item, fx.Node)]
 
     def _border(self) -> None:
         """Find what each layer reads and writes."""
@@ -231,8 +231,8 @@ class Builder:
                     env[source] = graph.node_copy(source)
             inside = _switch(graph, inside, node.meta.get(REGIONS, ()), regions, device)
             copy = graph.node_copy(node, env.__getitem__)
-            copy.args = fx.node.map_aggregate(copy.args, lambda item: self._placed(item, device))  # type: ignore[assignment]
-            copy.kwargs = fx.node.map_aggregate(copy.kwargs, lambda item: self._placed(item, device))  # type: ignore[assignment]
+            copy.args = fx.node.map_aggregate(copy.args, lambda item: self._placed(item, device))
+            copy.kwargs = fx.node.map_aggregate(copy.kwargs, lambda item: self._placed(item, device))
             env[node] = copy
         _switch(graph, inside, (), regions, device)
         for node in draft.writes:
@@ -301,7 +301,7 @@ def _mutated(graph: fx.Graph, state: State) -> set[str]:
     """Names of the state that the graph writes to in place, through views too."""
     operations = [node for node in graph.nodes if node.op == "call_function"]
     roots = storage_roots(operations)
-    mutated = set()
+    mutated: set[str] = set()
     for node in operations:
         if _updates_running_statistics(node):
             mutated.update(state.name_of[source] for source in node.all_input_nodes[3:] if source in state.name_of)

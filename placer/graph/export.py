@@ -2,8 +2,8 @@
 
     module, example inputs  ->  Exported(nodes with module stacks, structure of inputs and outputs)
 
-Regions that export nests (``torch.no_grad()``, ``torch.autocast``) are laid flat again and every node is told in which it
-stands, so that a layer border may pass through a region.
+Regions that export nests (``torch.no_grad()``, ``torch.autocast``) are laid flat again and every node is told in
+which it stands, so that a layer border may pass through a region.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PREFIX = "module."
 """The user's model is the attribute ``module`` of what is exported."""
 
 REGIONS = "placer_regions"
-"""Key in ``node.meta``: the regions around a node, outermost first: ``("grad", False)`` or ``("autocast", dtype, ...)``."""
+"""Key in ``node.meta``: the regions around a node, outermost first: ``("grad", False)`` or ``("autocast", dtype,
+...)``."""
 
 _SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm")
 
@@ -217,7 +218,8 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
     undo: list[tuple[dict[str, Any], str, Tensor]] = []
     twins: dict[int, Tensor] = {}
     for child in module.modules():
-        for table in (child._parameters, child._buffers):
+        tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is None or tensor.device == device:
                     continue
@@ -266,11 +268,15 @@ def _inline_regions(module: fx.GraphModule, regions: tuple[Any, ...] = ()) -> No
             node.meta.setdefault(REGIONS, regions)
             continue
         body_index = 1 if region[0] == "grad" else 4
-        body = getattr(module, str(node.args[body_index].target))  # type: ignore[union-attr]
+        body = getattr(module, str(node.args[body_index].target))
         _inline_regions(body, (*regions, region))
         _splice(graph, node, body, node.args[body_index + 1 :])
     for node in reversed(list(graph.nodes)):
-        if node.op == "get_attr" and not node.users and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
+        if (
+            node.op == "get_attr"
+            and not node.users
+            and isinstance(getattr(module, str(node.target), None), fx.GraphModule)
+        ):
             graph.erase_node(node)
 
 

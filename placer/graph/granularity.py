@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, fx, nn
@@ -129,7 +130,7 @@ def _large(module: nn.Module, nodes: list[fx.Node], callers: set[str]) -> set[st
     children = defaultdict(set)
     for node in nodes:
         stack = [path for path, _ in module_stack(node)]
-        for parent, child in zip(stack, stack[1:], strict=False):
+        for parent, child in pairwise(stack):
             children[parent].add(child)
 
     def is_large(path: str) -> bool:

@@ -1,8 +1,8 @@
 """From operations to groups: which operation belongs to which layer, and in which order the layers run.
 
 1. An operation inside a module that is not opened belongs to that module's layer.
-2. An operation between modules joins the layer of its latest producer; one that nothing produces, its earliest reader's.
-3. Writes in place order their neighbours, and join layers where a copy on another device would miss them.
+2. An operation between modules joins the layer of its latest producer; one that nothing produces, its earliest
+reader's. 3. Writes in place order their neighbours, and join layers where a copy on another device would miss them.
 4. Layers that depend on one another both ways become one.
 """
 
@@ -53,9 +53,7 @@ def group(graph: fx.Graph, opened: Opened) -> list[Group]:
     network = networkx.DiGraph()
     network.add_nodes_from(dict.fromkeys(units.values()))
     for node in operations:
-        network.add_edges_from(
-            (units[producer], units[node]) for producer in node.all_input_nodes if producer in units
-        )
+        network.add_edges_from((units[producer], units[node]) for producer in node.all_input_nodes if producer in units)
     network.add_edges_from(ordering)
     for members in merges:
         network.add_edges_from((one, other) for one in members for other in members)
@@ -124,7 +122,7 @@ def _writes_in_place(
             for reader, alias in _readers(relatives, place):
                 if reader is write or alias in derived or reader in derived:
                     continue
-                if reader not in units or units[reader] == units[write] and not is_state:
+                if reader not in units or (units[reader] == units[write] and not is_state):
                     # A reader in the same layer still needs the value's maker beside it.
                     if reader in units and place[reader] > place[write]:
                         merges.append(_makers(relatives, write, units, place) | {units[write]})
@@ -138,9 +136,7 @@ def _writes_in_place(
     return ordering, [members for members in merges if len(members) > 1]
 
 
-def _makers(
-    relatives: list[fx.Node], write: fx.Node, units: dict[fx.Node, str], place: dict[fx.Node, int]
-) -> set[str]:
+def _makers(relatives: list[fx.Node], write: fx.Node, units: dict[fx.Node, str], place: dict[fx.Node, int]) -> set[str]:
     return {units[node] for node in relatives if node in units and place[node] < place[write]}
 
 

@@ -1,7 +1,7 @@
 """Any nest of inputs or outputs as a flat list of tensors, and back.
 
-torch's pytree knows containers that were registered with it. A model may also take or return dataclasses, caches and other
-objects that hold tensors, and these must not have to be registered by the user.
+torch's pytree knows containers that were registered with it. A model may also take or return dataclasses, caches and
+other objects that hold tensors, and these must not have to be registered by the user.
 
     (x, {"mask": m}, Cache(k, v), None)   <->   [x, m, k, v]  +  Structure
 """
@@ -117,7 +117,9 @@ def _mapping_parts(nest: dict[Any, Any]) -> tuple[list[str], list[Any], Callable
 
 def _attributes(nest: Any) -> Mapping[str, Any] | None:
     if dataclasses.is_dataclass(nest):
-        return {field.name: getattr(nest, field.name) for field in dataclasses.fields(nest) if hasattr(nest, field.name)}
+        return {
+            field.name: getattr(nest, field.name) for field in dataclasses.fields(nest) if hasattr(nest, field.name)
+        }
     attributes = getattr(nest, "__dict__", None)
     return attributes if attributes else None
 

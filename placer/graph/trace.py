@@ -188,7 +188,7 @@ class _Watch:
 
     def name(self, leaf: Any) -> str:
         """The name of a value; one that nobody has named was made by functional operations since the latest layer."""
-        known = self._names.get(leaf) if isinstance(leaf, Tensor) else None
+        known = self._names.get(leaf) if isinstance(leaf, Tensor) else None  # type: ignore[no-untyped-call]
         if known is not None:
             return str(known)
         if not self._drafts:
@@ -204,7 +204,7 @@ class _Watch:
         if not isinstance(leaf, Tensor):
             self._values[name] = Value(name, (), None, 0, None, False, source)
             return name
-        known = self._names.get(leaf)
+        known = self._names.get(leaf)  # type: ignore[no-untyped-call]
         if known is not None and source is None:
             return str(known)
         self._names[leaf] = name
@@ -233,9 +233,7 @@ class _Watch:
             outputs=outputs,
             colocated=tuple(
                 dict.fromkeys(
-                    tuple(names)
-                    for state, names in sharing.items()
-                    if len(names) > 1 and state not in self._constants
+                    tuple(names) for state, names in sharing.items() if len(names) > 1 and state not in self._constants
                 )
             ),
             state=self._state | self._constants,
@@ -284,7 +282,9 @@ class _Watch:
         )
 
 
-def _function(draft: _Draft, names: list[str], constants: list[str], reads: list[str]) -> Callable[..., tuple[Any, ...]]:
+def _function(
+    draft: _Draft, names: list[str], constants: list[str], reads: list[str]
+) -> Callable[..., tuple[Any, ...]]:
     relative = [name for name, _ in (*draft.module.named_parameters(), *draft.module.named_buffers())]
     extras = tuple(draft.extras.values())
 
