@@ -101,9 +101,10 @@ def _run_text(runs: list[tuple[str, ...]]) -> str:
 
 
 def _memory_text(load: DeviceLoad) -> str:
-    used = load.memory.total_bytes
-    share = f" {used / load.limit_bytes:.0%}" if load.limit_bytes else ""
-    return f"{bytes_text(used)} / {bytes_text(load.limit_bytes)}{share}"
+    used, limit = bytes_text(load.memory.total_bytes), bytes_text(load.limit_bytes)
+    share = f" {load.memory.total_bytes / load.limit_bytes:.0%}" if load.limit_bytes else ""
+    number, unit = used.split()
+    return f"{number if limit.endswith(f' {unit}') else used} / {limit}{share}"
 
 
 def _proven(placement: Placement) -> list[str]:

@@ -62,9 +62,14 @@ def row(text: str, word: str) -> str:
 
 def test_each_device_shows_its_layers_times_and_memory_against_its_limit() -> None:
     first = row(explain(placement()), "│ cuda:0")
-    for shown in (" 2 ", "12.25 ms", "1.75 ms", "14.00 ms", "2.0 GiB / 8.0 GiB 25%"):
+    for shown in (" 2 ", "12.25 ms", "1.75 ms", "14.00 ms", "2.0 / 8.0 GiB 25%"):
         assert shown in first
     assert "cuda:0      stem … layer1\ncuda:1      layer2 … head\n" in explain(placement())
+
+
+def test_memory_far_below_its_limit_keeps_its_own_unit() -> None:
+    small = load("cuda:0", memory=MemoryUse(param_bytes=3 * 1024**2))
+    assert "3.0 MiB / 8.0 GiB 0%" in explain(placement(devices=(small,)))
 
 
 def test_only_the_bottleneck_is_marked() -> None:
