@@ -7,11 +7,12 @@
       │      │   saved    └┘     └─┘       └───
       └──────┴──── forward ────┴─── backward ───▶ time
 
-State is never counted here, nor are gradients of parameters: a placement holds both all the time.
+State is never counted here, nor the gradients that parameters keep: a placement holds both all the time.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,9 +39,9 @@ class LayerMemory:
         saved_writes: the same among its writes.
         forward_workspace_bytes: in training: the peak of the forward pass beyond state, reads, and all that is kept for
             the backward pass, plus the reads that are not kept. In inference: the peak beyond state, reads and writes.
-        backward_workspace_bytes: the peak of the backward pass beyond state, gradients of parameters, and all that was
-            kept for it; the gradients of writes and reads are part of it. 0 in inference. The new gradient of a
-            parameter that already has one, from an earlier micro-batch, comes on top.
+        backward_workspace_bytes: the peak of the backward pass beyond state, the gradients that the parameters have,
+            and all that was kept for it. The gradients of writes and reads are part of it, and those of parameters
+            until they are added to the ones that an earlier micro-batch left. 0 in inference.
     """
 
     saved_bytes: int = 0
@@ -93,10 +94,12 @@ def _training_memory(trial: Trial, log: _StorageLog, saved: set[int], forward_ex
     unsaved_reads = sum(tensor_bytes(trial.reads[i]) for i, key in read_keys.items() if key not in held)
     forward_workspace = max(0, log.peak_bytes() - kept) + unsaved_reads + forward_extra
 
+    trial.set_gradients(present=True)
     log.begin({*inside, *kept_writes})
+    log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
     with log:
-        backward_peak = devices.peak_bytes(trial.device, trial.backward)
-    gradients = {_key(gradient) for gradient in trial.gradients[: len(trial.parameters)] if gradient is not None}
+        backward_peak = devices.peak_bytes(trial.device, trial.accumulate)
+    trial.set_gradients(present=False)
     gradient_bytes = sum(gradient.untyped_storage().nbytes() for gradient in trial.write_gradients)
     backward_extra = max(0, backward_peak - log.peak_bytes()) if backward_peak is not None else 0
     return LayerMemory(
@@ -104,7 +107,7 @@ def _training_memory(trial: Trial, log: _StorageLog, saved: set[int], forward_ex
         saved_reads=saved_reads,
         saved_writes=saved_writes,
         forward_workspace_bytes=forward_workspace,
-        backward_workspace_bytes=gradient_bytes + log.peak_bytes(without=gradients) + backward_extra,
+        backward_workspace_bytes=gradient_bytes + log.peak_bytes() + backward_extra,
     )
 
 
@@ -121,14 +124,6 @@ def _fresh_writes(trial: Trial, log: _StorageLog) -> dict[int, int]:
 def _key(tensor: Tensor) -> int:
     """The same for two tensors that share a storage; unique among the storages that live at one time."""
     return int(tensor.untyped_storage()._cdata)
-
-
-@dataclass(frozen=True)
-class _Event:
-    """A storage that was made (its size) or freed (minus its size)."""
-
-    change: int
-    serial: int
 
 
 @dataclass(frozen=True)
@@ -155,7 +150,7 @@ class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [*trial.reads, *trial.write_gradients]
         self._known = self.state | {_key(tensor) for tensor in given if isinstance(tensor, Tensor)}
         self._made: dict[int, _Made] = {}
-        self._events: list[_Event] = []
+        self._changes: list[int] = []  # the size of what was made, minus that of what was freed
         self._count = 0
 
     @property
@@ -164,19 +159,17 @@ class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self, counted: Iterable[int]) -> None:
         """Start a new peak; of the storages that live already, those counted lower it when they are freed."""
-        self._events.clear()
+        self._changes.clear()
         counted = set(counted)
         self._made = {key: made for key, made in self._made.items() if key in counted}
 
-    def peak_bytes(self, without: Iterable[int] = ()) -> int:
-        """The most that was held at one time beyond the beginning, without the storages named, which must be alive."""
-        ignored = {self._made[key].serial for key in without if key in self._made}
-        held = peak = 0
-        for event in self._events:
-            if event.serial not in ignored:
-                held += event.change
-                peak = max(peak, held)
-        return peak
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of these tensors out."""
+        self._known |= {_key(tensor) for tensor in tensors}
+
+    def peak_bytes(self) -> int:
+        """The most that was held at one time beyond what was held at the beginning."""
+        return max(0, *itertools.accumulate(self._changes, initial=0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -192,11 +185,11 @@ class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._count += 1
         serial, size = self._count, storage.nbytes()
-        self._events.append(_Event(size, serial))
+        self._changes.append(size)
         self._made[key] = _Made(serial, size, weakref.ref(storage, lambda _: self._freed(key, serial)))
 
     def _freed(self, key: int, serial: int) -> None:
         made = self._made.get(key)
         if made is not None and made.serial == serial:
             del self._made[key]
-            self._events.append(_Event(-made.size, serial))
+            self._changes.append(-made.size)

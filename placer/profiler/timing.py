@@ -15,9 +15,9 @@ from placer import devices
 from placer.profiler.trial import Trial
 
 _ENOUGH_S = 0.5
-"""A layer that has taken so long on a CPU is not repeated beyond ``_FEWEST`` times."""
+"""A layer that has taken so long on a CPU is not timed again: its noise is small beside it."""
 
-_FEWEST = 3
+_LAUNCHES = 3
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def measure_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
         return _cpu_time(trial, training, repeats)
     flows = training and len(trial.gradients) > 0
     passes: list[Callable[[], None]] = [trial.forward, trial.backward] if flows else [trial.forward]
-    host_ms = statistics.median(_launch_ms(trial, passes) for _ in range(_FEWEST))
+    host_ms = statistics.median(_launch_ms(trial, passes) for _ in range(_LAUNCHES))
     times = [statistics.median(column) for column in _cuda_times(trial, passes, repeats)]
     return LayerTime(times[0], times[1] if flows else 0.0, host_ms)
 
@@ -75,7 +75,7 @@ def _cpu_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
     forward: list[float] = []
     backward: list[float] = []
     spent = 0.0
-    while len(forward) < repeats and (spent < _ENOUGH_S or len(forward) < min(_FEWEST, repeats)):
+    while len(forward) < repeats and spent < _ENOUGH_S:
         began = time.perf_counter()
         trial.forward()
         middle = time.perf_counter()

@@ -67,12 +67,29 @@ class Trial:
 
     def backward(self) -> None:
         """Run the layer backwards, from random gradients of its writes to those of its parameters and reads."""
+        ends = self._ends()
+        if ends and self._leaves:
+            self.gradients = torch.autograd.grad(ends, self._leaves, self._write_gradients, allow_unused=True)
+
+    def accumulate(self) -> None:
+        """Run the layer backwards as training does, adding to the gradients that the parameters have."""
+        ends = self._ends()
+        if ends and self._leaves:
+            torch.autograd.backward(ends, self._write_gradients, inputs=self._leaves)
+
+    def set_gradients(self, present: bool) -> None:
+        """Give the parameters gradients of zeros, or take all gradients away."""
+        for leaf in self._leaves:
+            leaf.grad = None
+        for parameter in self.parameters if present else ():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def _ends(self) -> list[Tensor]:
+        """The writes that gradients come back to."""
         ends = [write for write in self.writes if isinstance(write, Tensor) and write.requires_grad]
-        if not ends or not self._leaves:
-            return
         if self._write_gradients is None:
             self._write_gradients = [torch.randn_like(end) for end in ends]
-        self.gradients = torch.autograd.grad(ends, self._leaves, self._write_gradients, allow_unused=True)
+        return ends
 
     def _tensors(self) -> list[Tensor]:
         return [read for read in self.reads if isinstance(read, Tensor)]

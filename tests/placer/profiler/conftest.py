@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from placer.graph.layers import Layer, Value
+from placer.graph.layers import Layer, LayerGraph, Value
 from placer.profiler.trial import Trial
+from placer.schema import Profile
 
 MakeTrial = Callable[..., Trial]
 
@@ -43,3 +44,37 @@ def make_trial() -> MakeTrial:
         return trial
 
     return make
+
+
+@pytest.fixture
+def predict_inference() -> Callable[[Profile], int]:
+    """The peak of an inference on one device, without the model's state, by what a profile says, in bytes."""
+
+    def predict(found: Profile) -> int:
+        place = {layer.name: index for index, layer in enumerate(found.layers)}
+        spans = [(place[edge.source], max(place[name] for name in edge.targets), edge.bytes) for edge in found.edges]
+        return max(
+            sum(size for first, last, size in spans if first <= index <= last) + layer.forward_workspace_bytes
+            for index, layer in enumerate(found.layers)
+        )
+
+    return predict
+
+
+@pytest.fixture
+def run_in_order() -> Callable[[LayerGraph, Tensor, torch.device], None]:
+    """Runs the layers of a graph in order without gradients; a value ends after the last layer that reads it."""
+
+    def run(graph: LayerGraph, x: Tensor, device: torch.device) -> None:
+        values: dict[str, Any] = {graph.inputs[0]: x}
+        last = {name: layer.name for layer in graph.layers for name in layer.reads}
+        for layer in graph.layers:
+            state = [graph.state[name] for name in layer.state]
+            with torch.no_grad():
+                writes = layer.function(device, state, [values[name] for name in layer.reads])
+            values.update(zip(layer.writes, writes, strict=True))
+            del writes
+            for name in [name for name in values if last.get(name) == layer.name]:
+                del values[name]
+
+    return run
