@@ -175,7 +175,7 @@ def _step(run: nn.Module, model: nn.Module, images: Tensor, labels: Tensor) -> S
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     output: Tensor = run(images)
     loss: Tensor = functional.cross_entropy(output, labels.to(output.device))
-    loss.backward()
+    torch.autograd.backward(loss)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     kept = {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
     optimizer.step()
