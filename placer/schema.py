@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, StringConstraints, model_validator
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -40,6 +40,8 @@ __all__ = [
 SCHEMA_VERSION: Literal["1"] = "1"
 """The version of every wire type; a reader refuses one that it does not know."""
 
+V = TypeVar("V")
+
 MAX_LAYERS = 100_000
 MAX_DEVICES = 1_024
 
@@ -49,7 +51,15 @@ FIRST = FailFast()
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
-TimesMs = Annotated[dict[Name, Milliseconds], Field(max_length=64)]
+
+
+def _in_order(named: dict[str, V]) -> dict[str, V]:
+    """Sorted by name, so that equal questions are written, and hashed, alike."""
+    return named if len(named) < 2 else dict(sorted(named.items()))
+
+
+IN_ORDER = AfterValidator(_in_order)
+TimesMs = Annotated[dict[Name, Milliseconds], Field(max_length=64), IN_ORDER]
 
 Objective = Literal["throughput", "latency", "memory"]
 """What is made small: the bottleneck (ms), one sample's critical path (ms), or the largest memory use (bytes)."""
@@ -215,7 +225,7 @@ class Profile(_Wire):
     edges: Annotated[tuple[Edge, ...], FIRST] = ()
     colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
     cluster: Cluster | None = None
-    versions: dict[str, str] = {}
+    versions: Annotated[dict[str, str], IN_ORDER] = {}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -266,8 +276,8 @@ class Constraints(_Wire):
     """
 
     contiguous: bool | None = None
-    pinned: dict[Name, Name] = {}
-    forbidden: dict[Name, Annotated[tuple[Name, ...], FIRST]] = {}
+    pinned: Annotated[dict[Name, Name], IN_ORDER] = {}
+    forbidden: Annotated[dict[Name, Annotated[tuple[Name, ...], FIRST]], IN_ORDER] = {}
     colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
     max_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
 
@@ -351,8 +361,7 @@ class PlacementRequest(_Wire):
 
     def content_hash(self) -> str:
         """The same for the same question, whatever the order or spelling of its JSON: 32 hexadecimal digits."""
-        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(content.encode()).hexdigest()[:32]
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32]
 
 
 class MemoryUse(_Wire):

@@ -11,10 +11,11 @@ import logging
 import math
 import sqlite3
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import placer
@@ -93,15 +94,14 @@ class Jobs:
         self._task = SolveTask(solver)
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="placer-solve")
         self._running: dict[str, Job] = {}
-        self._queued: deque[Job] = deque()
+        self._queued: dict[str, Job] = {}  # in the order in which they came
         self._failed: OrderedDict[str, Job] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
     def find(self, key: str) -> Job | None:
         """The job of that id that is queued, runs or failed lately."""
-        waiting = next((job for job in self._queued if job.question.id == key), None)
-        return waiting or self._running.get(key) or self._failed.get(key)
+        return self._queued.get(key) or self._running.get(key) or self._failed.get(key)
 
     def submit(self, question: Question, payload: bytes) -> Job:
         """The job that answers the question: one that is on its way already, else a new one.
@@ -119,7 +119,7 @@ class Jobs:
             raise self._queue_full()
         self._failed.pop(question.id, None)
         job = Job(question, payload)
-        self._queued.append(job)
+        self._queued[question.id] = job
         self._start_next()
         return job
 
@@ -131,7 +131,7 @@ class Jobs:
     def stop_all(self) -> None:
         """End every job with the best so far, and take no more."""
         self._closing = True
-        for job in [*self._queued, *self._running.values()]:
+        for job in [*self._queued.values(), *self._running.values()]:
             self._tell(job)
 
     async def close(self) -> None:
@@ -145,15 +145,15 @@ class Jobs:
         job.stopped = True
         if job.worker is not None:
             job.worker.stop()
-        elif job in self._queued:
-            self._queued.remove(job)
+        elif self._queued.get(job.question.id) is job:
+            del self._queued[job.question.id]
             job.answer = _nothing_found(job)
             self._spawn(asyncio.to_thread(self._keep, job))
             self._finish(job)
 
     def _start_next(self) -> None:
         for job in self._startable():
-            self._queued.remove(job)
+            del self._queued[job.question.id]
             self._running[job.question.id] = job
             settings = self._settings
             job.worker = Worker(
@@ -175,7 +175,7 @@ class Jobs:
     def _startable(self) -> Iterable[Job]:
         """The first of the queue, for as many workers as are free; never two jobs of one id at once."""
         free = self._settings.workers - len(self._running)
-        return [job for job in self._queued if job.question.id not in self._running][: max(0, free)]
+        return list(islice((job for key, job in self._queued.items() if key not in self._running), max(0, free)))
 
     async def _run(self, job: Job, worker: Worker) -> None:
         loop = asyncio.get_running_loop()

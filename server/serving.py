@@ -100,7 +100,7 @@ def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
 
 
 def _listener(settings: Settings) -> socket.socket:
-    # asyncio turns Nagle's algorithm off for sockets that say they are TCP alone; left on, each answer takes 40 ms more.
+    # asyncio turns Nagle's algorithm off for sockets that say they are TCP alone; left on, each answer waits 40 ms.
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

@@ -17,7 +17,7 @@ POST = "/v1/placements?wait=0"
 
 
 def cache_hits_per_s(rounds: int = 5, requests: int = 2000) -> list[float]:
-    """A 200-layer request that the store knows, POSTed again and again: answers per second of the service's processor."""
+    """A 200-layer request that the store knows, POSTed again and again: answers per second of its processor."""
     with serving() as server:
         connection = server.connect()
         raw = message("POST", "/v1/placements?wait=60", request_body())

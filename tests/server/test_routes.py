@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from placer.schema import Placement, PlacementRequest
 from placer_server import examples
+
+
+def backwards(content):
+    """The same JSON with every object's names in the opposite order."""
+    if isinstance(content, dict):
+        return {name: backwards(value) for name, value in reversed(content.items())}
+    return [backwards(value) for value in content] if isinstance(content, list) else content
 
 
 def test_a_request_is_answered_with_its_placement(serve, request_body):
@@ -57,9 +66,13 @@ def test_delete_of_a_queued_solve_answers_that_nothing_was_found(serve, solvers,
 
 def test_the_same_request_is_answered_from_the_store(serve, request_body):
     client = serve()
-    first = client.post("/v1/placements", json=request_body())
-    spelled_otherwise = dict(reversed(request_body().items()))
-    assert client.post("/v1/placements", json=spelled_otherwise).content == first.content
+    body = request_body(constraints={"pinned": {"head": "cuda:1", "embed": "cuda:0"}})
+    for layer in body["profile"]["layers"]:
+        layer["forward_ms"]["another type"] = 1.0
+    first = client.post("/v1/placements", json=body)
+    spelled_otherwise = json.dumps(backwards(body), indent=3)
+    headers = {"Content-Type": "application/json"}
+    assert client.post("/v1/placements", content=spelled_otherwise, headers=headers).content == first.content
     assert "placer_cache_hits_total 1.0" in client.get("/metrics").text
 
 
