@@ -1,7 +1,7 @@
 """Schedules as data: in which order stages run micro-batches, how many they hold, and how long a step takes.
 
-A step of 3 stages and 4 micro-batches; digits are forward passes, letters backward passes (a belongs to 0), each takes one
-unit of time::
+A step of 3 stages and 4 micro-batches; digits are forward passes, letters backward passes (a belongs to 0), each takes
+one unit of time::
 
     fill-drain      stage 0   0 1 2 3 . . . . a b c d      all forward passes, then all backward passes (GPipe);
                     stage 1   . 0 1 2 3 . . a b c d .      every stage holds 4 micro-batches
@@ -123,8 +123,8 @@ def simulate(
 ) -> Timeline:
     """The exact timeline of a step: every stage runs its tasks in order, each as soon as its input is there.
 
-    A forward pass waits for the one of the stage before, a backward pass for that of the stage behind (the last stage's for
-    its own forward pass). Transfers delay but keep no stage busy.
+    A forward pass waits for the one of the stage before, a backward pass for that of the stage behind (the last stage's
+    for its own forward pass). Transfers delay but keep no stage busy.
 
     Args:
         orders: the tasks of each stage, as ``orders`` gives them.

@@ -22,6 +22,7 @@ from ortools.sat.python import cp_model
 from placer.solver import memory_rules, rules
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
+from placer.solver.windows import stage_windows
 
 Term = cp_model.LinearExpr | int
 
@@ -29,6 +30,9 @@ TIME_STEPS = 2**32
 """Into how many steps the largest time that matters is cut."""
 
 BYTE_STEPS = 2**50
+
+SUBSOLVERS = ("default_lp", "quick_restart_no_lp")
+"""What a few workers take turns at: one that reckons with bounds and one that learns fast."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,9 @@ class PlacementModel:
         self._any: dict[tuple[frozenset[int], int], cp_model.IntVar] = {}
         self._pairs: dict[tuple[int, int, int, int], cp_model.IntVar] = {}
         self._set_units(upper)
+        self.windows = [(0, self.stages[-1])] * len(nodes.nodes)
+        if problem.contiguous and self.objective == "throughput" and upper is not None:
+            self.windows = stage_windows(problem, nodes, upper)
         self._choose_devices()
         if problem.contiguous:
             self._choose_stages()
@@ -100,7 +107,8 @@ class PlacementModel:
         largest = upper if timed and upper is not None else _longest_ms(self.problem)
         self.steps_per_ms = TIME_STEPS / largest if largest > 0 else 1.0
         sizes = memory_rules.byte_sizes(self.problem)
-        self.byte_unit = max(gcd(*sizes) if sizes else 1, -(-sum(sizes) // BYTE_STEPS), 1)
+        common = gcd(*sizes) if sizes and not self.relaxed else 1  # an excess need not be a multiple of it
+        self.byte_unit = max(common, -(-sum(sizes) // BYTE_STEPS), 1)
         if not timed:
             self.upper = floor(upper / self.byte_unit) if upper is not None else sum(sizes) // self.byte_unit + 1
         else:
@@ -118,20 +126,18 @@ class PlacementModel:
 
     def _choose_devices(self) -> None:
         """Every node is on one device, and only on one that it may be on."""
-        alike = self.stage_is_device
         self.x: list[dict[int, cp_model.IntVar]] = []
         for node, devices in enumerate(self.nodes.allowed):
-            open_devices = [device for device in sorted(devices) if not alike or device in self.stages]
+            first, last = self.windows[node]
+            within = range(first, last + 1) if self.stage_is_device else self.devices
+            open_devices = [device for device in sorted(devices) if device in within]
             self.x.append({device: self.cp.new_bool_var(f"x{node},{device}") for device in open_devices})
             self.cp.add_exactly_one(self.x[node].values())
 
     def _choose_stages(self) -> None:
         """Stages are numbered along the pipeline, each is one device, and the first are used first."""
-        count, last = len(self.nodes.nodes), self.stages[-1]
-        self.y = [
-            [self.cp.new_bool_var(f"y{node},{p}") if p < last else self.cp.new_constant(1) for p in self.stages]
-            for node in range(count)
-        ]
+        count = len(self.nodes.nodes)
+        self.y = [[self._reached_by(node, p) for p in self.stages] for node in range(count)]
         self.used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
         self.cp.add(self.used[0] == 1)
         for earlier, later in pairwise(self.used):
@@ -145,11 +151,18 @@ class PlacementModel:
         else:
             self._map_stages_to_devices()
 
+    def _reached_by(self, node: int, stage: int) -> cp_model.IntVar:
+        """Whether the node is at the stage or before: known outside its window."""
+        first, last = self.windows[node]
+        if first <= stage < last:
+            return self.cp.new_bool_var(f"y{node},{stage}")
+        return self.cp.new_constant(int(stage >= last))
+
     def _stages_are_devices(self) -> None:
         for node, x in enumerate(self.x):
-            for p in self.stages:
+            for p, here in x.items():
                 before = self.y[node][p - 1] if p else 0
-                self.cp.add(x[p] == self.y[node][p] - before)
+                self.cp.add(here == self.y[node][p] - before)
 
     def _map_stages_to_devices(self) -> None:
         self.at = [[self.cp.new_bool_var(f"at{p},{d}") for d in self.devices] for p in self.stages]
@@ -183,6 +196,11 @@ class PlacementModel:
     def stage_is_device(self) -> bool:
         """Whether stage p may be taken to be device p: stages are asked for, and all devices are alike."""
         return self.problem.contiguous and len(self.alike_devices) == 1
+
+    @property
+    def placed(self) -> Sequence[int]:
+        """The devices that nodes may be on."""
+        return self.stages if self.stage_is_device else self.devices
 
     # Shape of the placement
 
@@ -278,6 +296,8 @@ class PlacementModel:
         solver.parameters.num_workers = workers
         solver.parameters.interleave_search = workers > 1  # else the answer depends on which worker is faster
         solver.parameters.random_seed = seed
+        if workers <= len(SUBSOLVERS):
+            solver.parameters.subsolvers.extend(SUBSOLVERS)
         with _stopping(solver, stop):
             status = solver.solve(self.cp, _Progress(self, progress) if progress else None)
         found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
@@ -297,6 +317,8 @@ class PlacementModel:
         """A bound in the objective's own unit."""
         if self.objective in ("throughput", "latency"):
             return max(0.0, bound) / self.steps_per_ms
+        if self.relaxed and self.byte_unit > 1:
+            bound -= 1  # the limit was rounded down too
         return max(0.0, bound) * self.byte_unit
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from placer.errors import InputError
@@ -114,6 +115,14 @@ class Problem:
         """The time that the gradient takes back, from ``target`` to ``source``; 0 without a gradient."""
         link = self.links[target][source]
         return link.transfer_ms(value.gradient_bytes) if link is not None and value.gradient_bytes else 0.0
+
+    @cached_property
+    def one_link(self) -> Link | None:
+        """A link that all links are like, if all devices are linked and all links are alike."""
+        links = [link for a, row in enumerate(self.links) for b, link in enumerate(row) if a != b]
+        if not links or not all(_same_way(links[0], link) for link in links):
+            return None
+        return links[0]
 
     def alike(self, one: int, other: int) -> bool:
         """Whether swapping two devices changes nothing: neither times, limits, links, pins nor forbidden layers."""

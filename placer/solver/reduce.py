@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
-from placer.solver.components import group_of, strong_components
+from placer.solver.components import closed_groups, group_of, strong_components
 from placer.solver.problem import Problem, arcs_of
+
+SLACK = 1e-9
+"""Times within so much of a limit are not held to be over it."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,46 @@ class Reduction:
         return [devices[node] for node in self.node_of]
 
 
-def reduced(problem: Problem) -> Reduction:
+def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
+    """Layers that share a device in every placement whose bottleneck is no more than ``upper``.
+
+    A value that crosses keeps the device of its source busy for its transfer there, and its gradient's back; if that
+    alone takes longer, its source and readers stay together.
+    """
+    links = [link for row in problem.links for link in row if link is not None]
+    added = problem.request.transfers == "added"
+    together = []
+    for value in problem.values:
+        there = min((link.transfer_ms(value.bytes) for link in links), default=inf)
+        back = (
+            min((link.transfer_ms(value.gradient_bytes) for link in links), default=inf)
+            if value.gradient_bytes
+            else 0.0
+        )
+        if (there + back if added else max(there, back)) > upper * (1 + SLACK):
+            together.append((value.source, *value.readers))
+    return together
+
+
+def reduced(problem: Problem, upper: float = inf) -> Reduction:
     """Join what must be together.
+
+    Args:
+        problem: what is asked.
+        upper: only placements whose objective is no more than this are looked for.
 
     A group is one node. Under contiguity so is each strongly connected component of the layer graph with groups joined:
     a path that leaves a device must not come back to it.
     """
     count = len(problem.layers)
+    groups = problem.groups
+    if upper < inf and problem.request.objective == "throughput":
+        groups = closed_groups([*groups, *never_cut(problem, upper)])
     if problem.contiguous:
-        nodes = [tuple(component) for component in strong_components(count, arcs_of(problem.values), problem.groups)]
+        nodes = [tuple(component) for component in strong_components(count, arcs_of(problem.values), groups)]
     else:
         members: dict[int, list[int]] = {}
-        for layer, first in enumerate(group_of(count, problem.groups)):
+        for layer, first in enumerate(group_of(count, groups)):
             members.setdefault(first, []).append(layer)
         nodes = [tuple(layers) for layers in members.values()]
     node_of = [0] * count

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from placer.solver.model import PlacementModel, Term
 
 
+PAIRS_PER_LAYER = 8
+"""With more independent pairs of layers than so many times the layers, devices are watched instead of pairs."""
+
+
 def values_need_links(model: PlacementModel) -> None:
     """A value, and its gradient, passes only where there is a link."""
     problem, nodes = model.problem, model.nodes
@@ -57,20 +61,73 @@ def _transfers(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]
     """A value is sent once per device that reads it; its gradient comes back. Values with the same ends go together."""
     send: list[list[Term]] = [[] for _ in model.devices]
     receive: list[list[Term]] = [[] for _ in model.devices]
+    one_link = model.problem.one_link
     for (source, readers), values in _values_by_ends(model).items():
-        for device, other in _pairs(model):
-            if not all(model.problem.linked(value, device, other) for value in values):
-                continue
-            there = model.steps(sum(model.problem.send_ms(value, device, other) for value in values))
-            back = model.steps(sum(model.problem.gradient_ms(value, device, other) for value in values))
+        if one_link is not None:
+            there = model.steps(sum(one_link.transfer_ms(value.bytes) for value in values))
+            sizes = [value.gradient_bytes for value in values if value.gradient_bytes]
+            back = model.steps(sum(one_link.transfer_ms(size) for size in sizes))
             if there + back:
-                sent = _sent(model, source, readers, device, other)
-                if sent is not None:
-                    send[device].append(there * sent)
-                    receive[other].append(there * sent)
-                    send[other].append(back * sent)
-                    receive[device].append(back * sent)
+                taken = {device: _taken(model, source, readers, device) for device in model.placed}
+                for device in model.placed:
+                    given = _given(model, source, readers, device, sum(taken.values()))
+                    send[device] += [there * given, back * taken[device]]
+                    receive[device] += [there * taken[device], back * given]
+        else:
+            _transfers_by_pair(model, source, readers, values, send, receive)
     return send, receive
+
+
+def _taken(model: PlacementModel, source: int, readers: frozenset[int], device: int) -> Term:
+    """1 if a reader is on the device and the source is not."""
+    able = [model.x[reader][device] for reader in readers if device in model.x[reader]]
+    if not able:
+        return 0
+    taken = model.cp.new_bool_var("")
+    own = [model.x[source][device]] if device in model.x[source] else []
+    for reader in able:
+        model.cp.add_bool_or(~reader, *own, taken)
+    return taken
+
+
+def _given(model: PlacementModel, source: int, readers: frozenset[int], device: int, takers: Term) -> Term:
+    """If the source is on the device, how many other devices read its value: all takers."""
+    if device not in model.x[source]:
+        return 0
+    here = model.x[source][device]
+    cut = model.cp.new_bool_var("")
+    for reader in readers:
+        model.cp.add_bool_or(~here, *([model.x[reader][device]] if device in model.x[reader] else []), cut)
+    most = min(len(readers), len(model.stages) - 1)
+    if most < 2:
+        return cut
+    given = model.cp.new_int_var(0, most, "")
+    model.cp.add(given >= cut)
+    model.cp.add(given >= takers).only_enforce_if(here)
+    return given
+
+
+def _transfers_by_pair(
+    model: PlacementModel,
+    source: int,
+    readers: frozenset[int],
+    values: Sequence[Value],
+    send: list[list[Term]],
+    receive: list[list[Term]],
+) -> None:
+    """The same where links differ: a literal for every pair of devices."""
+    for device, other in _pairs(model):
+        if not all(model.problem.linked(value, device, other) for value in values):
+            continue
+        there = model.steps(sum(model.problem.send_ms(value, device, other) for value in values))
+        back = model.steps(sum(model.problem.gradient_ms(value, device, other) for value in values))
+        if there + back:
+            sent = _sent(model, source, readers, device, other)
+            if sent is not None:
+                send[device].append(there * sent)
+                receive[other].append(there * sent)
+                send[other].append(back * sent)
+                receive[device].append(back * sent)
 
 
 def _values_by_ends(model: PlacementModel) -> dict[tuple[int, frozenset[int]], list[Value]]:
@@ -139,28 +196,59 @@ def _makespan(
     inputs: dict[int, list[tuple[int, Value]]] = defaultdict(list)
     for before, after, value in waits:
         inputs[after].append((before, value))
+    start: dict[int, Term] = {}
     finish: dict[int, Term] = {}
     end = model.cp.new_int_var(0, model.upper, "end")
-    free: list[Term] = [0] * len(model.devices)
     for layer in order:
         node = model.nodes.node_of[layer]
-        start = model.cp.new_int_var(0, model.upper, f"start{layer}")
-        finish[layer] = start + sum(model.steps(time_ms[layer][d]) * x for d, x in model.x[node].items())
+        start[layer] = model.cp.new_int_var(0, model.upper, f"start{layer}")
+        finish[layer] = start[layer] + sum(model.steps(time_ms[layer][d]) * x for d, x in model.x[node].items())
         model.cp.add(finish[layer] <= end)
         for before, value in inputs[layer]:
-            model.cp.add(start >= finish[before] + _delay(model, model.nodes.node_of[before], node, value, delay_ms))
-        for device, x in model.x[node].items():
-            free[device] = _occupy(model, free[device], start, finish[layer], x)
+            delay = _delay(model, model.nodes.node_of[before], node, value, delay_ms)
+            model.cp.add(start[layer] >= finish[before] + delay)
+    _one_at_a_time(model, order, [(before, after) for before, after, _ in waits], start, finish)
     return end
 
 
-def _occupy(model: PlacementModel, free: Term, start: Term, finish: Term, here: cp_model.IntVar) -> Term:
-    """A device runs one layer at a time: the layer, if it is here, starts when the device is free and holds it."""
-    model.cp.add(start >= free).only_enforce_if(here)
-    after = model.cp.new_int_var(0, model.upper, "free")
-    model.cp.add(after >= finish).only_enforce_if(here)
-    model.cp.add(after >= free)
-    return after
+def _one_at_a_time(
+    model: PlacementModel,
+    order: Sequence[int],
+    waits: Sequence[tuple[int, int]],
+    start: dict[int, Term],
+    finish: dict[int, Term],
+) -> None:
+    """A device runs one layer at a time, in the order; layers that wait for each other anyway need no rule."""
+    pairs = _independent(order, waits)
+    if len(pairs) <= PAIRS_PER_LAYER * len(order):
+        for before, after in pairs:
+            first, second = model.x[model.nodes.node_of[before]], model.x[model.nodes.node_of[after]]
+            for device in first.keys() & second.keys():
+                model.cp.add(start[after] >= finish[before]).only_enforce_if(first[device], second[device])
+        return
+    free: list[Term] = [0] * len(model.devices)
+    for layer in order:
+        for device, here in model.x[model.nodes.node_of[layer]].items():
+            model.cp.add(start[layer] >= free[device]).only_enforce_if(here)
+            after_it = model.cp.new_int_var(0, model.upper, "free")
+            model.cp.add(after_it >= finish[layer]).only_enforce_if(here)
+            model.cp.add(after_it >= free[device])
+            free[device] = after_it
+
+
+def _independent(order: Sequence[int], waits: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pairs of layers, the earlier first, of which neither waits for the other, directly or not."""
+    inputs: dict[int, list[int]] = defaultdict(list)
+    for before, after in waits:
+        inputs[after].append(before)
+    ancestors: dict[int, int] = {}
+    pairs = []
+    for place, layer in enumerate(order):
+        ancestors[layer] = 0
+        for before in inputs[layer]:
+            ancestors[layer] |= ancestors[before] | 1 << before
+        pairs += [(before, layer) for before in order[:place] if not ancestors[layer] >> before & 1]
+    return pairs
 
 
 def _delay(model: PlacementModel, before: int, after: int, value: Value, delay_ms: _Delay) -> Term:

@@ -15,7 +15,7 @@ from math import inf
 from time import monotonic
 
 from placer.schema import Infeasibility, Placement, PlacementRequest
-from placer.solver import answer, costs, starts
+from placer.solver import answer, bounds, costs, starts
 from placer.solver.check import check
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.model import PlacementModel
@@ -98,6 +98,7 @@ class _Run:
 
     def _start(self) -> None:
         """Cuts of a linear order, and what they prove."""
+        self._prove(bounds.lower_bound(self.problem, self.nodes))
         for start in starts.starts(self.problem, self.nodes):
             self._prove(start.bound)
             self._offer(start.devices, start.method)
@@ -107,9 +108,9 @@ class _Run:
     def _program(self) -> Infeasibility | None:
         """The integer program, again with finer steps while rounding keeps the gap open; the reason if infeasible."""
         for _ in range(ROUNDS):
-            model = PlacementModel(self.problem, self.nodes, upper=self.value if self.best is not None else None)
-            if self.best is not None:
-                model.hint(self.best)
+            nodes = reduced(self.problem, self.value)
+            upper = self._better() if self.best is not None else None
+            model = PlacementModel(self.problem, nodes, upper=upper)
             result = model.solve(
                 time_limit_s=self._left_s(),
                 workers=self.request.workers,
@@ -119,11 +120,19 @@ class _Run:
             )
             if result.infeasible and self.best is None:
                 return searched_reason(self.problem, self.nodes, self._searcher())
-            self._prove(result.bound)
+            self._prove(self._nothing_below() if result.infeasible else result.bound)
             self._offer(result.devices, "integer program")
             if not result.complete or not self._open():
                 break
         return None
+
+    def _better(self) -> float:
+        """The objective from which a placement counts as better than the best so far."""
+        return self.value - 1 if self.request.objective == "memory" else self.value * (1 - answer.PROVEN_GAP / 2)
+
+    def _nothing_below(self) -> float:
+        """What is proven if nothing is better: bytes are whole numbers."""
+        return self.value if self.request.objective == "memory" else self._better()
 
     def _found(self, devices: list[int], bound: float) -> None:
         self._prove(bound)

@@ -1,5 +1,7 @@
 """Schedules against closed forms, and against what a schedule must be."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,7 +84,7 @@ def test_a_stage_runs_one_task_at_a_time(schedule, stages, chunks):
     timeline = simulate(orders(schedule, stages, chunks), [1.0] * stages, [2.0] * stages)
     for stage in range(stages):
         mine = [task for task in timeline.tasks if task.stage == stage]
-        assert all(before.end_ms <= after.start_ms for before, after in zip(mine, mine[1:], strict=False))
+        assert all(before.end_ms <= after.start_ms for before, after in pairwise(mine))
 
 
 def test_the_tables_of_the_docstring_are_what_the_simulation_gives():

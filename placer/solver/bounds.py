@@ -1,0 +1,61 @@
+"""Lower bounds that need no search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from placer.solver import memory_rules
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+
+def lower_bound(problem: Problem, nodes: Reduction) -> float:
+    """A lower bound on the objective of every placement, in its unit."""
+    objective = problem.request.objective
+    if objective == "latency":
+        return _critical_path(problem)
+    if objective == "memory":
+        return _fair_share_of_memory(problem, nodes)
+    return _fair_share_of_work(problem, nodes)
+
+
+def _fair_share_of_work(problem: Problem, nodes: Reduction) -> float:
+    """The largest node, and the work of all shared by the devices, each node on its fastest device."""
+    work = [
+        min(sum(problem.compute_ms(layer, device) for layer in layers) for device in nodes.allowed[node])
+        for node, layers in enumerate(nodes.nodes)
+    ]
+    return max(max(work), sum(work) / problem.most_devices) * (1 - 1e-12)  # sums in another order round differently
+
+
+def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
+    """What the largest node needs for its state, and the state of all shared by the devices."""
+    state = [memory_rules.state_bytes(problem, layer) for layer in problem.layers]
+    largest = max(sum(state[layer] for layer in layers) for layers in nodes.nodes)
+    return float(max(largest, -(-sum(state) // problem.most_devices)))
+
+
+def _critical_path(problem: Problem) -> float:
+    """The longest path through the layers on their fastest devices with free transfers, forwards and backwards."""
+    fastest = _fastest(problem, problem.forward_ms)
+    arcs = [(value.source, reader) for value in problem.values for reader in value.readers]
+    length = _longest_path(range(len(fastest)), fastest, arcs)
+    if problem.training:
+        fastest = _fastest(problem, problem.backward_ms)
+        back = [(r, value.source) for value in problem.values if value.gradient_bytes for r in value.readers]
+        length += _longest_path(range(len(fastest) - 1, -1, -1), fastest, back)
+    return length * (1 - 1e-12)
+
+
+def _fastest(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[float]:
+    return [min(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)]
+
+
+def _longest_path(order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> float:
+    inputs: list[list[int]] = [[] for _ in weight]
+    for source, target in arcs:
+        inputs[target].append(source)
+    finish = [0.0] * len(weight)
+    for layer in order:
+        finish[layer] = max((finish[source] for source in inputs[layer]), default=0.0) + weight[layer]
+    return max(finish)

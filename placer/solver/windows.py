@@ -1,0 +1,73 @@
+"""Between which stages a node can be at all, if no stage may take longer than a bottleneck that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import SLACK, Reduction
+
+MOST_NODES = 4_000
+
+
+def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[tuple[int, int]]:
+    """By node, the first and the last stage that it can be at in a contiguous placement.
+
+    All that a node depends on is at its stage or before, so it cannot be at stage p if that is more work than p + 1
+    stages do in ``upper_ms`` each; the same from the end. Work is reckoned on the fastest device.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes, in topological order.
+        upper_ms: no stage may take longer.
+    """
+    count, stages = len(nodes.nodes), problem.most_devices
+    anywhere = [(0, stages - 1)] * count
+    if count > MOST_NODES or upper_ms <= 0:
+        return anywhere
+    work = [_least_work(problem, layers) for layers in nodes.nodes]
+    arcs = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
+    arcs = {(source, reader) for source, reader in arcs if source != reader}
+    before = _reached(count, [(reader, source) for source, reader in arcs], range(count))
+    behind = _reached(count, list(arcs), range(count - 1, -1, -1))
+    most = upper_ms * (1 + SLACK)
+    windows = []
+    for node in range(count):
+        first = min(int(_total(work, before[node]) / most - SLACK), stages - 1)
+        last = stages - 1 - int(_total(work, behind[node]) / most - SLACK)
+        windows.append((first, last))
+    return windows
+
+
+def _least_work(problem: Problem, layers: Sequence[int]) -> float:
+    devices = range(len(problem.devices))
+    return min(sum(problem.compute_ms(layer, device) for layer in layers) for device in devices)
+
+
+def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:
+    """By node, itself and all that can be reached, as bits; ``order`` has the targets of arcs first."""
+    targets: list[list[int]] = [[] for _ in range(count)]
+    for source, target in arcs:
+        targets[source].append(target)
+    reached = [0] * count
+    for node in order:
+        reached[node] = 1 << node
+        for target in targets[node]:
+            reached[node] |= reached[target]
+    return reached
+
+
+def _total(work: Sequence[float], bits: int) -> float:
+    total = 0.0
+    for node in _members(bits):
+        total += work[node]
+    return total
+
+
+def _members(bits: int) -> list[int]:
+    text = bin(bits)[:1:-1]
+    members, at = [], text.find("1")
+    while at >= 0:
+        members.append(at)
+        at = text.find("1", at + 1)
+    return members
