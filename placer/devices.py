@@ -202,7 +202,7 @@ def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Ca
         NotRecordable: a pass cannot be recorded.
     """
     with torch.cuda.device(device):  # a capture fails while another device is current
-        stream = _recorder(device).stream
+        stream, before = _recorder(device).stream, torch.cuda.current_stream(device)
         try:
             _warm_up(passes, stream)
             pool = torch.cuda.graph_pool_handle()
@@ -216,6 +216,7 @@ def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Ca
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            torch.cuda.set_stream(before)  # a recording that fails may leave its own stream current
             torch.cuda.synchronize(device)
             raise NotRecordable(str(error)) from error
     return [graph.replay for graph in graphs]

@@ -64,10 +64,10 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
     """
     trial.writes = trial.gradients = ()
     log = _StorageLog(trial)
-    saved: set[int] = set()
+    noted: set[tuple[int, int]] = set()
 
     def note(tensor: Tensor) -> Tensor:
-        saved.add(_key(tensor))
+        noted.add(log.identity(tensor))
         return tensor.detach()  # a result that held itself would never be freed
 
     with log, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -76,6 +76,7 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
     if not training:
         fresh = sum(_fresh_writes(trial, log).values())
         return LayerMemory(forward_workspace_bytes=max(0, log.peak_bytes() - fresh) + forward_extra)
+    saved = {key for key, serial in noted if log.serial(key) == serial}  # of what lives still
     return _training_memory(trial, log, saved, forward_extra)
 
 
@@ -156,6 +157,14 @@ class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def live(self) -> dict[int, int]:
         return {key: made.size for key, made in self._made.items()}
+
+    def serial(self, key: int) -> int:
+        """The number of the storage among those made; 0 for one that was there before."""
+        return self._made[key].serial if key in self._made else 0
+
+    def identity(self, tensor: Tensor) -> tuple[int, int]:
+        """The tensor's storage, told apart from an earlier one in the same place."""
+        return _key(tensor), self.serial(_key(tensor))
 
     def begin(self, counted: Iterable[int]) -> None:
         """Start a new peak; of the storages that live already, those counted lower it when they are freed."""

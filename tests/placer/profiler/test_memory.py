@@ -154,3 +154,13 @@ def test_state_that_is_written_as_a_value_takes_no_memory_of_its_own(make_trial:
 def test_measuring_twice_gives_the_same(make_trial: Any) -> None:
     trial = make_trial(lambda x: functional.softmax(x.exp(), 1), [_tensor(BATCH, INSIDE)])
     assert measure_memory(trial, training=True) == measure_memory(trial, training=True)
+
+
+def test_what_autograd_kept_and_dropped_inside_the_layer_is_not_kept(make_trial: Any) -> None:
+    def wasteful(x: Tensor) -> Tensor:
+        for _ in range(5):
+            x.exp().sum()  # kept for a backward pass that can never come
+        return x + 1
+
+    memory = measure_memory(make_trial(wasteful, [_tensor(BATCH, INSIDE)]), training=True)
+    assert (memory.saved_bytes, memory.saved_reads, memory.saved_writes) == (0, set(), set())
