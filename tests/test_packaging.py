@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -97,3 +99,25 @@ def test_the_tested_versions_lie_in_the_ranges() -> None:
 def test_the_command_is_installed() -> None:
     (command,) = (point for point in distribution("torch-placer").entry_points if point.group == "console_scripts")
     assert (command.name, command.value) == ("placer", "placer.cli:main")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_test_runs_lint_types_walls_tables_and_the_suite() -> None:
+    commands = subprocess.run(
+        ["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    ).stdout
+    for command in (
+        "ruff check placer server client benchmarks examples tests",
+        "ruff format --check placer server client benchmarks examples tests",
+        "mypy --strict",
+        "lint-imports",
+        "python -m benchmarks tables --check",
+        "python -P -m pytest --import-mode=importlib",
+    ):
+        assert command in commands
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,20 +10,36 @@ import pytest
 import torch
 from rich.console import Console
 
-from placer import demo
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shows CPU stand-ins")
+from placer import cli, demo
 
 
-def test_the_demo_splits_both_models_and_agrees(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "placer", "demo", "--quick"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+def run_demo(folder: Path, *options: str, **environment: str) -> str:
+    command = [sys.executable, "-P", "-m", "placer", "demo", *options]
+    everything = os.environ | environment
+    result = subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("Placement of") == 2
-    # Half of what one device needs is not enough, so the model was split.
-    assert result.stdout.count("does not fit on one device") == 2
     assert len(re.findall(r"largest difference of (?:outputs|gradients) .*: agree", result.stdout)) == 4
     assert "every split model agrees" in result.stdout
+    return result.stdout
+
+
+def test_the_demo_splits_both_models_on_stand_ins_and_agrees(tmp_path: Path) -> None:
+    text = run_demo(tmp_path, "--quick", CUDA_VISIBLE_DEVICES="")
+    # Half of what one device needs is not enough, so the model was split.
+    assert text.count("does not fit on one device") == 2
+
+
+@pytest.mark.gpu
+def test_the_demo_agrees_on_gpus(tmp_path: Path) -> None:
+    assert "cuda:0" in run_demo(tmp_path)
+
+
+def test_a_model_that_disagrees_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "run", lambda quick: False)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["demo"])
+    assert left.value.code == 1
 
 
 def step(output: float, gradient: float) -> demo.Step:

@@ -23,8 +23,10 @@ Run = Callable[..., str]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     def run(*command: str, **environment: str) -> str:
-        # One thread: two workers with two threads each would wait for one another on two cores.
-        everything = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)} | environment
+        # One thread: two workers with two threads each would wait for one another on two cores. No GPU: stand-ins are
+        # what is tested, and sums on GPUs are not the same from run to run.
+        fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+        everything = os.environ | fixed | environment
         result = subprocess.run(command, cwd=tmp_path, env=everything, capture_output=True, text=True, timeout=240)
         assert result.returncode == 0, result.stderr[-4000:]
         return result.stdout
