@@ -1,0 +1,182 @@
+"""The one form of results: ``benchmarks/results/NAME.json``, and the tables that are made of them.
+
+    {"machine": {...}, "versions": {...}, "command": "...", "date": "...",
+     "rows": [{"case", "measure", "unit", "value", "spread", "target", "met", "peers": {name: value}}]}
+
+``value`` is None where there is none (a run that timed out); ``spread`` is [smallest, largest] or None; ``target`` is what
+was asked for, also where it is missed, or None; ``met`` says which, or None without a target.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch-placer", "ortools", "torch", "numpy", "pydantic", "fastapi", "uvicorn")
+FIELDS = ("case", "measure", "unit", "value", "spread", "target", "met", "peers")
+
+Row = Mapping[str, Any]
+
+
+def row(
+    case: str,
+    measure: str,
+    unit: str,
+    value: float | None,
+    *,
+    spread: tuple[float, float] | None = None,
+    target: float | None = None,
+    smaller_is_better: bool = True,
+    met: bool | None = None,
+    peers: Mapping[str, float | None] | None = None,
+) -> dict[str, Any]:
+    """One result.
+
+    Args:
+        case: what was run.
+        measure: what was measured of it.
+        unit: of the value, its spread, target and peers.
+        value: the result, the median of several; None if there is none.
+        spread: the smallest and the largest.
+        target: what was asked for.
+        smaller_is_better: whether the target is met from below.
+        met: whether it is met, where that is not a matter of smaller or larger.
+        peers: the same measure of what one would use instead, by name.
+    """
+    if target is not None and met is None:
+        met = value is not None and (value <= target if smaller_is_better else value >= target)
+    return {
+        "case": case,
+        "measure": measure,
+        "unit": unit,
+        "value": value,
+        "spread": list(spread) if spread else None,
+        "target": target,
+        "met": met,
+        "peers": dict(peers or {}),
+    }
+
+
+def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
+    """Write the results of one benchmark.
+
+    Args:
+        name: of the benchmark.
+        rows: its results, with the fields that ``row`` gives.
+        folder: where to.
+
+    Raises:
+        ValueError: a row lacks a field, or has another.
+    """
+    rows = [dict(entry) for entry in rows]
+    for entry in rows:
+        if set(entry) != set(FIELDS):
+            raise ValueError(f"row {entry.get('case')!r} has the fields {sorted(entry)}; wanted are {sorted(FIELDS)}")
+    content = {
+        "machine": machine(),
+        "versions": versions(),
+        "command": f"python -m benchmarks {name}",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "rows": rows,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """The results of one benchmark."""
+    content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return content
+
+
+def machine() -> dict[str, Any]:
+    """The processor, the cores that this process may use, and the GPUs, if any."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": _cpu(), "cores": cores, "gpus": _gpus()}
+
+
+def _cpu() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.split("\n")[:-1]
+
+
+def versions() -> dict[str, str]:
+    """Of python and the packages that matter, where installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def table(name: str, folder: Path = RESULTS) -> str:
+    """The results of one benchmark as a markdown table, with the machine below."""
+    content = read(name, folder)
+    rows = content["rows"]
+    peers = list(dict.fromkeys(peer for entry in rows for peer in entry["peers"]))
+    head = ["case", "measure", "value", "target", "met", *peers]
+    lines = [head, ["---"] * len(head), *(_cells(entry, peers) for entry in rows)]
+    where = content["machine"]
+    gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""
+    made = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
+    return "\n".join(
+        [
+            *("| " + " | ".join(line) + " |" for line in lines),
+            "",
+            f"{where['cpu']}, {where['cores']} cores{gpus}; {made}; {content['date']}; `{content['command']}`.",
+        ]
+    )
+
+
+def _cells(entry: Row, peers: Iterable[str]) -> list[str]:
+    unit = entry["unit"]
+    met = {True: "yes", False: "no", None: ""}[entry["met"]]
+    value = _shown(entry["value"], unit)
+    if entry["spread"]:
+        value += f" ({_shown(entry['spread'][0])}-{_shown(entry['spread'][1])})"
+    target = _shown(entry["target"], unit) if entry["target"] is not None else ""
+    others = [_shown(entry["peers"][peer], unit) if peer in entry["peers"] else "" for peer in peers]
+    return [entry["case"], entry["measure"], value, target, met, *others]
+
+
+def _shown(value: float | None, unit: str = "") -> str:
+    if value is None:
+        return "-"
+    text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{text} {unit}".strip()
+
+
+def with_tables(text: str, folder: Path = RESULTS) -> str:
+    """A text in which every table between its two markers is made anew."""
+
+    def renewed(found: re.Match[str]) -> str:
+        name = found.group(1)
+        return f"<!-- table {name} -->\n{table(name, folder)}\n<!-- end table {name} -->"
+
+    return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end table \1 -->", renewed, text, flags=re.DOTALL)

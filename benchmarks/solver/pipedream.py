@@ -1,0 +1,97 @@
+"""Measured profiles of PipeDream (MIT licence, Microsoft), as placement requests.
+
+A line is a layer, ``node4 -- Conv2d(...) -- forward_compute_time=ms, backward_compute_time=ms, activation_size=bytes or
+[bytes; bytes], parameter_size=bytes``, or, after a tab, an edge, ``node4 -- node5``.
+"""
+
+import re
+from itertools import permutations
+from pathlib import Path
+
+from placer.schema import Cluster, Device, Edge, Layer, Link, PlacementRequest, Profile
+from placer.solver.components import topological_order
+
+WORKLOADS = Path(__file__).parent.parent / "workloads" / "pipedream"
+NAMES = ("densenet121", "gnmt_large", "nasnetamobile", "resnet101", "vgg16")
+
+_LAYER = re.compile(
+    r"(\w+) -- (.*) -- forward_compute_time=([\d.]+), backward_compute_time=([\d.]+), "
+    r"activation_size=(\[.*\]|[\d.]+), parameter_size=([\d.]+)"
+)
+
+
+def request(name: str, devices: int, *, memory_bytes: int = 2**40, **asked: object) -> PlacementRequest:
+    """A training request for a published profile on alike devices with links of 10 GB/s.
+
+    Args:
+        name: of the profile.
+        devices: how many.
+        memory_bytes: of each device.
+        asked: further fields of the request.
+    """
+    names = [f"device:{index}" for index in range(devices)]
+    cluster = Cluster(
+        devices=tuple(Device(name=device, type="published", memory_bytes=memory_bytes) for device in names),
+        links=tuple(Link(source=a, target=b, bandwidth_bytes_per_s=10e9) for a, b in permutations(names, 2)),
+    )
+    return PlacementRequest.model_validate({"profile": profile(name), "cluster": cluster, **asked})
+
+
+def profile(name: str) -> Profile:
+    """A published profile; its graph's value is read by all of a layer's successors, and its gradient is as large."""
+    layers, edges = _read(WORKLOADS / f"{name}.txt")
+    numbers = {label: index for index, label in enumerate(layers)}
+    labels = list(layers)
+    order = [labels[i] for i in topological_order(len(labels), [(numbers[a], numbers[b]) for a, b in edges])]
+    readers: dict[str, list[str]] = {label: [] for label in order}
+    for source, target in edges:
+        readers[source].append(target)
+    return Profile(
+        model=name,
+        training=True,
+        layers=tuple(_layer(label, *layers[label]) for label in order),
+        edges=tuple(
+            Edge(
+                source=label,
+                targets=tuple(readers[label]),
+                bytes=_bytes(layers[label][3]),
+                gradient_bytes=_bytes(layers[label][3]),
+                saved_by=tuple(readers[label]),
+            )
+            for label in order
+            if readers[label]
+        ),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, str]]]:
+    layers: dict[str, tuple[str, ...]] = {}
+    edges: list[tuple[str, str]] = []
+    for line in path.read_text().splitlines():
+        if line.startswith("\t"):
+            source, _, target = line.strip().split()
+            edges.append((source, target))
+        elif match := _LAYER.fullmatch(line):
+            label, *rest = match.groups()
+            layers[label] = tuple(rest)
+        elif line.strip():
+            label, text = line.split(" -- ")[:2]
+            layers[label] = (text, "0", "0", "0", "0")
+    return layers, edges
+
+
+def _layer(label: str, text: str, forward: str, backward: str, activation: str, parameters: str) -> Layer:
+    size = round(float(parameters))
+    return Layer(
+        name=label,
+        module=text[:512],
+        forward_ms={"published": float(forward)},
+        backward_ms={"published": float(backward)},
+        param_bytes=size,
+        grad_bytes=size,
+        optimizer_bytes=2 * size,
+    )
+
+
+def _bytes(activation: str) -> int:
+    return sum(round(float(part)) for part in activation.strip("[]").split(";"))
