@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 import math
+import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 
 from placer.errors import ServerError
 
 from .settings import Settings
+
+log = logging.getLogger("placer_server")
 
 
 class Server(uvicorn.Server):
@@ -29,6 +36,7 @@ class Server(uvicorn.Server):
             host=settings.host,
             port=settings.port,
             log_level=settings.log_level,
+            log_config=_log_config(settings),
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=math.ceil(settings.stop_grace_s + 3),
@@ -43,10 +51,20 @@ class Server(uvicorn.Server):
         except SystemExit:  # how uvicorn leaves when the application does not start; ``not_started`` says why
             pass
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say where."""
+        await super().startup(sockets)
+        if self.started and sockets:
+            log.info("serving on %s", _url(sockets[0]))
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called on SIGTERM and SIGINT."""
+        """Called on SIGTERM and SIGINT; a second Ctrl-C does not wait for what was begun.
+
+        uvicorn would raise the signal again at the end; a service that was asked to stop, and did, ends with 0.
+        """
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
         self.stop()
-        super().handle_exit(sig, frame)
 
     def stop(self) -> None:
         """End the solves, answer those who wait, and end. Safe from any thread."""
@@ -97,6 +115,14 @@ def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
         finally:
             server.stop()
             thread.join()
+
+
+def _log_config(settings: Settings) -> dict[str, Any]:
+    """What uvicorn logs with, for the service's log as well."""
+    config = copy.deepcopy(LOGGING_CONFIG)
+    level = settings.log_level.upper()
+    config["loggers"]["placer_server"] = {"handlers": ["default"], "level": level, "propagate": False}
+    return config
 
 
 def _listener(settings: Settings) -> socket.socket:

@@ -58,7 +58,7 @@ def start(solver: str, folder: str, **settings: object) -> tuple[subprocess.Pope
         port = free.getsockname()[1]
     given = {"port": port, "database": f"{folder}/placements.db", "log_level": "error", **settings}
     environment = {**os.environ, **{f"PLACER_{name.upper()}": str(value) for name, value in given.items()}}
-    command = ["-m", "benchmarks.service.server", solver] if solver else ["-m", "placer", "serve"]
+    command = ["-m", "benchmarks.service", solver] if solver else ["-m", "placer", "serve"]
     return subprocess.Popen([sys.executable, *command], env=environment), port
 
 
@@ -73,11 +73,3 @@ def wait_ready(port: int, path: str = "/readyz") -> None:
             pass
         time.sleep(0.005)
     raise TimeoutError(f"the service did not answer {path} within {START_S} s")
-
-
-if __name__ == "__main__":
-    from placer_server.app import run
-
-    from . import solvers
-
-    run(solver=getattr(solvers, sys.argv[1]))
