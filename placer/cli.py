@@ -67,7 +67,7 @@ Forbidden = Annotated[
 ]
 MaxDevices = Annotated[int | None, typer.Option(min=1, help="use at most so many devices")]
 Contiguous = Annotated[
-    bool | None, typer.Option("--contiguous/--free", help="whether a stage may be left and come back to")
+    bool | None, typer.Option("--contiguous/--free", help="a stage is never left and come back to; or it may be")
 ]
 TimeLimit = Annotated[float, typer.Option(min=0.001, help="seconds to solve; then the best so far is the answer")]
 Server = Annotated[
