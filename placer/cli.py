@@ -16,6 +16,28 @@ from rich.markup import escape
 
 import placer
 from placer import errors
+from placer.cli_options import (
+    Arguments,
+    AsJson,
+    Chunks,
+    Contiguous,
+    Devices,
+    Forbidden,
+    Granularity,
+    Inference,
+    Inputs,
+    MaxDevices,
+    Memory,
+    Model,
+    ObjectiveOption,
+    Optimizer,
+    Output,
+    Pins,
+    ScheduleOption,
+    Server,
+    TimeLimit,
+    TransfersOption,
+)
 from placer.errors import InputError, PlacerError
 from placer.report.explain import table
 from placer.request_spec import limited, request_for, rules
@@ -34,45 +56,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 err = Console(stderr=True)
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="package.module:callable, as placer.zoo.resnet:resnet50")]
-Arguments = Annotated[list[str], typer.Option("--arg", metavar="KEY=VALUE", help="an argument of the callable")]
-Inputs = Annotated[
-    list[str],
-    typer.Option(
-        "--input", "-i", metavar="[NAME=]SHAPE[:DTYPE]", help="an example input, as 8x3x224x224 or ids=2x16:int64"
-    ),
-]
-Devices = Annotated[
-    str | None, typer.Option(help="a count, or names: cuda:0,cuda:1 or cpu:0,cpu:1; all that are here if left out")
-]
-Memory = Annotated[
-    list[str],
-    typer.Option("--memory", metavar="[DEVICE=]SIZE", help="what a placement may use of a device, or of each: 8GiB"),
-]
-Inference = Annotated[bool, typer.Option("--inference", help="place inference; a training step otherwise")]
-Optimizer = Annotated[str, typer.Option(help="whose state counts in training: adam, sgd, ... or none")]
-Granularity = Annotated[str, typer.Option(help="how layers are cut: auto, submodule, fine or a depth")]
-Output = Annotated[str | None, typer.Option("--output", "-o", help="write the JSON to this file; - for stdout")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON on a terminal too")]
-ObjectiveOption = Annotated[str, typer.Option("--objective", help="what is made small: throughput, latency or memory")]
-Chunks = Annotated[int, typer.Option(min=1, help="micro-batches in a batch")]
-ScheduleOption = Annotated[str, typer.Option("--schedule", help="order of micro-batches: fill-drain or 1f1b")]
-TransfersOption = Annotated[
-    str, typer.Option("--transfers", help="added: computes, then transfers; or overlapped: the larger of the two")
-]
-Pins = Annotated[list[str], typer.Option("--pin", metavar="LAYER=DEVICE", help="the layer must be on the device")]
-Forbidden = Annotated[
-    list[str], typer.Option("--forbid", metavar="LAYER=DEVICE", help="the layer must not be there; * for every layer")
-]
-MaxDevices = Annotated[int | None, typer.Option(min=1, help="use at most so many devices")]
-Contiguous = Annotated[
-    bool | None, typer.Option("--contiguous/--free", help="a stage is never left and come back to; or it may be")
-]
-TimeLimit = Annotated[float, typer.Option(min=0.001, help="seconds to solve; then the best so far is the answer")]
-Server = Annotated[
-    str | None, typer.Option(metavar="URL", envvar="PLACER_URL", help="ask this service; solve here if left out")
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -257,6 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _exit_code(error: PlacerError) -> int:
     kinds = {
         errors.InputError: 2,
+        errors.CaptureError: 2,  # the model fails on the inputs
         errors.InfeasibleError: 3,
         errors.SolveLimitError: 4,
         errors.ServerError: 5,
@@ -345,8 +329,11 @@ def _ask(request: PlacementRequest, server: str | None) -> Placement:
 
 def _emit(subject: Profile | Placement, output: str | None, as_json: bool) -> None:
     """JSON to where it was asked for or to a pipe; a table to a terminal."""
-    if output not in (None, "-"):
-        Path(str(output)).write_text(subject.to_json() + "\n")
+    if output is not None and output != "-":
+        try:
+            Path(output).write_text(subject.to_json() + "\n")
+        except OSError as error:
+            raise InputError(f"cannot write {output}: {error.strerror}") from error
     if as_json or output == "-" or (output is None and not sys.stdout.isatty()):
         _print_json(subject)
     elif sys.stdout.isatty():
@@ -361,15 +348,16 @@ def _read(file: str) -> str:
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file}: {error}") from error
+        raise InputError(f"cannot read {file}: {getattr(error, 'strerror', error)}") from error
 
 
 def _load(file: str) -> Profile | Placement | PlacementRequest | Cluster:
     """What a JSON file holds, told by its fields."""
     import json
 
+    text = _read(file)
     try:
-        content = json.loads(_read(file))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not JSON: {error}") from error
     fields: Any = content if isinstance(content, dict) else {}

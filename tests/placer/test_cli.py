@@ -150,6 +150,11 @@ def test_profile_finds_a_model_in_the_working_directory(
         (["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "cuda:7=1GiB"], "there is no device 'cuda:7'"),
         (["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "much"], "'much' is no size"),
         (["placer.zoo.toy:ToyModel"], "--input"),
+        (["placer.zoo.toy:ToyModel", "-i", "2x11"], "the model fails on the example inputs"),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", "2x10", "-o", "/no/such/folder/x"],
+            "cannot write /no/such/folder/x: No such",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(run: Run, arguments: list[str], message: str) -> None:
@@ -274,7 +279,7 @@ def test_what_is_no_profile_is_refused_with_exit_code_2(run: Run, content: str, 
         (["--schedule", "soon"], "'fill-drain' or '1f1b'"),
         (["--transfers", "none"], "'added' or 'overlapped'"),
         (["--chunks", "0"], "--chunks"),
-        (["--cluster", "absent.json"], "cannot read absent.json"),
+        (["--cluster", "absent.json"], "cannot read absent.json: No such file"),
     ],
 )
 def test_bad_options_of_solve_are_exit_code_2(run: Run, chain_file: Path, arguments: list[str], message: str) -> None:

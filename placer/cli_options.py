@@ -1,0 +1,46 @@
+"""The options that several commands of ``placer`` share, each once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="package.module:callable, as placer.zoo.resnet:resnet50")]
+Arguments = Annotated[list[str], typer.Option("--arg", metavar="KEY=VALUE", help="an argument of the callable")]
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input", "-i", metavar="[NAME=]SHAPE[:DTYPE]", help="an example input, as 8x3x224x224 or ids=2x16:int64"
+    ),
+]
+Devices = Annotated[
+    str | None, typer.Option(help="a count, or names: cuda:0,cuda:1 or cpu:0,cpu:1; all that are here if left out")
+]
+Memory = Annotated[
+    list[str],
+    typer.Option("--memory", metavar="[DEVICE=]SIZE", help="what a placement may use of a device, or of each: 8GiB"),
+]
+Inference = Annotated[bool, typer.Option("--inference", help="place inference; a training step otherwise")]
+Optimizer = Annotated[str, typer.Option(help="whose state counts in training: adam, sgd, ... or none")]
+Granularity = Annotated[str, typer.Option(help="how layers are cut: auto, submodule, fine or a depth")]
+Output = Annotated[str | None, typer.Option("--output", "-o", help="write the JSON to this file; - for stdout")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON on a terminal too")]
+ObjectiveOption = Annotated[str, typer.Option("--objective", help="what is made small: throughput, latency or memory")]
+Chunks = Annotated[int, typer.Option(min=1, help="micro-batches in a batch")]
+ScheduleOption = Annotated[str, typer.Option("--schedule", help="order of micro-batches: fill-drain or 1f1b")]
+TransfersOption = Annotated[
+    str, typer.Option("--transfers", help="added: computes, then transfers; or overlapped: the larger of the two")
+]
+Pins = Annotated[list[str], typer.Option("--pin", metavar="LAYER=DEVICE", help="the layer must be on the device")]
+Forbidden = Annotated[
+    list[str], typer.Option("--forbid", metavar="LAYER=DEVICE", help="the layer must not be there; * for every layer")
+]
+MaxDevices = Annotated[int | None, typer.Option(min=1, help="use at most so many devices")]
+Contiguous = Annotated[
+    bool | None, typer.Option("--contiguous/--free", help="a stage is never left and come back to; or it may be")
+]
+TimeLimit = Annotated[float, typer.Option(min=0.001, help="seconds to solve; then the best so far is the answer")]
+Server = Annotated[
+    str | None, typer.Option(metavar="URL", envvar="PLACER_URL", help="ask this service; solve here if left out")
+]
