@@ -9,8 +9,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from .problem import Problem, clip
+from .routes import router
 
 log = logging.getLogger("placer_server")
 
@@ -37,12 +39,19 @@ async def _on_http(request: Request, error: Exception) -> Response:
             404, "no-such-path", "There is no such path", f"there is nothing at {path}; see /openapi.json"
         )
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(_methods(request))
         detail = f"{clip(request.method, 40)} is not possible on {path}; it takes {allowed}"
-        problem = Problem(405, "method", "The method is not possible here", detail, headers=error.headers)
+        problem = Problem(405, "method", "The method is not possible here", detail, headers={"Allow": allowed})
     else:
         problem = Problem(error.status_code, "http", "The request failed", str(error.detail), headers=error.headers)
     return problem.response()
+
+
+def _methods(request: Request) -> list[str]:
+    """The methods of every route of the request's path; the framework names those of the first alone."""
+    every = [*router.routes, *request.app.routes]
+    routes = [route for route in every if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 
 
 async def _on_parameters(request: Request, error: Exception) -> Response:
