@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from placer.errors import InputError
+from placer.graph.structure import flatten
 
 
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -33,6 +34,13 @@ def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, tuple) and not hasattr(example_inputs, "_fields"):
         return example_inputs, {}
     return (example_inputs,), {}
+
+
+def trackable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The arguments, and their tensors in order; those made in inference mode, which autograd refuses, are copied."""
+    tensors, structure = flatten((args, kwargs))
+    tensors = [item.clone() if isinstance(item, Tensor) and item.is_inference() else item for item in tensors]
+    return structure.unflatten(tensors), tensors
 
 
 @contextmanager

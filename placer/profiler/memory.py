@@ -67,7 +67,8 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
     noted: set[tuple[int, int]] = set()
 
     def note(tensor: Tensor) -> Tensor:
-        noted.add(log.identity(tensor))
+        if tensor.layout == torch.strided:
+            noted.add(log.identity(tensor))
         return tensor.detach()  # a result that held itself would never be freed
 
     with log, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -183,7 +184,7 @@ class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == self._device:
+            if isinstance(tensor, Tensor) and tensor.device.type == self._device and tensor.layout == torch.strided:
                 self._see(tensor)
         return result
 

@@ -67,19 +67,24 @@ class OptimizerState:
         return self._tried[key]
 
     def _step(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
-        parameter = nn.Parameter(torch.full(shape, 0.5).to(dtype))
-        parameter.grad = torch.full(shape, 0.25).to(dtype)
-        try:
-            with torch.enable_grad():
-                optimizer = self._make([parameter], **options)
-                optimizer.step(lambda: 0.0)
-        except Exception as error:
-            raise ProfilingError(
-                f"optimizer {self.name} failed on a parameter of shape {shape} and {dtype}: {error}; "
-                "give another optimizer, or None to leave its state out"
-            ) from error
-        kept = tree_leaves([dict(state) for state in optimizer.state.values()])
-        return sum(tensor_bytes(item) for item in kept if isinstance(item, Tensor))
+        dense = torch.full(shape, 0.25).to(dtype)
+        failure: Exception | None = None
+        for gradient in (dense, dense.to_sparse(1) if shape else dense):  # SparseAdam takes sparse ones alone
+            parameter = nn.Parameter(torch.full(shape, 0.5).to(dtype))
+            parameter.grad = gradient
+            try:
+                with torch.enable_grad():
+                    optimizer = self._make([parameter], **options)
+                    optimizer.step(lambda: 0.0)
+            except Exception as error:  # whatever the user's optimizer may raise
+                failure = failure or error
+                continue
+            kept = tree_leaves([dict(state) for state in optimizer.state.values()])
+            return sum(tensor_bytes(item) for item in kept if isinstance(item, Tensor))
+        raise ProfilingError(
+            f"optimizer {self.name} failed on a parameter of shape {shape} and {dtype}: {failure}; "
+            "give another optimizer, or None to leave its state out"
+        ) from failure
 
 
 def _factory(

@@ -17,7 +17,6 @@ from placer.errors import InputError, ProfilingError
 from placer.graph.capture import capture
 from placer.graph.granularity import Granularity
 from placer.graph.layers import Layer, LayerGraph, tensor_bytes
-from placer.graph.structure import flatten
 from placer.profiler import inputs
 from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
 from placer.profiler.links import links_to_measure
@@ -74,12 +73,12 @@ def profile(
     by_type: dict[str, torch.device] = {}
     for device in found:
         by_type.setdefault(type_name(device), device)
-    with unobserved(), keep_random_state(found), inputs.mode(model, training):
+    with unobserved(), keep_random_state(found), torch.inference_mode(False), inputs.mode(model, training):
+        (args, kwargs), tensors = inputs.trackable(args, kwargs)
         graph = capture(model, args, kwargs, granularity=granularity)
         if not graph.layers:
             raise ProfilingError(f"{type(model).__name__} has no operations, so there is nothing to place")
         steps = len(graph.layers) * len(by_type) + links_to_measure(found)
-        tensors, _ = flatten((args, kwargs))
         with progress_bar(progress, steps) as step:
             measured = {
                 name: measure_layers(graph, tensors, device, training, repeats, step)

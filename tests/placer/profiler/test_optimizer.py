@@ -91,6 +91,11 @@ def test_what_is_no_optimizer_is_refused() -> None:
         OptimizerState(3)  # type: ignore[arg-type]
 
 
+def test_an_optimizer_of_sparse_gradients_gets_them() -> None:
+    parameter = nn.Parameter(torch.randn(20, 30))
+    assert OptimizerState("SparseAdam").bytes(parameter) >= 2 * parameter.nbytes
+
+
 def test_a_failing_step_names_optimizer_and_shape() -> None:
-    with pytest.raises(ProfilingError, match=r"optimizer SparseAdam failed on a parameter of shape \(3,\)"):
-        OptimizerState("SparseAdam").bytes(nn.Parameter(torch.randn(3)))
+    with pytest.raises(ProfilingError, match=r"optimizer Muon failed on a parameter of shape \(3,\).*2D"):
+        OptimizerState("Muon").bytes(nn.Parameter(torch.randn(3)))

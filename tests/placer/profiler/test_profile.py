@@ -274,6 +274,20 @@ def test_a_profile_of_two_hundred_layers_is_small() -> None:
     assert len(large.to_json()) < 100_000
 
 
+def test_sparse_gradients_profile() -> None:
+    model = nn.Sequential(nn.Embedding(100, 8, sparse=True), nn.Linear(8, 4))
+    found = _profile(model, torch.arange(6).reshape(2, 3), optimizer="sgd")
+    assert [layer.grad_bytes for layer in found.layers] == [4 * 800, 4 * 36]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_measured_wherever_it_is_called(context: Any) -> None:
+    model = nn.Linear(4, 4)
+    with context():
+        found = _profile(model, torch.randn(2, 4))
+    assert found.layers[0].saved_bytes == 4 * 8
+
+
 def test_a_model_that_cannot_be_captured_profiles() -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:
