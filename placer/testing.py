@@ -31,7 +31,8 @@ __all__ = ["MixedDevicesError", "logical_devices"]
 
 _HOST = -1
 _ANYWHERE = -2
-"""Of a tensor that autograd made from nothing: it knows its own device as a bare ``cpu``, so it joins what it meets."""
+"""Of a tensor that autograd, or an operation made of others, made from nothing: it knows the device of its inputs as a bare
+``cpu``, so it joins what it meets."""
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
 _BETWEEN_DEVICES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_copy_from"}
 _PURGE_EVERY = 4096
@@ -70,6 +71,7 @@ class _Tags:
     def __init__(self) -> None:
         self._of: dict[int, tuple[StorageWeakRef, int]] = {}
         self._writes = 0
+        self.inside_operation = False  # whether what is dispatched now is a part of an operation on tensors
 
     def get(self, tensor: Tensor) -> int:
         try:
@@ -122,8 +124,8 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         given = kwargs.get("device")
         place = self._place(name, args, kwargs)
         if given is not None and given.type == devices.CPU:
-            in_backward = torch._C._current_graph_task_id() != -1
-            nowhere = _ANYWHERE if in_backward else _HOST
+            is_part = self._tags.inside_operation or torch._C._current_graph_task_id() != -1
+            nowhere = _ANYWHERE if is_part else _HOST
             place = nowhere if given.index is None else given.index
         result = func(*args, **kwargs)
         self._tag(result, place)
@@ -201,7 +203,12 @@ class _CopiesAndQueries(TorchFunctionMode):
             return devices.move(args[0], torch.device("cpu"))
         if func is torch.Tensor.to:
             return self._to(*args, **kwargs)
-        return func(*args, **kwargs)
+        outer = self._tags.inside_operation
+        self._tags.inside_operation = any(isinstance(item, Tensor) for item in tree_leaves((args, kwargs)))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._tags.inside_operation = outer
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         duplicate = bool(kwargs.pop("copy", False))
