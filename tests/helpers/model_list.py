@@ -1,0 +1,228 @@
+"""The models that must be captured and run split, shared by the tests of capture, execution and GPUs.
+
+case = CASES["resnet18"]
+model, (args, kwargs) = case.make(), case.inputs(training=True)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from small_models import DiffusionUNet, Skips, StackedLSTMs, Tagger
+from torch import Tensor, nn
+
+from placer.zoo import SeqNet, ToyModel, gpt, resnet18, resnet50, unet
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model of the list.
+
+    Attributes:
+        name: for test ids.
+        make: builds it; random weights, small where that changes no structure.
+        inputs: training -> (args, kwargs).
+        large: takes seconds: one map a mode is enough.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[bool], Inputs]
+    large: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def torchvision_models() -> Any:
+    """torchvision's models, also where torchvision was installed without its compiled operators."""
+    if not _operators:
+        _operators.append(torch.library.Library("torchvision", "FRAGMENT"))
+    try:
+        import torchvision.models as models
+    except RuntimeError:
+        for operator in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor", "qnms() -> ()"):
+            with contextlib.suppress(RuntimeError):
+                _operators[0].define(operator)
+    models = pytest.importorskip("torchvision.models")
+    return models
+
+
+_operators: list[torch.library.Library] = []  # an operator goes when its library does
+
+
+def _vision(name: str, size: int = 64, training_size: int | None = None, **options: Any) -> Case:
+    def make() -> nn.Module:
+        model: nn.Module = getattr(torchvision_models(), name)(weights=None, **options)
+        return model
+
+    def inputs(training: bool) -> Inputs:
+        pixels = training_size if training and training_size else size
+        return (torch.randn(2, 3, pixels, pixels),), {}
+
+    return Case(name, make, inputs, large=True)
+
+
+def _small_vit() -> nn.Module:
+    """vit_b_16's class and depth at a smaller width: 86 million parameters would only add time."""
+    vit: nn.Module = torchvision_models().VisionTransformer(
+        image_size=48, patch_size=16, num_layers=12, num_heads=4, hidden_dim=32, mlp_dim=64, dropout=0.1
+    )
+    return vit
+
+
+def _small_swin() -> nn.Module:
+    """swin_t's class with half its blocks, at a smaller width."""
+    swin: nn.Module = torchvision_models().SwinTransformer(
+        patch_size=[4, 4],
+        embed_dim=16,
+        depths=[2, 2, 2],
+        num_heads=[1, 2, 4],
+        window_size=[7, 7],
+        stochastic_depth_prob=0.2,
+        num_classes=10,
+    )
+    return swin
+
+
+def _small_convnext() -> nn.Module:
+    """convnext_tiny's class and stages, at a smaller width and depth."""
+    convnext = torchvision_models().convnext
+    stages = [convnext.CNBlockConfig(16, 32, 2), convnext.CNBlockConfig(32, 48, 2), convnext.CNBlockConfig(48, None, 2)]
+    model: nn.Module = convnext.ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=10)
+    return model
+
+
+def _fcn() -> nn.Module:
+    torchvision_models()
+    from torchvision.models.segmentation import fcn_resnet50
+
+    model: nn.Module = fcn_resnet50(weights=None, weights_backbone=None, num_classes=3, aux_loss=True)
+    return model
+
+
+def _image(training: bool) -> Inputs:
+    return (torch.randn(2, 3, 64, 64),), {}
+
+
+VISION = [
+    Case("zoo_resnet18", resnet18, _image, large=True),
+    Case("zoo_resnet50", resnet50, _image, large=True),
+    _vision("resnet18"),
+    _vision("resnet50"),
+    _vision("googlenet", init_weights=False, aux_logits=True),
+    _vision("inception_v3", size=96, training_size=299, init_weights=False, aux_logits=True),
+    _vision("densenet121"),
+    Case("vit_b_16", _small_vit, lambda training: ((torch.randn(2, 3, 48, 48),), {}), large=True),
+    Case("swin_t", _small_swin, _image, large=True),
+    Case("fcn_resnet50", _fcn, _image, large=True),
+    _vision("mobilenet_v3_small"),
+    _vision("efficientnet_b0"),
+    Case("convnext_tiny", _small_convnext, _image, large=True),
+    _vision("shufflenet_v2_x1_0"),
+]
+
+
+def _transformers() -> Any:
+    torchvision_models()  # transformers imports torchvision, and fails where its compiled operators are missing
+    return pytest.importorskip("transformers")
+
+
+def _transformer(name: str, config: str, labels: bool = False, **options: Any) -> Case:
+    def make() -> nn.Module:
+        transformers = _transformers()
+        model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(vocab_size=50, **options))
+        return model
+
+    def inputs(training: bool) -> Inputs:
+        tokens = {"input_ids": torch.randint(3, 50, (2, 8))}
+        if labels:
+            tokens["labels"] = torch.randint(3, 50, (2, 6))
+        return (), tokens
+
+    return Case(name, make, inputs)
+
+
+def _vit() -> nn.Module:
+    transformers = _transformers()
+    vit: nn.Module = transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=16, patch_size=8, **_SIZES)
+    )
+    return vit
+
+
+_SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+_MIXED = {"num_key_value_heads": 2, **_SIZES}
+
+LANGUAGE = [
+    _transformer("GPT2LMHeadModel", "GPT2Config", n_layer=2, n_embd=32, n_head=4, n_positions=16),
+    _transformer("BertForMaskedLM", "BertConfig", **_SIZES),
+    _transformer(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        labels=True,
+        num_layers=2,
+        d_model=32,
+        num_heads=4,
+        d_kv=8,
+        d_ff=48,
+        decoder_start_token_id=0,
+    ),
+    _transformer("LlamaForCausalLM", "LlamaConfig", **_MIXED),
+    # Its default, grouped_mm, has no float64 kernel.
+    _transformer(
+        "MixtralForCausalLM", "MixtralConfig", num_local_experts=4, experts_implementation="batched_mm", **_MIXED
+    ),
+    Case("ViTForImageClassification", _vit, lambda training: ((torch.randn(2, 3, 16, 16),), {})),
+]
+
+
+def _tokens(training: bool) -> Inputs:
+    return (torch.randint(0, 20, (3, 7)),), {}
+
+
+SMALL = [
+    Case("toy", ToyModel, lambda training: ((torch.randn(4, 10),), {})),
+    Case("seqnet", SeqNet, lambda training: ((torch.randn(4, 1, 8, 8),), {})),
+    Case("unet", lambda: unet(width=4), lambda training: ((torch.randn(2, 3, 32, 32),), {})),
+    Case("unet_bilinear", lambda: unet(width=4, bilinear=True), lambda training: ((torch.randn(2, 3, 32, 32),), {})),
+    Case(
+        "gpt",
+        lambda: gpt(layers=3, width=16, heads=2, context=8, vocabulary=20, dropout=0.1),
+        lambda training: ((torch.randint(0, 20, (3, 8)),), {}),
+    ),
+    Case(
+        "gpt_tied",
+        lambda: gpt(layers=2, width=16, heads=2, context=8, vocabulary=20, tied=True),
+        lambda training: ((torch.randint(0, 20, (3, 8)),), {}),
+    ),
+    Case(
+        "diffusion_unet",
+        DiffusionUNet,
+        lambda training: ((torch.randn(2, 3, 8, 8), torch.tensor([3, 40])), {"return_dict": True}),
+    ),
+    Case("lstm_bidirectional", Tagger, _tokens),
+    Case("lstm_time_first", lambda: Tagger(bidirectional=False, batch_first=False, layers=1), _tokens),
+    Case("lstm_stacked", StackedLSTMs, lambda training: ((torch.randn(3, 5, 4),), {})),
+    Case("skips", Skips, lambda training: ((torch.randn(4, 5),), {})),
+]
+
+CASES: dict[str, Case] = {case.name: case for case in (*SMALL, *LANGUAGE, *VISION)}
+
+
+def converted(nest: Any, dtype: torch.dtype) -> Any:
+    """Inputs with their floating point tensors in another dtype."""
+    if isinstance(nest, Tensor):
+        return nest.to(dtype) if nest.is_floating_point() else nest
+    if isinstance(nest, dict):
+        return {key: converted(value, dtype) for key, value in nest.items()}
+    if isinstance(nest, tuple):
+        return tuple(converted(value, dtype) for value in nest)
+    return nest

@@ -1,0 +1,131 @@
+"""Running a model split and unsplit, and comparing all that a user could see of it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer import DataFlow
+from placer.graph.structure import flatten
+from placer.schema import Placement
+
+TOLERANCE = 1e-10
+
+
+@dataclass
+class Outcome:
+    """What one forward and backward pass left behind."""
+
+    result: Any
+    tensors: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def step(
+    run: Callable[..., Any], model: nn.Module, args: Iterable[Any], kwargs: dict[str, Any], seed: int = 1
+) -> Outcome:
+    """One forward pass, and a backward pass from everything that it returns.
+
+    Args:
+        run: the model, or a flow around it.
+        model: whose gradients and buffers are looked at.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        seed: of dropout.
+    """
+    model.zero_grad()
+    torch.manual_seed(seed)
+    result = run(*args, **kwargs)
+    tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+    differentiable = [leaf for leaf in tensors if leaf.requires_grad]
+    if differentiable:
+        loss(differentiable).backward()
+    return Outcome(
+        result,
+        [leaf.detach().cpu().clone() for leaf in tensors],
+        {name: _copy(parameter.grad) for name, parameter in model.named_parameters()},
+        {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()},
+    )
+
+
+def loss(tensors: Iterable[Tensor]) -> Tensor:
+    """A number in which every element of every output counts differently."""
+    total: Tensor | None = None
+    for tensor in tensors:
+        weights = torch.linspace(0.5, 1.5, tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape).to(tensor.device)
+        term = (weights * tensor + 0.1 * tensor * tensor).mean()
+        total = term if total is None else total + term
+    assert total is not None
+    return total
+
+
+def assert_same(split: Outcome, whole: Outcome, atol: float = TOLERANCE, rtol: float = TOLERANCE) -> None:
+    """Outputs, gradients and buffers agree, and so do the types of the outputs."""
+    assert type(split.result) is type(whole.result)
+    assert len(split.tensors) == len(whole.tensors)
+    for ours, theirs in zip(split.tensors, whole.tensors, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol, equal_nan=True)
+    assert split.gradients.keys() == whole.gradients.keys()
+    for name, gradient in whole.gradients.items():
+        given = split.gradients[name]
+        assert (given is None) == (gradient is None), f"{name}: one run has a gradient, the other none"
+        if gradient is not None and given is not None:
+            torch.testing.assert_close(
+                given, gradient, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    for name, buffer in whole.buffers.items():
+        torch.testing.assert_close(
+            split.buffers[name],
+            buffer,
+            atol=atol,
+            rtol=rtol,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def scatter_layers(flow: DataFlow, devices: int, seed: int = 0) -> None:
+    """A random map, with at least two devices in it where there are two layers."""
+    draw = random.Random(seed)
+    for name in flow.layer_gpus:
+        flow.layer_gpus[name] = draw.randrange(devices)
+    names = list(flow.layer_gpus)
+    if len(names) > 1 and len(set(flow.layer_gpus.values())) == 1:
+        flow.layer_gpus[names[-1]] = (int(str(flow.layer_gpus[names[0]])) + 1) % devices
+    flow.update_flow()
+
+
+def random_placement(flow: DataFlow, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> Placement:
+    """A placement of the model's ``auto`` layers on random devices of the flow, colocated ones together."""
+    tensors, inputs = flatten((args, kwargs))
+    captured = flow._program.capture(
+        args, kwargs, tensors, inputs
+    )  # the flow's own: captures are the dear part of a test
+    assert captured is not None, flow.not_captured_because
+    graph = flow._program.graph(captured, "auto")
+    draw = random.Random(seed)
+    devices = [str(device) for device in flow._devices]
+    places = {layer.name: draw.choice(devices) for layer in graph.layers}
+    for group in graph.colocated:
+        places |= dict.fromkeys(group, places[group[0]])
+    return Placement(status="feasible", objective="throughput", layer_devices=places)
+
+
+def twins(
+    make: Callable[[], nn.Module], training: bool = True, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, nn.Module]:
+    """Two models that are equal and share nothing: one to split, one to compare with."""
+    torch.manual_seed(0)
+    model = make().to(dtype).train(training)
+    return model, copy.deepcopy(model)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().cpu().clone()
