@@ -3,8 +3,8 @@
     {"machine": {...}, "versions": {...}, "command": "...", "date": "...",
      "rows": [{"case", "measure", "unit", "value", "spread", "target", "met", "peers": {name: value}}]}
 
-``value`` is None where there is none (a run that timed out); ``spread`` is [smallest, largest] or None; ``target`` is what
-was asked for, also where it is missed, or None; ``met`` says which, or None without a target.
+``value`` is None where there is none (a run that timed out); ``spread`` is [smallest, largest] or None; ``target`` is
+what was asked for, also where it is missed, or None; ``met`` says which, or None without a target.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ from dataclasses import dataclass
 from placer import schedule
 from placer.schema import MemoryUse
 from placer.solver.components import topological_order
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, arcs_of
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
@@ -152,13 +152,16 @@ def loads(problem: Problem, assignment: Assignment) -> tuple[list[float], list[f
     for layer, device in enumerate(assignment):
         compute[device] += problem.compute_ms(layer, device)
     for value in problem.values:
-        source = assignment[value.source]
+        source, sent = assignment[value.source], False
         for target in receivers(value.readers, assignment, source):
             there, back = problem.send_ms(value, source, target), problem.gradient_ms(value, source, target)
-            send[source] += there
+            send[source] += 0.0 if problem.multicast and sent else there
+            sent = True
             receive[target] += there
             send[target] += back
             receive[source] += back
+    for device in problem.untaxed:
+        send[device] = receive[device] = 0.0
     return compute, send, receive
 
 
@@ -226,10 +229,9 @@ def pipeline_order(problem: Problem, assignment: Assignment, held: Sequence[Sequ
         return tuple(used)
     number = {device: index for index, device in enumerate(used)}
     arcs = {
-        (number[assignment[value.source]], number[assignment[reader]])
-        for value in problem.values
-        for reader in value.readers
-        if assignment[value.source] != assignment[reader]
+        (number[assignment[source]], number[assignment[reader]])
+        for source, reader in arcs_of(problem.values)
+        if assignment[source] != assignment[reader]
     }
     order = topological_order(len(used), arcs)
     if len(order) < len(used):

@@ -70,6 +70,8 @@ class Intervals:
         send = self._over(self._links(device, inwards=False), self._out) + self._over(
             self._links(device, inwards=False), self._gradient_in
         )
+        if device in self.problem.untaxed:
+            return compute
         if self.problem.request.objective == "latency":
             return compute + receive
         if self.problem.request.transfers == "overlapped":
@@ -109,7 +111,7 @@ class Intervals:
             ):
                 if weight or entering is self._in:
                     _add_entering(entering, source, readers, weight)
-                    _add_leaving(leaving, source, readers[-1], weight)
+                    _add_leaving(leaving, source, readers, weight)
 
     def _memory(self, flight: int) -> Table:
         return self._fixed + flight * self._saved + self._moment
@@ -175,15 +177,23 @@ def _by_layer(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def _add_entering(tables: tuple[Table, Table], source: int, readers: list[int], size: int) -> None:
-    """A value enters the intervals that start behind its source and hold a reader."""
+    """A value enters the intervals that hold a reader, but not its source."""
+    amounts = list(zip(tables, (1.0, float(size)), strict=True))
     before = source
-    for reader in readers:
-        for table, amount in zip(tables, (1.0, float(size)), strict=True):
+    for reader in (reader for reader in readers if reader > source):
+        for table, amount in amounts:
             table[before + 1 : reader + 1, reader + 1 :] += amount
         before = reader
+    after = source
+    for reader in (reader for reader in reversed(readers) if reader < source):
+        for table, amount in amounts:
+            table[: reader + 1, reader + 1 : after + 1] += amount
+        after = reader
 
 
-def _add_leaving(tables: tuple[Table, Table], source: int, last: int, size: int) -> None:
-    """A value leaves the intervals that hold its source and end before its last reader."""
+def _add_leaving(tables: tuple[Table, Table], source: int, readers: list[int], size: int) -> None:
+    """A value leaves the intervals that hold its source, but not all of its readers."""
+    first, last = min(source, readers[0]), max(source, readers[-1])
     for table, amount in zip(tables, (1.0, float(size)), strict=True):
-        table[: source + 1, source + 1 : last + 1] += amount
+        table[: source + 1, source + 1 :] += amount
+        table[: first + 1, last + 1 :] -= amount

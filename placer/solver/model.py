@@ -20,7 +20,7 @@ from math import floor, gcd
 from ortools.sat.python import cp_model
 
 from placer.solver import memory_rules, rules
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 from placer.solver.windows import stage_windows
 
@@ -206,9 +206,10 @@ class PlacementModel:
 
     def _values_run_forwards(self) -> None:
         """Contiguous: a value is read at its source's stage or later."""
-        for value in self.problem.values:
-            source = self.nodes.node_of[value.source]
-            for reader in self.nodes.of(value.readers) - {source}:
+        node_of = self.nodes.node_of
+        arcs = {(node_of[source], node_of[reader]) for source, reader in arcs_of(self.problem.values)}
+        for source, reader in sorted(arcs):
+            if source != reader:
                 for p in self.stages[:-1]:
                     self.cp.add_implication(self.y[reader][p], self.y[source][p])
 

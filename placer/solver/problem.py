@@ -26,6 +26,7 @@ class Value:
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient; 0 in inference.
         keepers: the layers that keep it for their backward pass; none in inference.
+        ordered: whether its source must be at its readers' stage or before, where contiguity is asked for.
     """
 
     source: int
@@ -33,6 +34,7 @@ class Value:
     bytes: int
     gradient_bytes: int
     keepers: tuple[int, ...]
+    ordered: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Problem:
         groups: layers that must share a device, two or more each; layers pinned to one device are such a group.
         contiguous: whether the quotient graph over devices must be acyclic.
         most_devices: how many devices may be used.
+        multicast: whether one sending reaches all devices that read a value; over links that are all alike.
+        untaxed: devices whose transfers cost them nothing; it costs those that they exchange values with.
     """
 
     request: PlacementRequest
@@ -64,6 +68,8 @@ class Problem:
     groups: tuple[tuple[int, ...], ...]
     contiguous: bool
     most_devices: int
+    multicast: bool = False
+    untaxed: frozenset[int] = frozenset()
 
     @classmethod
     def from_request(cls, request: PlacementRequest) -> Self:
@@ -129,6 +135,7 @@ class Problem:
         return (
             self.devices[one].usable_bytes == self.devices[other].usable_bytes
             and self.devices[one].type == self.devices[other].type
+            and (one in self.untaxed) == (other in self.untaxed)
             and all((one in devices) == (other in devices) for devices in self.allowed)
             and _same_way(self.links[one][other], self.links[other][one])
             and all(
@@ -225,8 +232,8 @@ def _contiguous(
 
 
 def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
-    """Every pair of a layer that makes a value and one that reads it."""
-    return [(value.source, reader) for value in values for reader in value.readers]
+    """Every pair of a layer that makes a value and one that reads it, where contiguity orders the two."""
+    return [(value.source, reader) for value in values if value.ordered for reader in value.readers]
 
 
 def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None:

@@ -43,6 +43,8 @@ def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
     A value that crosses keeps the device of its source busy for its transfer there, and its gradient's back; if that
     alone takes longer, its source and readers stay together.
     """
+    if problem.untaxed:
+        return []
     links = [link for row in problem.links for link in row if link is not None]
     added = problem.request.transfers == "added"
     together = []

@@ -40,6 +40,8 @@ def loads(model: PlacementModel) -> None:
     """The objective is at least every device's load."""
     compute = _compute(model)
     send, receive = _transfers(model)
+    for device in model.problem.untaxed:
+        send[device], receive[device] = [], []
     for device in model.devices:
         if model.problem.request.transfers == "overlapped":
             for part in (compute, send, receive):
@@ -99,7 +101,7 @@ def _given(model: PlacementModel, source: int, readers: frozenset[int], device: 
     for reader in readers:
         model.cp.add_bool_or(~here, *([model.x[reader][device]] if device in model.x[reader] else []), cut)
     most = min(len(readers), len(model.stages) - 1)
-    if most < 2:
+    if most < 2 or model.problem.multicast:
         return cut
     given = model.cp.new_int_var(0, most, "")
     model.cp.add(given >= cut)

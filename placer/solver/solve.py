@@ -22,7 +22,7 @@ from placer.solver.model import PlacementModel
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 
-__all__ = ["Incumbent", "solve"]
+__all__ = ["Incumbent", "Search", "solve"]
 
 Progress = Callable[["Incumbent"], None]
 
@@ -63,19 +63,29 @@ def solve(
     Raises:
         InputError: the request's figures are too large to add up.
     """
-    run = _Run(request, progress, stop)
-    placement = run.answer()
+    placement = Search(Problem.from_request(request), progress, stop).answer()
     check(request, placement)
     return placement
 
 
 @dataclass
-class _Run:
-    """One solve: the incumbent, the bound and the time."""
+class Search:
+    """One solve: the incumbent, the bound and the time.
 
-    request: PlacementRequest
-    progress: Progress | None
-    stop: threading.Event | None
+    Attributes:
+        problem: what is asked.
+        progress: as ``solve`` takes it.
+        stop: as ``solve`` takes it.
+        best: by layer, the device in the best placement so far.
+        value: its objective.
+        bound: the proven lower bound.
+        method: what found the best.
+        began: when, by the monotonic clock.
+    """
+
+    problem: Problem
+    progress: Progress | None = None
+    stop: threading.Event | None = None
     best: list[int] | None = None
     value: float = inf
     bound: float = 0.0
@@ -83,8 +93,8 @@ class _Run:
     began: float = field(default_factory=monotonic)
 
     def answer(self) -> Placement:
-        """Go through the portfolio."""
-        self.problem = Problem.from_request(self.request)
+        """Go through the portfolio; the placement is not yet checked."""
+        self.request = self.problem.request
         self.nodes: Reduction = reduced(self.problem)
         reason = plain_reason(self.problem, self.nodes)
         if reason is not None:

@@ -1,0 +1,165 @@
+"""The throughput inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft), at their own objective.
+
+The objective there differs from a placement request's in two ways. A value that is cut costs every accelerator that it
+touches once: its source's too, however many others read it (``Problem.multicast``). And contiguity orders forward nodes
+alone (``Value.ordered``); backward nodes follow their colour class. So these inputs are solved below the request, by the
+same search. The CPU that the inputs allow besides the accelerators pays for no transfer (``Problem.untaxed``), and has
+room for everything. ``bottleneck`` is an own referee.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
+from placer.solver.components import topological_order
+from placer.solver.problem import Problem
+
+WORKLOADS = Path(__file__).parent.parent / "workloads" / "neurips20" / "throughput"
+
+OPTIMA = {
+    "layer_bert24_inference": 17.789906,
+    "layer_bert24_training": 41.745812,
+    "layer_gnmt_inference": 32.910658,
+    "layer_gnmt_training": 107.004414,
+    "layer_inceptionv3_inference": 51.551864,
+    "layer_inceptionv3_training": 122.761616,
+    "layer_resnet50_inference": 33.774666,
+    "layer_resnet50_training": 78.631812,
+    "operator_bert3_inference": 27.918568,
+    "operator_bert3_training": 65.303149,
+    "operator_bert6_inference": 29.579506,
+    "operator_bert6_training": 72.864966,
+    "operator_bert12_inference": 147.477984,
+    "operator_bert12_training": 437.997638,
+    "operator_resnet50_inference": 124.348850,
+    "operator_resnet50_training": 255.194416,
+}
+"""The contiguous optima, each found by two methods apart from this solver (an exact DP over ideals, and CP-SAT)."""
+
+BYTES_PER_MS = 10**12
+
+
+def load(name: str) -> dict[str, Any]:
+    """An input as published."""
+    content: dict[str, Any] = json.loads((WORKLOADS / f"{name}.json").read_text())
+    return content
+
+
+def problem(given: Mapping[str, Any], time_limit_s: float, workers: int = 2) -> Problem:
+    """An input as a problem of the solver."""
+    nodes = {node["id"]: node for node in given["nodes"]}
+    order = _execution_order(given, list(nodes))
+    place = {node: index for index, node in enumerate(order)}
+    values = _values(given)
+    classes: dict[int, list[str]] = defaultdict(list)
+    for node in order:
+        if nodes[node].get("colorClass") is not None:
+            classes[nodes[node]["colorClass"]].append(str(node))
+    names = [f"accelerator:{index}" for index in range(int(given["maxFPGAs"]))]
+    cpus = [f"cpu:{index}" for index in range(int(given["maxCPUs"]))]
+    request = PlacementRequest(
+        profile=Profile(
+            training=True,
+            layers=tuple(
+                Layer(
+                    name=str(node),
+                    forward_ms={"accelerator": nodes[node]["fpgaLatency"], "cpu": nodes[node]["cpuLatency"]},
+                    backward_ms={"accelerator": 0.0, "cpu": 0.0},
+                    param_bytes=int(nodes[node].get("size", 0)),
+                )
+                for node in order
+            ),
+            edges=tuple(
+                Edge(source=str(source), targets=tuple(map(str, readers)), bytes=round(cost * BYTES_PER_MS))
+                for source, (readers, cost) in values.items()
+            ),
+            colocated=tuple(tuple(group) for group in classes.values() if len(group) > 1),
+        ),
+        cluster=Cluster(
+            devices=(
+                *(Device(name=name, type="accelerator", memory_bytes=int(given["maxSizePerFPGA"])) for name in names),
+                *(Device(name=name, type="cpu", memory_bytes=2**60) for name in cpus),
+            ),
+            links=tuple(
+                Link(source=a, target=b, bandwidth_bytes_per_s=1e3 * BYTES_PER_MS)
+                for a, b in permutations([*names, *cpus], 2)
+            ),
+        ),
+        constraints=Constraints(contiguous=True),
+        time_limit_s=time_limit_s,
+        workers=workers,
+    )
+    return _with_published_rules(Problem.from_request(request), nodes, order, place)
+
+
+def _with_published_rules(
+    indexed: Problem, nodes: Mapping[int, Any], order: list[int], place: dict[int, int]
+) -> Problem:
+    forward = {place[node] for node in order if not nodes[node]["isBackwardNode"]}
+    values = []
+    for value in indexed.values:
+        ahead = tuple(reader for reader in value.readers if value.source in forward and reader in forward)
+        values.append(replace(value, ordered=False))
+        if ahead:  # orders, and costs nothing: an edge of no bytes over links without latency
+            values.append(replace(value, readers=ahead, bytes=0))
+    cpus = frozenset(index for index, device in enumerate(indexed.devices) if device.type == "cpu")
+    return replace(indexed, values=tuple(values), multicast=True, untaxed=cpus)
+
+
+def _values(given: Mapping[str, Any]) -> dict[int, tuple[list[int], float]]:
+    values: dict[int, tuple[list[int], float]] = {}
+    for edge in given["edges"]:
+        readers, _ = values.get(edge["sourceId"], ([], 0.0))
+        values[edge["sourceId"]] = ([*readers, edge["destId"]], edge["cost"])
+    return values
+
+
+def _execution_order(given: Mapping[str, Any], ids: list[int]) -> list[int]:
+    number = {node: index for index, node in enumerate(ids)}
+    arcs = [(number[edge["sourceId"]], number[edge["destId"]]) for edge in given["edges"]]
+    return [ids[index] for index in topological_order(len(ids), arcs)]
+
+
+def bottleneck(given: Mapping[str, Any], where: Mapping[str, str]) -> float:
+    """The largest load of an assignment, read from the input alone; raises if it breaks a rule."""
+    load: dict[str, float] = defaultdict(float)
+    size: dict[str, float] = defaultdict(float)
+    colour: dict[int, str] = {}
+    for node in given["nodes"]:
+        device = where[str(node["id"])]
+        on_cpu = device.startswith("cpu")
+        load[device] += node["cpuLatency" if on_cpu else "fpgaLatency"]
+        size[device] += 0.0 if on_cpu else node.get("size", 0.0)
+        if node.get("colorClass") is not None and colour.setdefault(node["colorClass"], device) != device:
+            raise ValueError(f"colour class {node['colorClass']} is on several devices")
+    if max(size.values()) > given["maxSizePerFPGA"]:
+        raise ValueError("an accelerator holds more than it can")
+    for source, (readers, cost) in _values(given).items():
+        devices = {where[str(reader)] for reader in readers} | {where[str(source)]}
+        if len(devices) > 1:
+            for device in devices:
+                load[device] += 0.0 if device.startswith("cpu") else cost
+    _refuse_cycle(given, where)
+    return max(load.values())
+
+
+def _refuse_cycle(given: Mapping[str, Any], where: Mapping[str, str]) -> None:
+    backward = {node["id"] for node in given["nodes"] if node["isBackwardNode"]}
+    feeds = {
+        (where[str(edge["sourceId"])], where[str(edge["destId"])])
+        for edge in given["edges"]
+        if edge["sourceId"] not in backward and edge["destId"] not in backward
+    }
+    left = {device for pair in feeds for device in pair}
+    while left:
+        first = {d for d in left if not any(other != d and (other, d) in feeds for other in left)}
+        if not first:
+            raise ValueError(f"values go round between {sorted(left)}")
+        left -= first
