@@ -89,7 +89,8 @@ class Layer(_Wire):
         saved_bytes: tensors made inside the layer and kept for its backward pass; values that cross the layer's border
             are not counted here but on their edge, see ``Edge.saved_by``.
         forward_workspace_bytes: the most that a forward pass holds beyond all of those.
-        backward_workspace_bytes: the same for a backward pass.
+        backward_workspace_bytes: the same for a backward pass: gradients of what the layer reads and writes, and those
+            of its parameters until they are added to the ones of earlier micro-batches.
     """
 
     name: Name
