@@ -31,8 +31,8 @@ __all__ = ["MixedDevicesError", "logical_devices"]
 
 _HOST = -1
 _ANYWHERE = -2
-"""Of a tensor that autograd, or an operation made of others, made from nothing: it knows the device of its inputs as a bare
-``cpu``, so it joins what it meets."""
+"""Of a tensor that autograd, or an operation made of others, made from nothing: it knows its device as a bare ``cpu``, so
+it joins what it meets."""
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
 _BETWEEN_DEVICES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_copy_from"}
 _PURGE_EVERY = 4096
