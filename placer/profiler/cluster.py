@@ -51,8 +51,9 @@ def measure_cluster(
 def measure(found: Sequence[torch.device], limits: Mapping[torch.device, int], step: Step) -> Cluster:
     """As ``measure_cluster``, on devices that are known to be there."""
     with hardware.unobserved(), hardware.keep_random_state(found):
+        links = measure_links(found, step)  # first, as access to peers takes memory too
         described = [_describe(device, found, limits.get(device)) for device in found]
-        return Cluster(devices=tuple(described), links=tuple(measure_links(found, step)))
+        return Cluster(devices=tuple(described), links=tuple(links))
 
 
 def resolve_limits(found: Sequence[torch.device], memory_bytes: MemoryLimit) -> dict[torch.device, int]:

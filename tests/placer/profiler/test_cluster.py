@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
+import torch
 
+from placer import devices as hardware
 from placer.errors import InputError
-from placer.profiler.cluster import measure_cluster
+from placer.profiler.cluster import measure, measure_cluster, resolve_limits
 
 
 def test_stand_ins_share_the_memory_of_the_machine() -> None:
@@ -36,6 +39,27 @@ def test_a_limit_for_a_device_that_is_not_measured_is_refused() -> None:
 def test_a_limit_must_be_positive(limit: int) -> None:
     with pytest.raises(InputError, match=f"is {limit}; give a positive number"):
         measure_cluster(["cpu:0"], memory_bytes=limit, progress=False)
+
+
+@pytest.mark.parametrize(("limit", "usable"), [(None, 85), (50, 50), (85, 85), (95, 85), (100, 85)])
+def test_the_reserve_of_an_accelerator_is_never_given_away(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, usable: int
+) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: (60, 100))
+    monkeypatch.setattr(hardware, "library_bytes", lambda device: 5)
+    monkeypatch.setattr(hardware, "context_bytes", lambda device: 10)
+    monkeypatch.setattr(hardware, "type_name", lambda device: "GPU")
+    monkeypatch.setattr(hardware, "keep_random_state", lambda found: nullcontext())
+    (described,) = measure([device], resolve_limits([device], limit), lambda _: None).devices
+    assert described.usable_bytes == usable
+    assert described.memory_bytes == (limit or 100)
+
+
+def test_an_accelerator_has_no_more_than_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "memory_bytes", lambda device: (60, 100))
+    with pytest.raises(InputError, match="memory_bytes of cuda:0 is 101, but the device has 100"):
+        resolve_limits([torch.device("cuda", 0)], 101)
 
 
 def test_links_have_a_bandwidth_and_a_latency() -> None:
