@@ -14,7 +14,7 @@ import placer
 from placer.errors import InputError
 
 from . import serving
-from .body import Checker
+from .body import Checker, Intake
 from .cluster import NodeCluster
 from .handlers import handle_errors
 from .jobs import Jobs
@@ -99,7 +99,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
     store = _open_store(app, settings)
     jobs = Jobs(settings, store, app.state.metrics, app.state.solver)
-    service = Service(settings, store, app.state.metrics, Checker(), jobs, NodeCluster(settings))
+    service = Service(settings, store, app.state.metrics, Intake(settings), Checker(), jobs, NodeCluster(settings))
     app.state.service = service
     warming = asyncio.create_task(_warm_up(service))
     try:

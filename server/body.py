@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -39,30 +41,55 @@ class Question:
     time_limit_s: float
 
 
-async def read_body(request: Request, settings: Settings) -> bytes:
-    """The request's body.
+class Intake:
+    """Reads bodies, each up to a limit and all of them together up to another, so that many at once fill no memory."""
 
-    Raises:
-        Problem: it is no JSON by its content type, too large, or too slow.
-    """
-    _require_json(request)
-    limit = settings.max_body_bytes
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise _too_large(limit, f"{clip(declared, 20)} bytes")
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit:
-                    raise _too_large(limit, "more than that")
-                chunks.append(chunk)
-    except TimeoutError:
-        detail = f"the body did not arrive within {settings.body_timeout_s:g} s; {size} bytes did"
-        raise Problem(408, "slow-body", "The body came too slowly", detail, headers={"Connection": "close"}) from None
-    return b"".join(chunks)
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._held_bytes = 0
+
+    @asynccontextmanager
+    async def body(self, request: Request) -> AsyncIterator[bytes]:
+        """The request's body, which counts as held while the context is open.
+
+        Raises:
+            Problem: it is no JSON by its content type, too large, too slow, or more than fits beside the others.
+        """
+        _require_json(request)
+        self._require_small(request.headers.get("content-length", "0"))
+        body = bytearray()
+        try:
+            await self._read(request, body)
+            yield bytes(body)
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    self._held_bytes += len(chunk)
+                    self._check(len(body))
+        except TimeoutError:
+            raise self._slow(len(body)) from None
+
+    def _require_small(self, declared: str) -> None:
+        limit = self._settings.max_body_bytes
+        if declared.isdecimal() and int(declared[:20]) > limit:
+            raise _too_large(limit, f"{clip(declared, 20)} bytes")
+
+    def _check(self, size: int) -> None:
+        if size > self._settings.max_body_bytes:
+            raise _too_large(self._settings.max_body_bytes, "more than that")
+        if self._held_bytes > self._settings.max_bodies_bytes:
+            detail = "too many large bodies arrive at the same time; try again in a moment"
+            headers = {"Retry-After": "1", "Connection": "close"}
+            raise Problem(503, "busy", "The service is busy", detail, headers=headers)
+
+    def _slow(self, size: int) -> Problem:
+        detail = f"the body did not arrive within {self._settings.body_timeout_s:g} s; {size} bytes did"
+        return Problem(408, "slow-body", "The body came too slowly", detail, headers={"Connection": "close"})
 
 
 def _require_json(request: Request) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 import placer
 from placer.schema import Cluster, Placement
 
-from .body import Checker, Question, read_body
+from .body import Checker, Intake, Question
 from .cluster import NodeCluster
 from .jobs import Job, Jobs
 from .metrics import MEDIA_TYPE, Metrics
@@ -70,6 +70,7 @@ class Service:
     settings: Settings
     store: Store
     metrics: Metrics
+    intake: Intake
     checker: Checker
     jobs: Jobs
     cluster: NodeCluster
@@ -95,12 +96,13 @@ async def post_placement(request: Request, service: Serving, wait: Wait = None) 
     The same request has the same id and is answered from the store at once. An infeasible request is answered too: with
     a placement whose status is `infeasible`.
     """
-    body = await read_body(request, service.settings)
-    question = await service.checker.check(body)
+    async with service.intake.body(request) as body:
+        question = await service.checker.check(body)
     if (answer := await _complete_answer(service, question)) is not None:
         service.metrics.cache_hits.inc()
         return Response(answer, media_type=JSON)
     job = service.jobs.submit(question, body)
+    del body  # the job holds it as long as it needs it
     await job.wait(service.settings.default_wait_s if wait is None else wait)
     return _job_response(job)
 

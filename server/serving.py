@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -69,8 +69,9 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """End the solves, answer those who wait, and end. Safe from any thread."""
         service = getattr(self._app.state, "service", None)
-        if service is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(service.jobs.stop_all)
+        if service is not None and self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(service.jobs.stop_all)
         self.should_exit = True
 
     def not_started(self) -> ServerError:

@@ -28,6 +28,7 @@ class Settings(BaseSettings):
         database: the file that keeps the placements, made if missing; ``:memory:`` keeps them until the service stops.
         keep: how many placements the database keeps; the oldest go first.
         max_body_bytes: the largest request body.
+        max_bodies_bytes: what all bodies that are being read and checked at a time may take together.
         body_timeout_s: how long a client may take to send its body.
         workers: solves that run at the same time, one process each.
         queue: solves that may wait for a worker; one more is answered with 429.
@@ -45,6 +46,7 @@ class Settings(BaseSettings):
     database: str = Field(default_factory=lambda: str(_state_directory() / "placements.db"))
     keep: Annotated[int, Field(ge=1)] = 10_000
     max_body_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
+    max_bodies_bytes: Annotated[int, Field(ge=1)] = 128 * 2**20
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     workers: Annotated[int, Field(ge=1, le=256)] = Field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
     queue: Annotated[int, Field(ge=0, le=100_000)] = 32

@@ -167,6 +167,16 @@ def test_the_environments_server_is_asked_unless_another_is_given(profile, asked
     assert [host for host, _ in asked] == ["environment", "argument"]
 
 
+def test_a_model_is_profiled_here_and_placed_by_a_real_service():
+    from placer_server.app import background
+    from placer_server.settings import Settings
+
+    with background(Settings(port=0, database=":memory:", log_level="warning")) as url:
+        there = suggest(Block(), torch.ones(2, 8), devices=["cpu:0"], granularity="submodule", server=url)
+    assert there.layer_devices == {"first": "cpu:0", "second": "cpu:0"}
+    assert there.status == "optimal"
+
+
 def test_a_server_that_cannot_be_reached_is_an_error_and_not_solved_here(profile, monkeypatch):
     def refuse(request):
         raise httpx.ConnectError("refused")

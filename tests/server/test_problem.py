@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from placer_server.body import check, read_body
+from placer_server.body import Intake, check
 from placer_server.problem import MAX_BYTES, Problem
 from placer_server.settings import Settings
 
@@ -106,27 +106,48 @@ def test_a_body_over_the_limit_is_413_and_names_the_setting(serve):
     assert "PLACER_MAX_BODY_BYTES" in reply.json()["detail"]
 
 
+async def read(intake, receive):
+    """The body that ``receive`` brings."""
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+    async with intake.body(Request(scope, receive)) as body:
+        return body
+
+
 def test_a_body_of_unknown_length_is_read_no_further_than_the_limit():
-    read = []
+    sizes = []
 
     async def endless():
-        read.append(600)
+        sizes.append(600)
         return {"type": "http.request", "body": b" " * 600, "more_body": True}
 
-    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
     with pytest.raises(Problem) as caught:
-        asyncio.run(read_body(Request(scope, endless), Settings(max_body_bytes=1000)))
-    assert (caught.value.status, sum(read)) == (413, 1200)
+        asyncio.run(read(Intake(Settings(max_body_bytes=1000)), endless))
+    assert (caught.value.status, sum(sizes)) == (413, 1200)
 
 
 def test_a_body_that_does_not_come_is_408():
     async def never():
         await asyncio.sleep(60)
 
-    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
     with pytest.raises(Problem) as caught:
-        asyncio.run(read_body(Request(scope, never), Settings(body_timeout_s=0.05)))
+        asyncio.run(read(Intake(Settings(body_timeout_s=0.05)), never))
     assert caught.value.status == 408
+
+
+def test_bodies_that_are_too_many_at_once_are_503_and_those_that_are_done_make_room():
+    async def at_once():
+        return {"type": "http.request", "body": b" " * 600, "more_body": False}
+
+    async def scenario():
+        intake = Intake(Settings(max_body_bytes=1000, max_bodies_bytes=1000))
+        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        async with intake.body(Request(scope, at_once)):
+            with pytest.raises(Problem) as caught:
+                await read(intake, at_once)
+        assert (caught.value.status, caught.value.headers["Retry-After"]) == (503, "1")
+        assert len(await read(intake, at_once)) == 600
+
+    asyncio.run(scenario())
 
 
 def test_a_body_as_large_as_the_limit_is_read(serve, request_body):

@@ -75,6 +75,18 @@ def test_the_client_waits_through_a_full_queue(settings, solvers):
         assert "placer_rejections_total 0.0" not in httpx.get(f"{url}/metrics").text
 
 
+@pytest.mark.parametrize("how", ["of a length that is told", "in chunks"])
+def test_a_body_of_100_mb_is_413_and_the_service_goes_on(settings, how):
+    body = b" " * 100_000_000
+    content = (
+        body if how == "of a length that is told" else (body[at : at + 2**20] for at in range(0, len(body), 2**20))
+    )
+    with background(settings) as url:
+        reply = httpx.post(f"{url}/v1/placements", content=content, headers={"Content-Type": "application/json"})
+        assert (reply.status_code, reply.headers["Content-Type"]) == (413, "application/problem+json")
+        assert httpx.get(f"{url}/healthz").status_code == 200
+
+
 def test_answers_are_sent_at_once_and_not_held_back_for_more(settings):
     # socket.create_server makes sockets of protocol 0, for which asyncio leaves Nagle's algorithm on.
     with serving._listener(settings) as listener:
