@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,7 +37,7 @@ def posts_per_s(rounds: int = 5, requests: int = 400) -> list[float]:
                 message("POST", POST, json.dumps({**template, "seed": turn * requests + n}).encode())
                 for n in range(requests)
             ]
-            samples.append(rate(server, requests, lambda n, raws=raws: expect(connection.send(raws[n]).status, 202)))
+            samples.append(rate(server, requests, partial(_queue, connection, raws)))
     return samples
 
 
@@ -90,6 +91,10 @@ def solve_overhead_ms(rounds: int = 20) -> list[float]:
             expect(reply.status, 200)
             samples.append(1e3 * (passed - reply.json()["solve_time_s"]))
     return samples
+
+
+def _queue(connection: Connection, raws: list[bytes], number: int) -> None:
+    expect(connection.send(raws[number]).status, 202)
 
 
 def _cold_start_s() -> float:
