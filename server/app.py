@@ -23,7 +23,7 @@ from .openapi import describe
 from .routes import Service, router
 from .settings import Settings
 from .store import Store
-from .worker import Crashed, Killed, Solver, Worker, answer_empty, default_solver
+from .worker import Crashed, Killed, Solver, Worker, answer_empty, default_solver, prepare
 
 log = logging.getLogger("placer_server")
 
@@ -72,6 +72,7 @@ def run(settings: Settings | None = None, *, solver: Solver = default_solver) ->
         ServerError: it could not start.
     """
     settings = settings or Settings()
+    prepare()
     serving.serve(create_app(settings, solver=solver), settings)
 
 

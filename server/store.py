@@ -84,6 +84,9 @@ class Store:
             sqlite3.Error: it could not be written, say because the disk is full; it is kept in memory all the same.
         """
         self._recent.put(key, answer)
+        self._write(key, answer)
+
+    def _write(self, key: str, answer: Answer) -> None:
         with self._lock:
             row = (key, answer.version, answer.complete, time.time(), answer.placement)
             self._connection.execute("INSERT OR REPLACE INTO placements VALUES (?, ?, ?, ?, ?)", row)

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
@@ -181,6 +182,12 @@ def starting_processes() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = main
+
+
+def prepare() -> None:
+    """Start the process that workers are forked from; it imports the solver while the caller goes on."""
+    with starting_processes():
+        forkserver.ensure_running()
 
 
 def _serve(pipe: Connection, task: Task) -> None:
