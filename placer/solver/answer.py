@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import isclose
 from typing import Any
 
@@ -57,7 +58,9 @@ def nothing(
 def single_device(problem: Problem) -> SingleDevice:
     """The best that one device does with all layers, pins and forbidden devices aside."""
     options = []
-    for index, device in enumerate(problem.devices):
+    first_of_kind = {(device.type, device.usable_bytes): i for i, device in reversed([*enumerate(problem.devices)])}
+    for index in sorted(first_of_kind.values()):
+        device = problem.devices[index]
         result = costs.evaluate(problem, [index] * len(problem.layers))
         assert result is not None  # nothing crosses
         short = max(0, result.memory[index].total_bytes - device.usable_bytes)
@@ -85,11 +88,11 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
 
 def _device_loads(problem: Problem, assignment: costs.Assignment, result: costs.Costs) -> tuple[DeviceLoad, ...]:
     busiest = max(result.load_ms)
-    held = costs.layers_by_device(problem, assignment)
+    layers = Counter(assignment)
     return tuple(
         DeviceLoad(
             device=device.name,
-            layers=len(held[index]),
+            layers=layers[index],
             compute_ms=result.compute_ms[index],
             send_ms=result.send_ms[index],
             receive_ms=result.receive_ms[index],

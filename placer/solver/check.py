@@ -245,24 +245,22 @@ def _workspaces(layer: Layer) -> tuple[int, int]:
 
 
 def _worst_moment(request: PlacementRequest, where: Where, device: str) -> int:
-    """Inference: the most that values and workspace take at any step; a plain reading of the definition."""
-    order = {layer.name: step for step, layer in enumerate(request.profile.layers)}
-    last_use: list[tuple[int, int, int]] = []
+    """Inference: the most that values and workspace take at any step."""
+    layers = request.profile.layers
+    order = {layer.name: step for step, layer in enumerate(layers)}
+    arriving: dict[int, int] = {}
+    leaving: dict[int, int] = {}
     for edge in request.profile.edges:
-        made = order[edge.source]
         uses = [order[name] for name in (edge.source, *edge.targets) if where[name] == device]
         if uses:
-            last_use.append((made, max(uses), edge.bytes))
-    starts = sorted({0, *(made for made, _, _ in last_use), *order.values()})
-    return max(
-        sum(size for made, last, size in last_use if made <= step <= last)
-        + (
-            request.profile.layers[step].forward_workspace_bytes
-            if where[request.profile.layers[step].name] == device
-            else 0
-        )
-        for step in starts
-    )
+            arriving[order[edge.source]] = arriving.get(order[edge.source], 0) + edge.bytes
+            leaving[max(uses)] = leaving.get(max(uses), 0) + edge.bytes
+    most = held = 0
+    for step, layer in enumerate(layers):
+        held += arriving.get(step, 0)
+        most = max(most, held + (layer.forward_workspace_bytes if where[layer.name] == device else 0))
+        held -= leaving.get(step, 0)
+    return most
 
 
 # Objective
@@ -336,12 +334,18 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
     if single is None or value is None:
         raise PlacementError("a placement comes with what one device does")
     choices = []
+    alone_as: dict[tuple[str, int], tuple[int, float]] = {}
     for device in request.devices:
+        kind = (device.type, device.usable_bytes)
+        if kind in alone_as:
+            choices.append((*alone_as[kind], device.name))
+            continue
         where = {layer.name: device.name for layer in request.profile.layers}
         alone = (device.name,)
         need = _memory(request, where, alone, placement.contiguous, device)[0]
         lone = placement.model_copy(update={"stages": alone})
-        choices.append((max(0, need - device.usable_bytes), _objective(request, where, lone), device.name))
+        alone_as[kind] = (max(0, need - device.usable_bytes), _objective(request, where, lone))
+        choices.append((*alone_as[kind], device.name))
     fitting = [choice for choice in choices if not choice[0]] or choices
     best = min(value for _, value, _ in fitting)
     _near("single_device.objective_value", single.objective_value, best)

@@ -66,25 +66,32 @@ def strong_components(count: int, arcs: Iterable[Arc], groups: Iterable[Sequence
     return [ordered[index] for index in topological_order(len(ordered), between)]
 
 
-def topological_order(count: int, arcs: Iterable[Arc]) -> list[int]:
-    """The vertices so that every arc runs forwards, the smallest first where there is a choice.
+def topological_order(count: int, arcs: Iterable[Arc], rank: Sequence[float] | None = None) -> list[int]:
+    """The vertices so that every arc runs forwards, the smallest rank first where there is a choice.
 
     A vertex on a cycle, or behind one, is left out.
+
+    Args:
+        count: how many vertices there are.
+        arcs: pairs of vertices.
+        rank: by vertex; its number if left out.
     """
+    place = rank if rank is not None else range(count)
     successors: list[list[int]] = [[] for _ in range(count)]
     waiting = [0] * count
     for source, target in set(arcs):
         successors[source].append(target)
         waiting[target] += 1
-    ready = [vertex for vertex in range(count) if not waiting[vertex]]
+    ready = [(place[vertex], vertex) for vertex in range(count) if not waiting[vertex]]
+    heapq.heapify(ready)
     order = []
     while ready:
-        vertex = heapq.heappop(ready)
+        _, vertex = heapq.heappop(ready)
         order.append(vertex)
         for target in successors[vertex]:
             waiting[target] -= 1
             if not waiting[target]:
-                heapq.heappush(ready, target)
+                heapq.heappush(ready, (place[target], target))
     return order
 
 

@@ -56,7 +56,7 @@ from dataclasses import dataclass
 from placer import schedule
 from placer.schema import MemoryUse
 from placer.solver.components import topological_order
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem, Value, arcs_of
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
@@ -92,7 +92,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     """
     if not passable(problem, assignment):
         return None
-    held = layers_by_device(problem, assignment)
+    held = held_by_device(problem, assignment)
     stages = pipeline_order(problem, assignment, held)
     if stages is None:
         return None
@@ -100,8 +100,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
     memory = tuple(
-        memory_use(problem, assignment, held[device], device, in_flight(problem, stages, device))
-        for device in range(len(problem.devices))
+        memory_use(problem, held[device], in_flight(problem, stages, device)) for device in range(len(problem.devices))
     )
     return Costs(
         tuple(compute), tuple(send), tuple(receive), load, memory, stages, _objective(problem, assignment, load, memory)
@@ -138,11 +137,27 @@ def receivers(readers: Sequence[int], assignment: Assignment, source: int) -> li
     return sorted({assignment[reader] for reader in readers} - {source})
 
 
-def layers_by_device(problem: Problem, assignment: Assignment) -> list[list[int]]:
-    """By device, its layers, ascending."""
-    held: list[list[int]] = [[] for _ in problem.devices]
+@dataclass
+class Held:
+    """What is on one device.
+
+    Attributes:
+        layers: ascending.
+        values: those that a layer there makes or reads.
+    """
+
+    layers: list[int]
+    values: list[Value]
+
+
+def held_by_device(problem: Problem, assignment: Assignment) -> list[Held]:
+    """By device, what it holds."""
+    held = [Held([], []) for _ in problem.devices]
     for layer, device in enumerate(assignment):
-        held[device].append(layer)
+        held[device].layers.append(layer)
+    for value in problem.values:
+        for device in {assignment[layer] for layer in (value.source, *value.readers)}:
+            held[device].values.append(value)
     return held
 
 
@@ -165,52 +180,48 @@ def loads(problem: Problem, assignment: Assignment) -> tuple[list[float], list[f
     return compute, send, receive
 
 
-def memory_use(problem: Problem, assignment: Assignment, held: Sequence[int], device: int, flight: int) -> MemoryUse:
+def memory_use(problem: Problem, held: Held, flight: int) -> MemoryUse:
     """What one device holds at its worst moment.
 
     Args:
         problem: the problem.
-        assignment: of all layers.
-        held: the layers on the device.
-        device: its index.
+        held: what is on the device.
         flight: micro-batches in flight there, in training.
     """
-    layers = [problem.layers[layer] for layer in held]
-    fixed = MemoryUse(
-        param_bytes=sum(layer.param_bytes for layer in layers),
-        buffer_bytes=sum(layer.buffer_bytes for layer in layers),
-    )
+    layers = [problem.layers[layer] for layer in held.layers]
+    params = sum(layer.param_bytes for layer in layers)
+    buffers = sum(layer.buffer_bytes for layer in layers)
     if not problem.training:
-        live, workspace = _worst_step(problem, assignment, device)
-        return fixed.model_copy(update={"activation_bytes": live, "workspace_bytes": workspace})
-    kept = sum(value.bytes for value in problem.values if any(assignment[keeper] == device for keeper in value.keepers))
-    return fixed.model_copy(
-        update={
-            "grad_bytes": sum(layer.grad_bytes for layer in layers),
-            "optimizer_bytes": sum(layer.optimizer_bytes for layer in layers),
-            "activation_bytes": flight * (sum(layer.saved_bytes for layer in layers) + kept),
-            "workspace_bytes": max(
-                (max(layer.forward_workspace_bytes, layer.backward_workspace_bytes) for layer in layers), default=0
-            ),
-        }
+        live, workspace = _worst_step(problem, held)
+        return MemoryUse(param_bytes=params, buffer_bytes=buffers, activation_bytes=live, workspace_bytes=workspace)
+    here = set(held.layers)
+    kept = sum(value.bytes for value in held.values if not here.isdisjoint(value.keepers))
+    return MemoryUse(
+        param_bytes=params,
+        buffer_bytes=buffers,
+        grad_bytes=sum(layer.grad_bytes for layer in layers),
+        optimizer_bytes=sum(layer.optimizer_bytes for layer in layers),
+        activation_bytes=flight * (sum(layer.saved_bytes for layer in layers) + kept),
+        workspace_bytes=max(
+            (max(layer.forward_workspace_bytes, layer.backward_workspace_bytes) for layer in layers), default=0
+        ),
     )
 
 
-def _worst_step(problem: Problem, assignment: Assignment, device: int) -> tuple[int, int]:
+def _worst_step(problem: Problem, held: Held) -> tuple[int, int]:
     """Live and workspace bytes of a device at the step where their sum is largest, in inference."""
-    count = len(problem.layers)
-    change = [0] * (count + 1)
-    for value in problem.values:
-        on_device = [layer for layer in (value.source, *value.readers) if assignment[layer] == device]
-        if on_device:
-            change[value.source] += value.bytes
-            change[max(on_device) + 1] -= value.bytes
+    here = set(held.layers)
+    workspace = {layer: problem.layers[layer].forward_workspace_bytes for layer in held.layers}
+    change = dict.fromkeys(held.layers, 0)
+    for value in held.values:
+        last = max(layer for layer in (value.source, *value.readers) if layer in here)
+        change[value.source] = change.get(value.source, 0) + value.bytes
+        change[last + 1] = change.get(last + 1, 0) - value.bytes
     worst, live = (0, 0), 0
-    for step in range(count):
+    for step in sorted(change):
         live += change[step]
-        workspace = problem.layers[step].forward_workspace_bytes if assignment[step] == device else 0
-        if live + workspace > sum(worst):
-            worst = (live, workspace)
+        if live + workspace.get(step, 0) > sum(worst):
+            worst = (live, workspace.get(step, 0))
     return worst
 
 
@@ -222,9 +233,9 @@ def in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
     return request.chunks
 
 
-def pipeline_order(problem: Problem, assignment: Assignment, held: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+def pipeline_order(problem: Problem, assignment: Assignment, held: Sequence[Held]) -> tuple[int, ...] | None:
     """The devices that hold layers, in pipeline order; None if they must be contiguous and values form a cycle."""
-    used = sorted((device for device, layers in enumerate(held) if layers), key=lambda device: held[device][0])
+    used = sorted((d for d, on_it in enumerate(held) if on_it.layers), key=lambda d: held[d].layers[0])
     if not problem.contiguous:
         return tuple(used)
     number = {device: index for index, device in enumerate(used)}
@@ -239,13 +250,12 @@ def pipeline_order(problem: Problem, assignment: Assignment, held: Sequence[Sequ
     stages = tuple(used[index] for index in order)
     if not problem.training or problem.request.schedule != "1f1b" or problem.request.chunks == 1:
         return stages
-    return _roomiest_order(problem, assignment, held, used, arcs)
+    return _roomiest_order(problem, held, used, arcs)
 
 
 def _roomiest_order(
     problem: Problem,
-    assignment: Assignment,
-    held: Sequence[Sequence[int]],
+    held: Sequence[Held],
     used: Sequence[int],
     arcs: set[tuple[int, int]],
 ) -> tuple[int, ...]:
@@ -261,7 +271,7 @@ def _roomiest_order(
 
     def excess(stage: int) -> tuple[int, int]:
         device, flight = used[stage], min(problem.request.chunks, len(waiting))
-        use = memory_use(problem, assignment, held[device], device, flight).total_bytes
+        use = memory_use(problem, held[device], flight).total_bytes
         over = max(0, use - problem.devices[device].usable_bytes)
         return over, use if problem.request.objective == "memory" else 0
 

@@ -13,6 +13,7 @@ Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.1; Tarnawski et al.,
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -43,38 +44,47 @@ class Cut:
     bound: float
 
 
-def best_cut(problem: Problem, nodes: Reduction) -> Cut:
-    """The best cut of the nodes' order into one stage per device, contiguity understood.
+def best_cut(problem: Problem, nodes: Reduction, order: Sequence[int] | None = None) -> Cut:
+    """The best cut of an order of the nodes into one stage per device, contiguity understood.
 
     Args:
         problem: what is asked.
         nodes: its layers in nodes, in topological order.
+        order: another topological order of the nodes; theirs if left out.
     """
-    blocks = _blocks(problem, nodes)
+    blocks = _blocks(problem, nodes, order or range(len(nodes.nodes)))
     classes, exact = _classes(problem)
     table = _Stages(problem, nodes, blocks, classes)
     best, counts = table.fill()
     if not np.isfinite(best):
         return Cut(None, 0.0)
-    only_order = exact and len(blocks) == len(nodes.nodes) and _is_only_order(problem, nodes)
+    only_order = exact and len(blocks) == len(nodes.nodes) and is_only_order(problem, nodes)
     return Cut(table.read(counts), best if only_order and problem.request.objective != "latency" else 0.0)
 
 
-def _is_only_order(problem: Problem, nodes: Reduction) -> bool:
+def work_of_cut(problem: Problem, nodes: Reduction) -> int:
+    """About how many numbers a cut looks at."""
+    classes, _ = _classes(problem)
+    states = prod(len(members) + 1 for members in classes)
+    return states * len(classes) * min(len(nodes.nodes), MOST_NODES) ** 2
+
+
+def is_only_order(problem: Problem, nodes: Reduction) -> bool:
     """Whether each node reads a value of the one before."""
     steps = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
     return all((node, node + 1) in steps for node in range(len(nodes.nodes) - 1))
 
 
-def _blocks(problem: Problem, nodes: Reduction) -> list[list[int]]:
+def _blocks(problem: Problem, nodes: Reduction, order: Sequence[int]) -> list[list[int]]:
     """The nodes one by one; where they are too many, runs of them with about the same compute."""
     count = len(nodes.nodes)
     if count <= MOST_NODES:
-        return [[node] for node in range(count)]
-    work = np.array([sum(problem.compute_ms(layer, 0) for layer in layers) for layers in nodes.nodes])
+        return [[node] for node in order]
+    work = np.array([sum(problem.compute_ms(layer, 0) for layer in nodes.nodes[node]) for node in order])
     share = np.cumsum(work + work.mean() * 0.1 + 1e-12)
     label = np.minimum((share / share[-1] * MOST_NODES).astype(int), MOST_NODES - 1)
-    return [list(run) for _, run in itertools.groupby(range(count), key=lambda node: int(label[node]))]
+    runs = itertools.groupby(range(count), key=lambda place: int(label[place]))
+    return [[order[place] for place in run] for _, run in runs]
 
 
 def _classes(problem: Problem) -> tuple[list[list[int]], bool]:

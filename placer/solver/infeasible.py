@@ -12,8 +12,6 @@ from placer.solver.model import Answer, PlacementModel
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 
-NOWHERE = -1
-
 
 def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
     """A reason that can be seen without a search, or None."""
@@ -51,32 +49,34 @@ def _one_group(problem: Problem, layers: tuple[int, ...]) -> bool:
 
 def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None:
     """A node that no device which it may be on can hold."""
+    touching: list[list[int]] = [[] for _ in problem.layers]
+    for index, value in enumerate(problem.values):
+        for layer in {value.source, *value.readers}:
+            touching[layer].append(index)
     for node, layers in enumerate(nodes.nodes):
-        need = {device: _least_use(problem, layers, device) for device in nodes.allowed[node]}
-        short = {device: use - problem.devices[device].usable_bytes for device, use in need.items()}
+        need = _least_use(problem, layers, {index for layer in layers for index in touching[layer]})
+        short = {device: need - problem.devices[device].usable_bytes for device in nodes.allowed[node]}
         if min(short.values()) > 0:
             nearest = min(short, key=lambda device: (short[device], device))
             names, device = _names(problem, layers), problem.devices[nearest]
             subject = (
                 f"layer {names[0]!r} needs" if len(names) == 1 else f"layers {_listed(names)}, kept together, need"
             )
-            choice = "the largest limit" if len(need) == len(problem.devices) else "the largest limit allowed for it"
+            choice = "the largest limit" if len(short) == len(problem.devices) else "the largest limit allowed for it"
             return Infeasibility(
-                reason=f"{subject} {readable(need[nearest])}; {choice} is {readable(device.usable_bytes)} "
+                reason=f"{subject} {readable(need)}; {choice} is {readable(device.usable_bytes)} "
                 f"({device.name}): {readable(short[nearest])} short",
                 layers=names,
-                devices=_device_names(problem, need),
+                devices=_device_names(problem, short),
                 short_bytes=short[nearest],
             )
     return None
 
 
-def _least_use(problem: Problem, layers: tuple[int, ...], device: int) -> int:
-    """What these layers alone need on a device, at the least."""
-    assignment = [NOWHERE] * len(problem.layers)
-    for layer in layers:
-        assignment[layer] = device
-    return costs.memory_use(problem, assignment, layers, device, _least_flight(problem)).total_bytes
+def _least_use(problem: Problem, layers: tuple[int, ...], touching: set[int]) -> int:
+    """What these layers alone need on a device, at the least, with the values that they make or read."""
+    held = costs.Held(list(layers), [problem.values[index] for index in sorted(touching)])
+    return costs.memory_use(problem, held, _least_flight(problem)).total_bytes
 
 
 def _least_flight(problem: Problem) -> int:

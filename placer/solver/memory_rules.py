@@ -33,8 +33,8 @@ def can_bind(problem: Problem) -> bool:
 
 def use_of_all(problem: Problem) -> int:
     """What a device with all layers would hold with all micro-batches in flight, in bytes."""
-    everything = range(len(problem.layers))
-    return costs.memory_use(problem, [0] * len(everything), everything, 0, problem.request.chunks).total_bytes
+    everything = costs.Held(list(range(len(problem.layers))), list(problem.values))
+    return costs.memory_use(problem, everything, problem.request.chunks).total_bytes
 
 
 def byte_sizes(problem: Problem) -> list[int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import floor, gcd
+from math import floor, gcd, inf
 
 from ortools.sat.python import cp_model
 
@@ -50,6 +50,17 @@ class Answer:
     bound: float
     infeasible: bool
     complete: bool
+
+
+MOST_RULES = 600_000
+"""A model with more rules than about so many would take longer to write down than most searches may last."""
+
+
+def worth_building(problem: Problem, nodes: Reduction) -> bool:
+    """Whether the integer program of this problem is small enough to be written down."""
+    count, devices = len(nodes.nodes), len(problem.devices)
+    pairs = devices if problem.one_link is None or len(problem.alike_devices()) > 1 else 1
+    return (count + len(problem.values)) * devices * pairs <= MOST_RULES
 
 
 class PlacementModel:
@@ -282,6 +293,7 @@ class PlacementModel:
         seed: int = 0,
         stop: threading.Event | None = None,
         progress: Callable[[list[int], float], None] | None = None,
+        work_limit: float = inf,
     ) -> Answer:
         """Search until it is proven, the time is over or ``stop`` is set.
 
@@ -291,9 +303,12 @@ class PlacementModel:
             seed: of its random choices; the same seed gives the same answer while the time does not run out.
             stop: ends the search from another thread.
             progress: called with each better placement and the bound at that time.
+            work_limit: ends the search as well; in the solver's own measure of work, the same on every machine.
         """
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = max(time_limit_s, 0.01)
+        if work_limit < inf:
+            solver.parameters.max_deterministic_time = work_limit
         solver.parameters.num_workers = workers
         solver.parameters.interleave_search = workers > 1  # else the answer depends on which worker is faster
         solver.parameters.random_seed = seed

@@ -45,7 +45,8 @@ def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
     """
     if problem.untaxed:
         return []
-    links = [link for row in problem.links for link in row if link is not None]
+    real = (link for row in problem.links for link in row if link is not None)
+    links = {(link.bandwidth_bytes_per_s, link.latency_s): link for link in real}.values()
     added = problem.request.transfers == "added"
     together = []
     for value in problem.values:

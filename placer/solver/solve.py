@@ -18,7 +18,7 @@ from placer.schema import Infeasibility, Placement, PlacementRequest
 from placer.solver import answer, bounds, costs, starts
 from placer.solver.check import check
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
-from placer.solver.model import PlacementModel
+from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 
@@ -26,8 +26,8 @@ __all__ = ["Incumbent", "Search", "solve"]
 
 Progress = Callable[["Incumbent"], None]
 
-ROUNDS = 4
-"""The integer program is solved again with finer steps while rounding alone keeps the gap open, this often at most."""
+WORK = (16.0, inf, inf, inf)
+"""Limits of the integer program's rounds: a better placement narrows the next one, and makes its steps finer."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,10 @@ class Search:
                 return
 
     def _program(self) -> Infeasibility | None:
-        """The integer program, again with finer steps while rounding keeps the gap open; the reason if infeasible."""
-        for _ in range(ROUNDS):
+        """The integer program, in rounds, each narrowed by what the last one found; the reason if infeasible."""
+        if not worth_building(self.problem, self.nodes):
+            return None
+        for work in WORK:
             nodes = reduced(self.problem, self.value)
             upper = self._better() if self.best is not None else None
             model = PlacementModel(self.problem, nodes, upper=upper)
@@ -127,12 +129,13 @@ class Search:
                 seed=self.request.seed,
                 stop=self.stop,
                 progress=self._found,
+                work_limit=work,
             )
             if result.infeasible and self.best is None:
                 return searched_reason(self.problem, self.nodes, self._searcher())
             self._prove(self._nothing_below() if result.infeasible else result.bound)
             self._offer(result.devices, "integer program")
-            if not result.complete or not self._open():
+            if not self._open() or self._left_s() <= 0 or (self.stop is not None and self.stop.is_set()):
                 break
         return None
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from random import Random
 
 from placer.solver import exact
-from placer.solver.problem import Problem
+from placer.solver.components import topological_order
+from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction, reduced
+
+MOST_ORDERS = 8
+MOST_WORK = 20_000_000
+"""Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,24 @@ def starts(problem: Problem, nodes: Reduction) -> Iterator[Start]:
     if problem.contiguous:
         cut = exact.best_cut(problem, nodes)
         yield Start(cut.devices, cut.bound, "linear order")
+        yield from _other_orders(problem, nodes)
     else:
         yield from _free_starts(problem)
     for device in range(len(problem.devices)):
         yield Start([device] * len(problem.layers), 0.0, "one device")
+
+
+def _other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:
+    """Cuts of random topological orders, as many as take little time."""
+    if exact.is_only_order(problem, nodes):
+        return
+    count = len(nodes.nodes)
+    arcs = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
+    arcs = {(source, reader) for source, reader in arcs if source != reader}
+    random = Random(problem.request.seed)
+    for _ in range(min(MOST_ORDERS, MOST_WORK // exact.work_of_cut(problem, nodes))):
+        order = topological_order(count, arcs, [random.random() for _ in range(count)])
+        yield Start(exact.best_cut(problem, nodes, order).devices, 0.0, "linear order")
 
 
 def _free_starts(problem: Problem) -> Iterator[Start]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import SLACK, Reduction
 
-MOST_NODES = 4_000
+MOST_NODES = 2_000
 
 
 def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[tuple[int, int]]:
