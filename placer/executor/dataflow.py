@@ -25,12 +25,13 @@ from placer.executor.clones import Clones
 from placer.executor.pipeline import gather, run, scatter, to_device
 from placer.executor.program import Capture, Program
 from placer.executor.segments import MicroBatch, Segment, segments
+from placer.executor.train import Loss, TrainingPipeline
 from placer.graph.alignment import Alignment, aligned
 from placer.graph.export import batch_size
 from placer.graph.granularity import MERGED, Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
-from placer.schema import Placement
+from placer.schema import Placement, Schedule
 
 
 class DataFlow(nn.Module):
@@ -81,6 +82,7 @@ class DataFlow(nn.Module):
         self.fine_grained = fine_grained
         self.enable_clone = enable_clone
         self.chunks = 1
+        self.schedule: Schedule = "1f1b"
         self._home = Home(module)
         self._granularity: Granularity = "fine" if fine_grained else "submodule"
         self.layer_gpus: OrderedDict[str, DeviceLike] = self._default_map()
@@ -187,6 +189,19 @@ class DataFlow(nn.Module):
             return self._run_hooked(parts, inputs, weights)
         return self._run_captured([capture for capture in captures if capture is not None], parts, weights)
 
+    def train_step(self, loss_fn: Loss, optimizer: torch.optim.Optimizer | None = None) -> TrainStep:
+        """A training step of the whole pipeline: forwards, backwards, and the optimizer.
+
+        Args:
+            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
+            optimizer: stepped after every batch; None to leave that to the caller, who finds the gradients in place.
+
+        Returns:
+            ``step(inputs, target) -> loss``, the mean over the batch. ``inputs`` is one tensor, a tuple of positional or a
+            dict of keyword arguments.
+        """
+        return TrainStep(self, loss_fn, optimizer)
+
     def _run_captured(self, captures: list[Capture], parts: list[list[Any]], weights: list[int]) -> Any:
         plans = [self._plan(capture) for capture in captures]
         batches = [MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)]
@@ -291,6 +306,7 @@ class DataFlow(nn.Module):
         self.layer_gpus = OrderedDict((name, place.index if one_kind else str(place)) for name, place in places.items())
         self._granularity = tuple(places)
         self.chunks = placement.chunks
+        self.schedule = placement.schedule
 
     def _device(self, place: DeviceLike) -> torch.device:
         """A device as this flow names it: a bare index means the flow's own kind."""
@@ -343,6 +359,53 @@ class DataFlow(nn.Module):
         self._program = Program(self.module)
         self._plans = {}
         self._clones = Clones(self.module, self._devices) if self.enable_clone else None
+
+
+class TrainStep:
+    """What ``DataFlow.train_step`` returns."""
+
+    def __init__(self, flow: DataFlow, loss_fn: Loss, optimizer: torch.optim.Optimizer | None) -> None:
+        self.flow = flow
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self._pipelines: dict[Any, TrainingPipeline] = {}
+
+    def __call__(self, inputs: Any, target: Any, chunks: int | None = None) -> Tensor:
+        """Train on one batch.
+
+        Args:
+            inputs: one tensor, a tuple of positional or a dict of keyword arguments.
+            target: what the loss compares with, the batch first.
+            chunks: micro-batches; what the placement says if None.
+
+        Returns:
+            The mean loss, detached.
+        """
+        args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+        kwargs = inputs if isinstance(inputs, dict) else {}
+        tensors, structure = flatten((args, kwargs))
+        goals, target_structure = flatten(target)
+        loss = self._pipeline(tensors, structure, target_structure, chunks or self.flow.chunks).run(
+            tensors, goals, batch_size(tensors)
+        )
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return loss
+
+    def _pipeline(self, tensors: list[Any], inputs: Structure, target: Structure, chunks: int) -> TrainingPipeline:
+        flow = self.flow
+        assert flow._assignment is not None
+        parts = scatter(tensors, chunks, batch_size(tensors))
+        capture = flow._capture(parts[0], inputs)
+        assert capture is not None
+        key = (id(capture), id(flow._assignment), chunks, batch_size(tensors))
+        if key not in self._pipelines:
+            graph, _ = flow._plan(capture)
+            places = flow._assignment.of_layers(graph)
+            self._pipelines[key] = TrainingPipeline(
+                graph, places, capture.exported.outputs, self.loss_fn, target, flow.schedule, chunks
+            )
+        return self._pipelines[key]
 
 
 def _placement(given: Placement | Mapping[str, Any]) -> Placement:

@@ -1,0 +1,196 @@
+"""One segment of a pipeline in training: a forward and a backward pass for each micro-batch in flight.
+
+    inputs (static)  ──▶ forward ──▶ outputs (static)          one slot for each micro-batch in flight;
+    input gradients  ◀── backward ◀── output gradients         its activations live until its backward pass
+
+On a GPU every pass of every slot is one CUDA graph; where that cannot be had the passes run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.executor.segments import MicroBatch, Segment
+from placer.graph.layers import Value
+
+Reader = int | None
+"""The stage that reads a value; None for the loss."""
+
+
+@dataclass
+class Head:
+    """The loss, computed behind the last segment.
+
+    Attributes:
+        names: the values that the model returns.
+        loss: from those, and the target of the micro-batch, to a number.
+        targets: the static tensors of each slot's target.
+        total: sum over micro-batches of loss times weight.
+        weight: of a micro-batch's loss in the batch's.
+        dtype: of the loss, once it was computed.
+    """
+
+    names: tuple[str, ...]
+    loss: Callable[[list[Any], list[Any]], Tensor]
+    total: Tensor
+    weight: float
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Slot:
+    """A micro-batch in flight.
+
+    Attributes:
+        inputs: static tensors, or numbers, by name.
+        targets: static tensors of the loss's target, in the last stage.
+        gradients: of each output from each of its readers, static.
+        leaves: what the forward pass differentiates by, by name.
+        outputs: what it made, by name.
+        roots: what the backward pass starts from.
+        forward: runs or replays the forward pass.
+        backward: runs or replays the backward pass.
+    """
+
+    inputs: dict[str, Any]
+    targets: list[Any] = field(default_factory=list)
+    gradients: dict[tuple[str, Reader], Tensor] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    roots: list[Tensor] = field(default_factory=list)
+    input_gradients: dict[str, Tensor] = field(default_factory=dict)
+    forward: Callable[[], None] = lambda: None
+    backward: Callable[[], None] = lambda: None
+
+
+class _Entrance(torch.autograd.Function):
+    """Lets a layer write in place to what it reads: a leaf of autograd, and any view of one, may not be written to."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Stage:
+    """A segment with its border and its slots.
+
+    Args:
+        segment: its layers, over aliases of the parameters.
+        values: of the whole graph.
+        reads: names of the values that come from other stages, or from the batch.
+        writes: for each value that is read elsewhere: the stages that read it.
+        head: the loss, in the last stage.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        values: Mapping[str, Value],
+        reads: Sequence[str],
+        writes: Mapping[str, Sequence[int]],
+        head: Head | None = None,
+    ) -> None:
+        self.segment = segment
+        self.device = segment.device
+        self.reads = tuple(reads)
+        self.writes = dict(writes)
+        self.head = head
+        self.slots: list[Slot] = []
+        self.not_recorded_because = ""
+        self._values = values
+
+    def open_slots(self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any]) -> dict[str, Any]:
+        """Make the slots like this example, and run the first one forwards once.
+
+        Args:
+            count: micro-batches in flight.
+            inputs: an example of every value that the stage reads.
+            targets: an example of the loss's target.
+
+        Returns:
+            An example of every value that other stages read.
+        """
+        for _ in range(count):
+            slot = Slot({name: self._static(inputs[name]) for name in self.reads})
+            if self.head is not None:
+                slot.targets = [self._static(target) for target in targets]
+            slot.forward = self._pass(self._forward, slot)
+            slot.backward = self._pass(self._backward, slot)
+            self.slots.append(slot)
+        first = self.slots[0]
+        first.forward()
+        made = {name: first.outputs[name] for name in self.writes}
+        for slot in self.slots:
+            for name, readers in self.writes.items():
+                if self._flows_back(name, made[name]):
+                    for reader in readers:
+                        slot.gradients[name, reader] = torch.zeros_like(made[name])
+        return made
+
+    def record(self) -> None:
+        """Turn the passes of every slot into CUDA graphs, where the device has them and the layers allow it."""
+        if self.device.type != "cuda":
+            return
+        for slot in self.slots:
+            try:
+                slot.forward, slot.backward = devices.record([slot.forward, slot.backward], self.device)
+            except devices.NotRecordable as error:
+                self.not_recorded_because = str(error)
+                return
+
+    def _pass(self, run: Callable[[Slot], None], slot: Slot) -> Callable[[], None]:
+        return lambda: run(slot)
+
+    def _static(self, example: Any) -> Any:
+        if not isinstance(example, Tensor):
+            return example
+        static = torch.empty_like(example, device=self.device)
+        with torch.no_grad():
+            static.copy_(example.detach())
+        return static
+
+    @torch.enable_grad()
+    def _forward(self, slot: Slot) -> None:
+        slot.leaves = {}
+        inputs: dict[str, Any] = {}
+        for name, value in slot.inputs.items():
+            inputs[name] = value
+            if isinstance(value, Tensor) and self._values[name].requires_grad and value.is_floating_point():
+                slot.leaves[name] = value.detach().requires_grad_()
+                inputs[name] = _Entrance.apply(slot.leaves[name])  # type: ignore[no-untyped-call]
+        batch = MicroBatch(inputs.keys(), inputs.values())
+        self.segment.run(batch)
+        slot.outputs = {name: batch.read(name, self.device) for name in self.writes}
+        if self.head is not None:
+            loss = self.head.loss([batch.read(name, self.device) for name in self.head.names], slot.targets)
+            self.head.dtype = loss.dtype
+            slot.roots = [loss * self.head.weight]
+            self.head.total.add_(slot.roots[0].detach())
+
+    def _backward(self, slot: Slot) -> None:
+        roots, gradients = list(slot.roots), [torch.ones_like(root) for root in slot.roots]
+        for (name, _), gradient in slot.gradients.items():
+            roots.append(slot.outputs[name])
+            gradients.append(gradient)
+        for leaf in slot.leaves.values():
+            leaf.grad = None
+        if roots:
+            # The graph is kept: a recorded pass is run again, and eagerly it goes when the slot runs forwards again.
+            torch.autograd.backward(roots, gradients, retain_graph=True)
+        slot.input_gradients = {
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in slot.leaves.items()
+        }
+
+    @staticmethod
+    def _flows_back(name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.requires_grad

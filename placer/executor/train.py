@@ -1,0 +1,305 @@
+"""A training step through the pipeline: forward and backward passes in the order of a schedule, then the optimizer.
+
+Work is issued from one thread, in an order in which everything that a pass waits for was issued before it. Passes of one
+device go into one lane; copies go beside them, from the stage that made a value straight to each stage that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.executor.pipeline import clock, scatter
+from placer.executor.segments import Segment, segments
+from placer.executor.stage import Head, Stage
+from placer.graph.layers import LayerGraph
+from placer.graph.structure import Structure
+from placer.lanes import Courier, Lane, Mark
+from placer.schedule import Phase, orders, simulate
+from placer.schema import Schedule
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class Weights:
+    """Aliases of the model's parameters that the passes differentiate by, with gradients that stay in place.
+
+    An alias shares its parameter's storage but none of its history, so a loss that the user keeps does not disturb a
+    recording. A parameter that layers on several devices use has a replica on each further one.
+    """
+
+    aliases: dict[tuple[str, torch.device], Tensor]
+    parameters: dict[str, nn.Parameter]
+
+    @classmethod
+    def of(cls, graph: LayerGraph) -> Weights:
+        """For a graph's parameters; aliases are made when they are looked up."""
+        return cls({}, {name: item for name, item in graph.state.items() if isinstance(item, nn.Parameter)})
+
+    def lookup(self, graph: LayerGraph) -> Callable[[str, torch.device], Tensor]:
+        """What the layers of a graph use for their state."""
+
+        def find(name: str, place: torch.device) -> Tensor:
+            if name not in self.parameters:
+                tensor = graph.state[name]
+                return devices.move(tensor.detach(), place) if name in graph.constants else tensor
+            if (name, place) not in self.aliases:
+                parameter = self.parameters[name]
+                alias = devices.move(parameter.detach(), place).requires_grad_(parameter.requires_grad)
+                if parameter.requires_grad:
+                    alias.grad = torch.zeros_like(alias, requires_grad=False)
+                self.aliases[name, place] = alias
+            return self.aliases[name, place]
+
+        return find
+
+    def owned(self, name: str, place: torch.device) -> bool:
+        """Whether an alias is its parameter's own storage, not a replica."""
+        return devices.same(devices.location(self.parameters[name]), place)
+
+    @torch.no_grad()
+    def begin(self, lanes: Mapping[torch.device, Lane]) -> None:
+        """Clear the gradients, and bring replicas up to date."""
+        for place, lane in lanes.items():
+            with lane:
+                mine = [alias for (_, where), alias in self.aliases.items() if where == place]
+                gradients = [alias.grad for alias in mine if alias.grad is not None]
+                if gradients:
+                    torch._foreach_zero_(gradients)
+                for (name, where), alias in self.aliases.items():
+                    if where == place and not self.owned(name, where):
+                        alias.copy_(self.parameters[name])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Add the gradients of replicas up, and hand every parameter its gradient."""
+        for (name, place), alias in self.aliases.items():
+            if self.owned(name, place):
+                self.parameters[name].grad = alias.grad
+        for (name, place), alias in self.aliases.items():
+            parameter = self.parameters[name]
+            if not self.owned(name, place) and alias.grad is not None:
+                gradient = devices.copy(alias.grad, devices.location(parameter))
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class TrainingPipeline:
+    """The stages of one capture, ready for batches of one shape.
+
+    Args:
+        graph: of the model at the micro-batch's shape.
+        places: the device of every layer.
+        outputs: structure of the model's result.
+        loss_fn: ``loss_fn(output, target)``, a mean over samples.
+        target: structure of the target.
+        schedule: the order of micro-batches; used where every device holds one segment, else fill-drain is.
+        chunks: micro-batches in a batch.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        places: Sequence[torch.device],
+        outputs: Structure,
+        loss_fn: Loss,
+        target: Structure,
+        schedule: Schedule,
+        chunks: int,
+    ) -> None:
+        self.graph = graph
+        self.chunks = chunks
+        self.weights = Weights.of(graph)
+        parts = segments(graph, places, self.weights.lookup(graph))
+        last = parts[-1].device
+        head = Head(
+            graph.outputs,
+            lambda leaves, targets: loss_fn(outputs.unflatten(leaves), target.unflatten(targets)),
+            torch.zeros((), device=last, dtype=torch.float64),
+            1 / chunks,
+        )
+        self.stages = _stages(graph, parts, head)
+        self.lanes = {stage.device: Lane(stage.device) for stage in self.stages}
+        self.courier = Courier(list(self.lanes))
+        self.order = _issue_order(self.stages, schedule, chunks)
+        self.in_flight = _in_flight(self.order, len(self.stages))
+        self._prepared = False
+
+    def run(self, batch: Sequence[Any], targets: Sequence[Any], size: int) -> Tensor:
+        """One batch, forwards and backwards; gradients are the parameters' afterwards.
+
+        Args:
+            batch: the flattened inputs.
+            targets: the flattened target.
+            size: samples in the batch.
+
+        Returns:
+            The mean loss, a number on the last stage's device.
+        """
+        parts, goals = scatter(batch, self.chunks, size), scatter(targets, self.chunks, size)
+        if not self._prepared:
+            self._prepare(parts[0], goals[0])
+        callers = {place: Lane(place, caller=True) for place in self.lanes}
+        for place, lane in self.lanes.items():
+            for caller in callers.values():
+                lane.wait(caller.mark())
+        self.weights.begin(self.lanes)
+        head = self.stages[-1].head
+        assert head is not None
+        with self.lanes[self.stages[-1].device], torch.no_grad():
+            head.total.zero_()
+        start = {place: lane.mark() for place, lane in self.lanes.items()}
+        _Step(self, parts, goals, start).issue()
+        for place, caller in callers.items():
+            caller.wait(self.lanes[place].mark())
+        self.weights.finish()
+        return head.total.to(head.dtype, copy=True)
+
+    def _prepare(self, part: Sequence[Any], goal: Sequence[Any]) -> None:
+        """Make every stage's slots from one micro-batch, and record them; buffers and random numbers stay as they were."""
+        mutated = {name for layer in self.graph.layers for name in layer.mutated}
+        kept = {name: self.graph.state[name].clone() for name in mutated}
+        known: dict[str, Any] = dict(zip(self.graph.inputs, part, strict=True))
+        with devices.keep_random_state(list(self.lanes)):
+            for index, stage in enumerate(self.stages):
+                with devices.current(stage.device):
+                    known |= stage.open_slots(self.in_flight[index], known, goal)
+            for stage in self.stages:
+                devices.synchronise(stage.device)
+                stage.record()
+        with torch.no_grad():
+            for name, value in kept.items():
+                self.graph.state[name].copy_(value)
+        self._prepared = True
+
+
+class _Step:
+    """One batch on its way through the stages: what was issued, and when it will be there."""
+
+    def __init__(
+        self,
+        pipeline: TrainingPipeline,
+        parts: Sequence[Sequence[Any]],
+        goals: Sequence[Sequence[Any]],
+        start: Mapping[torch.device, Mark],
+    ) -> None:
+        self._stages = pipeline.stages
+        self._lanes = pipeline.lanes
+        self._courier = pipeline.courier
+        self._order = pipeline.order
+        self._batch = [dict(zip(pipeline.graph.inputs, part, strict=True)) for part in parts]
+        self._goals = goals
+        self._start = start
+        self._maker = {name: index for index, stage in enumerate(self._stages) for name in stage.writes}
+        self._done: dict[tuple[int, Phase, int], Mark] = {}
+        self._fetched: dict[tuple[int, Phase, int], list[Mark]] = {}
+        self._landed: dict[tuple[int, int], list[Mark]] = {}
+
+    def issue(self) -> None:
+        """Issue every pass."""
+        for stage, phase, micro_batch in self._order:
+            if phase == "forward":
+                self._forward(stage, micro_batch)
+            else:
+                self._backward(stage, micro_batch)
+
+    def _forward(self, index: int, chunk: int) -> None:
+        stage = self._stages[index]
+        slot = stage.slots[chunk % len(stage.slots)]
+        free = self._done.get((index, "backward", chunk - len(stage.slots)), self._start[stage.device])
+        arrived = []
+        for name in stage.reads:
+            static = slot.inputs[name]
+            if not isinstance(static, Tensor):
+                continue
+            maker = self._maker.get(name)
+            if maker is None:
+                arrived.append(self._courier.send(self._batch[chunk][name], None, static, free))
+                continue
+            source = self._stages[maker]
+            made = source.slots[chunk % len(source.slots)].outputs[name]
+            mark = self._courier.send(made.detach(), self._done[maker, "forward", chunk], static, free)
+            self._fetched.setdefault((maker, "forward", chunk), []).append(mark)
+            arrived.append(mark)
+        for given, static in zip(self._goals[chunk], slot.targets, strict=False):
+            if isinstance(static, Tensor):
+                arrived.append(self._courier.send(given, None, static, free))
+        overwritten = self._fetched.get((index, "forward", chunk - len(stage.slots)), [])
+        self._run(index, "forward", chunk, slot.forward, [*arrived, *overwritten])
+
+    def _backward(self, index: int, chunk: int) -> None:
+        stage = self._stages[index]
+        slot = stage.slots[chunk % len(stage.slots)]
+        sent_before = self._fetched.get((index, "backward", chunk - len(stage.slots)), [])
+        self._run(index, "backward", chunk, slot.backward, [*self._landed.pop((index, chunk), []), *sent_before])
+        # Gradients leave at once: the slot that waits for them is theirs until its backward pass, this one is not.
+        for name, gradient in slot.input_gradients.items():
+            maker = self._maker.get(name)
+            if maker is None:
+                continue
+            source = self._stages[maker]
+            target = source.slots[chunk % len(source.slots)].gradients.get((name, index))
+            if target is None:
+                continue
+            free = self._done.get((maker, "backward", chunk - len(source.slots)), self._start[source.device])
+            mark = self._courier.send(gradient, self._done[index, "backward", chunk], target, free)
+            self._landed.setdefault((maker, chunk), []).append(mark)
+            self._fetched.setdefault((index, "backward", chunk), []).append(mark)
+
+    def _run(self, index: int, phase: Phase, chunk: int, work: Callable[[], None], after: Sequence[Mark]) -> None:
+        lane = self._lanes[self._stages[index].device]
+        lane.wait(*after)
+        with lane:
+            work()
+        self._done[index, phase, chunk] = lane.mark()
+
+
+def _stages(graph: LayerGraph, parts: Sequence[Segment], head: Head) -> list[Stage]:
+    """Segments with what passes between them; the last one has the loss."""
+    made_by = {name: index for index, part in enumerate(parts) for step in part.steps for name in step.layer.writes}
+    reads: list[dict[str, None]] = []
+    for index, part in enumerate(parts):
+        names = [name for step in part.steps for name in step.layer.reads]
+        if index == len(parts) - 1:
+            names += graph.outputs
+        reads.append({name: None for name in names if made_by.get(name) != index})
+    stages = []
+    for index, part in enumerate(parts):
+        writes: dict[str, list[int]] = {}
+        for reader, names_read in enumerate(reads):
+            for name in names_read:
+                if made_by.get(name) == index:
+                    writes.setdefault(name, []).append(reader)
+        last = index == len(parts) - 1
+        stages.append(Stage(part, graph.values, tuple(reads[index]), writes, head if last else None))
+    return stages
+
+
+def _issue_order(stages: Sequence[Stage], schedule: Schedule, chunks: int) -> list[tuple[int, Phase, int]]:
+    """Every pass of a step, after all that it waits for."""
+    count = len(stages)
+    if len({stage.device for stage in stages}) == count:
+        timeline = simulate(orders(schedule, count, chunks), [1.0] * count, [2.0] * count)
+        return [(task.stage, task.phase, task.micro_batch) for task in timeline.tasks]
+    return list(_fill_drain(count, chunks))
+
+
+def _fill_drain(count: int, chunks: int) -> Iterator[tuple[int, Phase, int]]:
+    for stage, chunk in clock(count, chunks):
+        yield stage, "forward", chunk
+    for stage, chunk in clock(count, chunks):
+        yield count - 1 - stage, "backward", chunk
+
+
+def _in_flight(order: Sequence[tuple[int, Phase, int]], stages: int) -> list[int]:
+    """The most micro-batches that each stage holds at once."""
+    held, most = [0] * stages, [0] * stages
+    for stage, phase, _ in order:
+        held[stage] += 1 if phase == "forward" else -1
+        most[stage] = max(most[stage], held[stage])
+    return most
