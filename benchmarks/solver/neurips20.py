@@ -2,9 +2,9 @@
 
 The objective there differs from a placement request in two ways. A value that is cut costs every accelerator that it
 touches once: its source too, however many others read it (``Problem.multicast``). And contiguity orders forward nodes
-alone (``Value.ordered``); backward nodes follow their colour class. So these inputs are solved below the request, by the
-same search. The CPU that the inputs allow besides the accelerators pays for no transfer (``Problem.untaxed``), and has
-room for everything. ``bottleneck`` is an own referee.
+alone (``Value.ordered``); backward nodes follow their colour class. So these inputs are solved below the request, by
+the same search. The CPU that the inputs allow besides the accelerators pays for no transfer (``Problem.untaxed``), and
+has room for everything. ``bottleneck`` is an own referee.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def _contiguous(
     for component in strong_components(count, arcs_of(values), groups):
         members = sum(layer in colocated for layer in component)
         pulled = len(component) - members
-        if pulled and 2 * pulled >= count - members:
+        if members and pulled and 2 * pulled >= count - members:
             return False
     return True
 

@@ -87,6 +87,12 @@ def test_tied_ends_make_the_placement_free_unless_contiguity_is_asked_for(chain)
     assert solve(chain([1.0] * 6, constraints=tied.model_copy(update={"contiguous": True}))).contiguous
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_smallest_models_without_colocation_are_contiguous(chain, count):
+    # a single layer once counted as pulled in by its own component
+    assert solve(chain([1.0] * count)).contiguous
+
+
 def test_neighbours_that_are_tied_leave_the_placement_contiguous(chain):
     assert solve(chain([1.0] * 6, constraints=Constraints(colocated=(("l2", "l3"),)))).contiguous
 

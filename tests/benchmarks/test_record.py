@@ -1,0 +1,73 @@
+"""The one form of benchmark results, and README's tables made of it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def record():
+    spec = importlib.util.spec_from_file_location("record", ROOT / "benchmarks" / "record.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def written(record, tmp_path):
+    rows = [
+        record.row("a", "time", "s", 1.5, spread=(1.0, 2.0), target=2.0, peers={"other": 3.0}),
+        record.row("b", "rate", "1/s", 10.0, target=20.0, smaller_is_better=False),
+        record.row("c", "time", "s", None, target=1.0),
+    ]
+    record.write("made", rows, tmp_path)
+    return tmp_path
+
+
+def test_readme_s_tables_are_those_of_the_results():
+    answer = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "tables", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_results_name_machine_versions_command_and_date(written):
+    content = json.loads((written / "made.json").read_text())
+    assert list(content) == ["machine", "versions", "command", "date", "rows"]
+    assert content["command"] == "python -m benchmarks made"
+    assert content["machine"]["cores"] >= 1 and "ortools" in content["versions"]
+
+
+def test_a_target_is_met_from_its_side_and_never_without_a_value(written):
+    rows = json.loads((written / "made.json").read_text())["rows"]
+    assert [row["met"] for row in rows] == [True, False, False]
+
+
+def test_a_row_of_another_form_is_refused(record, tmp_path):
+    with pytest.raises(ValueError, match="'a' has the fields"):
+        record.write("made", [{"case": "a", "value": 1}], tmp_path)
+
+
+def test_a_table_shows_value_spread_target_and_peers(record, written):
+    assert "| a | time | 1.5 s (1-2) | 2 s | yes | 3 s |" in record.table("made", written)
+    assert "| c | time | - | 1 s | no |  |" in record.table("made", written)
+
+
+def test_only_what_is_between_markers_is_rewritten(record, written):
+    text = "before\n<!-- table made -->\nold\n<!-- end table made -->\nafter"
+    renewed = record.with_tables(text, written)
+    assert renewed.startswith("before\n") and renewed.endswith("\nafter") and "old" not in renewed
+    assert record.with_tables(renewed, written) == renewed
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.name)
+def test_committed_results_have_the_one_form(record, path):
+    content = json.loads(path.read_text())
+    assert set(content) == {"machine", "versions", "command", "date", "rows"}
+    assert all(set(row) == set(record.FIELDS) for row in content["rows"])
