@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 MAX_BYTES = 4096
@@ -96,11 +97,20 @@ def invalid_body(error: ValidationError) -> Problem:
     if first["type"] == "json_invalid":
         detail = first["msg"].removeprefix("Invalid JSON: ")
         return Problem(400, "malformed-json", "The body is not JSON", f"the body cannot be read as JSON: {detail}")
+    errors = [item for item in errors if not _follows(item, errors)]
     errors.sort(key=lambda item: item["loc"] != ("schema_version",))  # a wrong version explains all the others
     faults = [_fault(item["loc"], item["type"], item["msg"], item["input"]) for item in errors[:MAX_FAULTS]]
     lead = faults[0]
-    more = f" (and {count - 1} more)" if count > 1 else ""
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return _invalid(f"{_path(lead['pointer'])}{lead['detail']}{more}", faults)
+
+
+def _follows(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
+    """Whether it only follows from another: a list is too short because its elements are faulty."""
+    place = error["loc"]
+    return error["type"] == "too_short" and any(
+        other is not error and other["loc"][: len(place)] == place for other in errors
+    )
 
 
 def _invalid(detail: str, faults: list[dict[str, str]]) -> Problem:
@@ -108,9 +118,13 @@ def _invalid(detail: str, faults: list[dict[str, str]]) -> Problem:
 
 
 def _fault(loc: tuple[int | str, ...], kind: str, message: str, given: object) -> dict[str, str]:
-    message = message.removeprefix("Value error, ")
+    message = message.removeprefix("Value error, ").removeprefix("Input ").replace("Tuple should", "should")
+    message = message.replace(" after validation", "")
+    loc = tuple(part for part in loc if not str(part).startswith("constrained-"))  # the branch of a union
     pointer = "#" + "".join(f"/{clip(str(part), 80)}" for part in loc)
-    if kind == "extra_forbidden":
+    if kind == "missing":
+        message = "is missing"
+    elif kind == "extra_forbidden":
         message = "there is no such field"
     elif loc and loc[-1] == "schema_version" and kind == "literal_error":
         message = f"version {clip(repr(given), 40)} is not known to this service; it reads version '1'"

@@ -100,6 +100,15 @@ def test_a_faulty_request_is_422_and_names_the_fault(serve, request_body, name):
         assert word in reply.json()["detail"]
 
 
+def test_a_fault_is_not_counted_twice(request_body):
+    # The first faulty layer ends the list, which is then too short as well.
+    body = with_profile(request_body(), layers=[{"name": "a", "forward_ms": {"gpu": -1}}])
+    with pytest.raises(Problem) as caught:
+        check(json.dumps(body).encode())
+    assert [fault["pointer"] for fault in caught.value.faults] == ["#/profile/layers/0/forward_ms/gpu"]
+    assert "more" not in caught.value.detail
+
+
 def test_a_body_over_the_limit_is_413_and_names_the_setting(serve):
     reply = serve(max_body_bytes=1000).post(POST, content=b" " * 1001, headers=JSON)
     assert problem_of(reply)["status"] == 413
