@@ -147,9 +147,10 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
         for device, use in zip(problem.devices, result.memory, strict=True)
         if use.total_bytes > device.usable_bytes
     }
+    found = "" if answer.complete else " that was found"
     worst = max(excess, key=lambda name: excess[name])
     return Infeasibility(
-        reason=f"no placement keeps every device within its memory: the closest leaves {worst} "
+        reason=f"no placement keeps every device within its memory: the closest{found} leaves {worst} "
         f"{readable(excess[worst])} short",
         layers=tuple(problem.layers[i].name for i, d in enumerate(answer.devices) if problem.devices[d].name == worst),
         devices=tuple(excess),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from placer.solver.solve import solve
 
 SETTINGS = settings(
-    max_examples=900,
+    max_examples=1400,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
