@@ -62,17 +62,19 @@ def group(graph: fx.Graph, opened: Opened) -> list[Group]:
 
 
 def _units(operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int]) -> dict[fx.Node, str]:
-    """Rules 1 and 2."""
+    """Rules 1 and 2. The latest layer is the one that began last: then no such operation closes a cycle by itself."""
     units: dict[fx.Node, str] = {}
+    began: dict[str, int] = {}
     for node in operations:
         unit = None
         if node.target is not getitem:
             unit = opened.cut(module_stack(node))
         if unit is None:
-            producers = [producer for producer in node.all_input_nodes if producer in units]
-            unit = units[max(producers, key=place.__getitem__)] if producers else None
+            producers = [units[producer] for producer in node.all_input_nodes if producer in units]
+            unit = max(producers, key=began.__getitem__) if producers else None
         if unit is not None:
             units[node] = unit
+            began.setdefault(unit, place[node])
     for node in reversed(operations):
         if node not in units:
             readers = [reader for reader in node.users if reader in units]
