@@ -11,7 +11,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -111,6 +111,9 @@ def current(device: torch.device) -> Iterator[None]:
     """Make the device the current one."""
     if device.type == "cuda":
         with torch.cuda.device(device):
+            yield
+    elif _registries:
+        with _registries[-1].only(device):
             yield
     else:
         yield
@@ -296,6 +299,12 @@ class Registry(Protocol):
     def land(self, tensor: Tensor, device: torch.device) -> None:
         """Note that the tensor was copied to the device."""
 
+    def expect(self, tensor: Tensor, device: torch.device) -> None:
+        """Raise a MixedDevicesError if the tensor, a gradient, is not there."""
+
+    def only(self, device: torch.device) -> AbstractContextManager[None]:
+        """Raise a MixedDevicesError if an operation inside meets tensors of another device."""
+
 
 # Set by placer.testing.logical_devices: how many stand-ins there are and who knows where tensors are, innermost last,
 # and whether it looks away.
@@ -357,9 +366,11 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, source: torch.device, target: torch.device) -> Tensor:
-        ctx.source = source
+        ctx.source, ctx.target = source, target
         return copy(tensor, target)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if _registries:
+            _registries[-1].expect(gradients[0], ctx.target)
         return copy(gradients[0], ctx.source), None, None

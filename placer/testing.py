@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
 from placer.errors import InputError, MixedDevicesError
@@ -31,8 +32,8 @@ __all__ = ["MixedDevicesError", "logical_devices"]
 
 _HOST = -1
 _ANYWHERE = -2
-"""Of a tensor that autograd, or an operation made of others, made from nothing: it knows its device as a bare ``cpu``, so
-it joins what it meets."""
+"""Of a tensor that autograd, or an operation made of others, made from nothing: it knows its device as a bare ``cpu``,
+so it joins what it meets."""
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
 _BETWEEN_DEVICES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_copy_from"}
 _PURGE_EVERY = 4096
@@ -55,12 +56,14 @@ def logical_devices(count: int) -> Iterator[list[torch.device]]:
     if count < 1:
         raise InputError(f"logical_devices({count!r}): give at least one device")
     tags = _Tags()
+    leaves = _Leaves(tags)
     devices._stand_ins.append(count)
     devices._registries.append(tags)
     try:
-        with _CopiesAndQueries(tags), _OneDevicePerOperation(tags):
+        with _CopiesAndQueries(tags), _OneDevicePerOperation(tags, leaves):
             yield [torch.device("cpu", index) for index in range(count)]
     finally:
+        leaves.release()
         devices._stand_ins.pop()
         devices._registries.pop()
 
@@ -71,6 +74,7 @@ class _Tags:
     def __init__(self) -> None:
         self._of: dict[int, tuple[StorageWeakRef, int]] = {}
         self._writes = 0
+        self.alone: int | None = None  # the stand-in that is the current one, if a layer runs
         self.inside_operation = False  # whether what is dispatched now is a part of an operation on tensors
 
     def get(self, tensor: Tensor) -> int:
@@ -94,23 +98,68 @@ class _Tags:
         """Note that the tensor was copied to the device."""
         self.put(tensor, _HOST if device.index is None else device.index)
 
+    def expect(self, tensor: Tensor, device: torch.device) -> None:
+        """Raise if a gradient is not on the device of what it is a gradient of."""
+        place, index = self.get(tensor), _HOST if device.index is None else device.index
+        if place not in (index, _ANYWHERE) and not (place == _HOST and tensor.dim() == 0):
+            raise MixedDevicesError(
+                f"a gradient {tuple(tensor.shape)} came back on {_name(place)} for a tensor on {_name(index)}; "
+                "on GPUs this is 'Function returned an invalid gradient'. Move it back in the backward pass"
+            )
+
+    @contextmanager
+    def only(self, device: torch.device) -> Iterator[None]:
+        """Raise if an operation inside meets tensors of another device."""
+        outer = self.alone
+        self.alone = device.index
+        try:
+            yield
+        finally:
+            self.alone = outer
+
     def device(self, tensor: Tensor) -> torch.device:
         """Where the tensor is; the host is ``cpu`` without an index."""
         index = self.get(tensor)
         return torch.device("cpu") if index < 0 else torch.device("cpu", index)
 
 
+class _Leaves:
+    """Sees to it that a gradient lands where its parameter is; no operation meets the two before the optimizer does."""
+
+    def __init__(self, tags: _Tags) -> None:
+        self._tags = tags
+        self._handles = WeakIdKeyDictionary()
+
+    def watch(self, tensors: Iterable[Any]) -> None:
+        """Look at every gradient that these tensors will be given, as far as they are leaves."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf and tensor not in self._handles:
+                self._handles[tensor] = tensor.register_post_accumulate_grad_hook(self._check)  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Look no longer."""
+        for handle in self._handles.values():  # type: ignore[no-untyped-call]
+            handle.remove()
+
+    def _check(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None  # this is called once it was accumulated
+        if not leaf.grad.is_sparse:
+            self._tags.expect(leaf.grad, self._tags.device(leaf))
+
+
 class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operation, those of autograd among them: inputs on one device, results where the inputs are."""
 
-    def __init__(self, tags: _Tags) -> None:
+    def __init__(self, tags: _Tags, leaves: _Leaves) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tags = tags
+        self._leaves = leaves
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not devices.observed():
             return func(*args, **kwargs)
+        self._leaves.watch(tree_leaves((args, kwargs)))
         name = func._schema.name
         if name in _BETWEEN_DEVICES:
             result = func(*args, **kwargs)
@@ -155,6 +204,8 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             place, first = index, tensor
         if first is not None and on_host is not None:
             raise _mixed(name, first, on_host, place, _HOST)
+        if first is not None and self._tags.alone not in (None, place):
+            raise _elsewhere(name, first, place, self._tags.alone)
         return _HOST if on_host is not None else place
 
     def _check_each(self, name: str, args: Any) -> None:
@@ -232,6 +283,13 @@ def _mixed(name: str, one: Tensor, other: Tensor, place: int, other_place: int) 
     return MixedDevicesError(
         f"{name} met tensors on two devices, {first[0]} {first[1]} and {second[0]} {second[1]}; "
         "on GPUs this is 'Expected all tensors to be on the same device'. Move one with .to(...) before"
+    )
+
+
+def _elsewhere(name: str, tensor: Tensor, place: int, current: int | None) -> MixedDevicesError:
+    return MixedDevicesError(
+        f"{name} met a tensor on cpu:{place} {tuple(tensor.shape)} in a layer that runs on cpu:{current}; "
+        "the transfer of what the layer reads was forgotten"
     )
 
 

@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class DiffusionUNet(nn.Module):
-    """Noise of an image at a time: a U-Net whose skips go through a list, appended on the way down, popped on the way up."""
+    """Noise of an image at a time: a U-Net whose skips are appended to a list and popped from it."""
 
     def __init__(self, channels: int = 8, levels: int = 2) -> None:
         super().__init__()
@@ -135,16 +135,38 @@ class StackedLSTMs(nn.Module):
         return self.head(z[:, -1])
 
 
+class Add(nn.Module):
+    """A layer without state, through which a gradient passes as it is."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
 class Skips(nn.Module):
     """Every layer reads all that was made before it, so that a random map sends values between all devices."""
 
     def __init__(self, layers: int = 6, features: int = 5) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(features * (index + 1), features) for index in range(layers))
+        self.add = Add()
         self.norm = nn.BatchNorm1d(features)
 
     def forward(self, x: Tensor) -> Tensor:
         made = [x]
         for layer in self.layers:
             made.append(torch.tanh(layer(torch.cat(made, dim=1))))
-        return self.norm(made[-1]) + made[0] * made[2]
+        return self.norm(self.add(made[-1], made[-3])) + made[0] * made[2]
+
+
+class TiedTokens(nn.Module):
+    """Tokens in, logits out: the head's weight is the embedding's."""
+
+    def __init__(self, vocabulary: int = 7, features: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, features)
+        self.mix = nn.Linear(features, features)
+        self.head = nn.Linear(features, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.embedding(tokens))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from placer import DataFlow
 from placer.graph.structure import flatten
 from placer.schema import Placement
+from placer.testing import logical_devices
 
 TOLERANCE = 1e-10
 
@@ -81,14 +82,13 @@ def assert_same(split: Outcome, whole: Outcome, atol: float = TOLERANCE, rtol: f
                 given, gradient, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
             )
     for name, buffer in whole.buffers.items():
-        torch.testing.assert_close(
-            split.buffers[name],
-            buffer,
-            atol=atol,
-            rtol=rtol,
-            equal_nan=True,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+        _assert_close(name, split.buffers[name], buffer, atol, rtol)
+
+
+def _assert_close(name: str, given: Tensor, expected: Tensor, atol: float, rtol: float) -> None:
+    torch.testing.assert_close(
+        given, expected, atol=atol, rtol=rtol, equal_nan=True, msg=lambda text: f"{name}: {text}"
+    )
 
 
 def scatter_layers(flow: DataFlow, devices: int, seed: int = 0) -> None:
@@ -102,12 +102,48 @@ def scatter_layers(flow: DataFlow, devices: int, seed: int = 0) -> None:
     flow.update_flow()
 
 
+def assert_split_equals_unsplit(
+    make: Callable[[], nn.Module],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    training: bool = True,
+    kinds: Sequence[str] = ("fine", "submodule", "placement"),
+    captured: bool = True,
+) -> None:
+    """Run a model on four stand-ins under random maps, and compare with the unsplit model.
+
+    Args:
+        make: builds the model; it is run in float64.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        training: the mode.
+        kinds: of maps: ``fine`` and ``submodule`` name those layers, ``placement`` the ``auto`` layers.
+        captured: whether the model can be captured.
+    """
+    model, reference = twins(make, training)
+    initial = copy.deepcopy(model.state_dict())
+    whole = step(reference, reference, args, kwargs or {})
+    captures = DataFlow(model)._program  # of one mode and shape: every flow below would make the same
+    for seed, kind in enumerate(kinds):
+        with logical_devices(4):
+            flow = DataFlow(model, fine_grained=kind == "fine")
+            flow._program = captures
+            if kind == "placement":
+                flow.update_flow(random_placement(flow, args, kwargs or {}, seed))
+            else:
+                scatter_layers(flow, 4, seed)
+            split = step(flow, model, args, kwargs or {})
+            assert (flow.not_captured_because == "") == captured, flow.not_captured_because
+            flow.undo()
+            model.load_state_dict(initial)
+        assert_same(split, whole)
+
+
 def random_placement(flow: DataFlow, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> Placement:
     """A placement of the model's ``auto`` layers on random devices of the flow, colocated ones together."""
     tensors, inputs = flatten((args, kwargs))
-    captured = flow._program.capture(
-        args, kwargs, tensors, inputs
-    )  # the flow's own: captures are the dear part of a test
+    captured = flow._program.capture(args, kwargs, tensors, inputs)  # the flow's own: captures are dear
     assert captured is not None, flow.not_captured_because
     graph = flow._program.graph(captured, "auto")
     draw = random.Random(seed)

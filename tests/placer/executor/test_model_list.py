@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from model_list import CASES, LANGUAGE, SMALL, VISION, Case, converted
-from splitting import assert_same, random_placement, scatter_layers, step, twins
-
-from placer import DataFlow
-from placer.testing import logical_devices
+from splitting import assert_split_equals_unsplit
 
 MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
@@ -27,25 +22,9 @@ def test_split_equals_unsplit_on_large_vision_models(case: Case, training: bool)
     _compare(case, training, ["fine"] if training else ["placement"])
 
 
-def _compare(case: Case, training: bool, maps: list[str]) -> None:
-    model, reference = twins(case.make, training)
+def _compare(case: Case, training: bool, kinds: list[str]) -> None:
     args, kwargs = converted(case.inputs(training), torch.float64)
-    initial = copy.deepcopy(model.state_dict())
-    whole = step(reference, reference, args, kwargs)
-    captures = DataFlow(model)._program  # of one mode and shape: every flow below would make the same
-    for seed, kind in enumerate(maps):
-        with logical_devices(4):
-            flow = DataFlow(model, fine_grained=kind == "fine")
-            flow._program = captures
-            if kind == "placement":
-                flow.update_flow(random_placement(flow, args, kwargs, seed))
-            else:
-                scatter_layers(flow, 4, seed)
-            split = step(flow, model, args, kwargs)
-            assert flow.not_captured_because == ""
-            flow.undo()
-            model.load_state_dict(initial)
-        assert_same(split, whole)
+    assert_split_equals_unsplit(case.make, args, kwargs, training=training, kinds=kinds)
 
 
 def test_the_list_has_every_model_that_was_promised() -> None:
