@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
@@ -73,11 +74,10 @@ class Job:
 
     async def wait(self, seconds: float) -> bool:
         """Wait for the end of the job; whether it came within ``seconds``."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self.finished.wait()
-        except TimeoutError:
-            pass
+        if seconds > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.finished.wait()
         return self.finished.is_set()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from dataclasses import dataclass
@@ -98,7 +97,7 @@ async def post_placement(request: Request, service: Serving, wait: Wait = None) 
     """
     async with service.intake.body(request) as body:
         question = await service.checker.check(body)
-    if (answer := await _complete_answer(service, question)) is not None:
+    if (answer := _complete_answer(service, question)) is not None:
         service.metrics.cache_hits.inc()
         return Response(answer, media_type=JSON)
     job = service.jobs.submit(question, body)
@@ -114,7 +113,7 @@ async def get_placement(id: str, service: Serving, wait: Wait = 0.0) -> Response
     if (job := service.jobs.find(key)) is not None:
         await job.wait(wait or 0.0)
         return _job_response(job)
-    return await _stored_response(service, key)
+    return _stored_response(service, key)
 
 
 @router.delete("/v1/placements/{id}", response_model=Placement)
@@ -127,7 +126,7 @@ async def stop_placement(id: str, service: Serving) -> Response:
     if (job := service.jobs.find(key)) is not None:
         await service.jobs.stop(job)
         return _job_response(job)
-    return await _stored_response(service, key)
+    return _stored_response(service, key)
 
 
 @router.get("/v1/cluster", response_model=Cluster)
@@ -156,16 +155,16 @@ async def get_metrics(service: Serving) -> Response:
     return Response(service.metrics.render(), media_type=MEDIA_TYPE)
 
 
-async def _complete_answer(service: Service, question: Question) -> bytes | None:
+def _complete_answer(service: Service, question: Question) -> bytes | None:
     """The stored answer, unless it was stopped early or another version of Placer made it."""
-    answer = service.store.recall(question.id) or await asyncio.to_thread(service.store.get, question.id)
+    answer = service.store.get(question.id)
     if answer is None or not answer.complete or answer.version != placer.__version__:
         return None
     return answer.placement
 
 
-async def _stored_response(service: Service, key: str) -> Response:
-    answer = service.store.recall(key) or await asyncio.to_thread(service.store.get, key)
+def _stored_response(service: Service, key: str) -> Response:
+    answer = service.store.get(key)
     if answer is None:
         detail = f"there is no placement {key}; POST its request to /v1/placements"
         raise Problem(404, "no-such-placement", "There is no such placement", detail)

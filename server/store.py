@@ -51,26 +51,24 @@ class Store:
     def __init__(self, database: str, keep: int) -> None:
         self._keep = keep
         self._recent = _Recent(MEMORY_BYTES)
-        self._lock = threading.Lock()  # of the connection; what is remembered is never held up by the disk
-        if database != ":memory:":
+        in_memory = database == ":memory:"
+        if not in_memory:
             database = str(Path(database).expanduser())
             Path(database).parent.mkdir(parents=True, exist_ok=True)
-        self._connection = sqlite3.connect(database, check_same_thread=False, timeout=5, isolation_level=None)
-        self._connection.execute("PRAGMA journal_mode=WAL")
-        self._connection.execute("PRAGMA synchronous=NORMAL")
-        self._connection.executescript(_SCHEMA)
-
-    def recall(self, key: str) -> Answer | None:
-        """The answer to a question if it is in memory; never touches the disk."""
-        return self._recent.get(key)
+        self._writer = _Connection(database)
+        self._writer.connection.execute("PRAGMA journal_mode=WAL")
+        self._writer.connection.execute("PRAGMA synchronous=NORMAL")
+        self._writer.connection.executescript(_SCHEMA)
+        # With a write-ahead log, a reader of its own is never held up by a writer that waits for the disk.
+        self._reader = self._writer if in_memory else _Connection(database)
 
     def get(self, key: str) -> Answer | None:
         """The answer to a question, or None if it was never asked."""
         if (answer := self._recent.get(key)) is not None:
             return answer
-        with self._lock:
+        with self._reader as connection:
             query = "SELECT placement, complete, version FROM placements WHERE id = ?"
-            row = self._connection.execute(query, (key,)).fetchone()
+            row = connection.execute(query, (key,)).fetchone()
         if row is None:
             return None
         answer = Answer(bytes(row[0]), bool(row[1]), row[2])
@@ -87,10 +85,10 @@ class Store:
         self._write(key, answer)
 
     def _write(self, key: str, answer: Answer) -> None:
-        with self._lock:
+        with self._writer as connection:
             row = (key, answer.version, answer.complete, time.time(), answer.placement)
-            self._connection.execute("INSERT OR REPLACE INTO placements VALUES (?, ?, ?, ?, ?)", row)
-            self._connection.execute(
+            connection.execute("INSERT OR REPLACE INTO placements VALUES (?, ?, ?, ?, ?)", row)
+            connection.execute(
                 "DELETE FROM placements WHERE id IN"
                 " (SELECT id FROM placements ORDER BY created_s DESC, rowid DESC LIMIT -1 OFFSET ?)",
                 (self._keep,),
@@ -98,8 +96,23 @@ class Store:
 
     def close(self) -> None:
         """Write everything to the file and let go of it."""
-        with self._lock:
-            self._connection.close()
+        self._reader.connection.close()
+        self._writer.connection.close()
+
+
+class _Connection:
+    """A connection that one thread uses at a time: ``with`` it."""
+
+    def __init__(self, database: str) -> None:
+        self.connection = sqlite3.connect(database, check_same_thread=False, timeout=5, isolation_level=None)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> sqlite3.Connection:
+        self._lock.acquire()
+        return self.connection
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class _Recent:
