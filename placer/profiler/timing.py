@@ -45,6 +45,9 @@ def measure_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
     """
     if trial.device.type != "cuda":
         return _cpu_time(trial, training, repeats)
+    trial.forward()
+    if training:
+        trial.backward()
     flows = training and len(trial.gradients) > 0
     passes: list[Callable[[], None]] = [trial.forward, trial.backward] if flows else [trial.forward]
     host_ms = statistics.median(_launch_ms(trial, passes) for _ in range(_LAUNCHES))
