@@ -32,7 +32,7 @@ class Lane:
         self.device = device
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device) if caller else torch.cuda.Stream(device)
+            self._stream = torch.cuda.current_stream(device) if caller else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._active: list[ExitStack] = []
 
     def __enter__(self) -> Lane:

@@ -197,8 +197,8 @@ class DataFlow(nn.Module):
             optimizer: stepped after every batch; None to leave that to the caller, who finds the gradients in place.
 
         Returns:
-            ``step(inputs, target) -> loss``, the mean over the batch. ``inputs`` is one tensor, a tuple of positional or a
-            dict of keyword arguments.
+            ``step(inputs, target) -> loss``, the mean over the batch. ``inputs`` is one tensor, a tuple of positional
+            or a dict of keyword arguments.
         """
         return TrainStep(self, loss_fn, optimizer)
 

@@ -135,7 +135,9 @@ class Stage:
                 if self._flows_back(name, made[name]):
                     for reader in readers:
                         slot.gradients[name, reader] = torch.zeros_like(made[name])
-        return made
+        # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
+        first.leaves, first.outputs, first.roots = {}, {}, []
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in made.items()}
 
     def record(self) -> None:
         """Turn the passes of every slot into CUDA graphs, where the device has them and the layers allow it."""

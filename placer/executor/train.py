@@ -1,7 +1,8 @@
 """A training step through the pipeline: forward and backward passes in the order of a schedule, then the optimizer.
 
-Work is issued from one thread, in an order in which everything that a pass waits for was issued before it. Passes of one
-device go into one lane; copies go beside them, from the stage that made a value straight to each stage that reads it.
+Work is issued from one thread, in an order in which everything that a pass waits for was issued before it. Passes of
+one device go into one lane; copies go beside them, from the stage that made a value straight to each stage that reads
+it.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class TrainingPipeline:
         if not self._prepared:
             self._prepare(parts[0], goals[0])
         callers = {place: Lane(place, caller=True) for place in self.lanes}
-        for place, lane in self.lanes.items():
+        for lane in self.lanes.values():
             for caller in callers.values():
                 lane.wait(caller.mark())
         self.weights.begin(self.lanes)
@@ -161,14 +162,13 @@ class TrainingPipeline:
         return head.total.to(head.dtype, copy=True)
 
     def _prepare(self, part: Sequence[Any], goal: Sequence[Any]) -> None:
-        """Make every stage's slots from one micro-batch, and record them; buffers and random numbers stay as they were."""
+        """Make every stage's slots from one micro-batch, and record them; buffers and random numbers stay."""
         mutated = {name for layer in self.graph.layers for name in layer.mutated}
         kept = {name: self.graph.state[name].clone() for name in mutated}
         known: dict[str, Any] = dict(zip(self.graph.inputs, part, strict=True))
         with devices.keep_random_state(list(self.lanes)):
             for index, stage in enumerate(self.stages):
-                with devices.current(stage.device):
-                    known |= stage.open_slots(self.in_flight[index], known, goal)
+                known |= stage.open_slots(self.in_flight[index], known, goal)
             for stage in self.stages:
                 devices.synchronise(stage.device)
                 stage.record()
