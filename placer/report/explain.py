@@ -67,18 +67,17 @@ def _placement(placement: Placement) -> RenderableType:
 def _devices(placement: Placement) -> Table:
     mode = "training step" if placement.training else "inference"
     title = f"Placement of {placement.model or 'model'}: {mode}, micro-batch of {placement.batch_size}"
-    grid = Table(title=title, title_justify="left", caption="◀ bottleneck: the busiest device", caption_justify="left")
+    grid = Table(title=title, title_justify="left", caption="▶ bottleneck: the busiest device", caption_justify="left")
     grid.add_column("device")
-    for heading in ("layers", "compute", "transfer", "busy", "", "memory / limit"):
-        grid.add_column(heading, justify="right" if heading else "left")
+    for heading in ("layers", "compute", "transfer", "busy", "memory / limit"):
+        grid.add_column(heading, justify="right")
     for load in placement.devices:
         grid.add_row(
             load.device,
             str(load.layers),
             ms_text(load.compute_ms),
             ms_text(load.send_ms + load.receive_ms),
-            ms_text(load.load_ms),
-            "◀" if load.bottleneck else "",
+            f"▶ {ms_text(load.load_ms)}" if load.bottleneck else ms_text(load.load_ms),
             _memory_text(load),
             style="bold" if load.bottleneck else "",
         )

@@ -74,8 +74,8 @@ def test_memory_far_below_its_limit_keeps_its_own_unit() -> None:
 
 def test_only_the_bottleneck_is_marked() -> None:
     text = explain(placement())
-    assert "◀" in row(text, "│ cuda:0")
-    assert "◀" not in row(text, "│ cuda:1")
+    assert "▶" in row(text, "│ cuda:0")
+    assert "▶" not in row(text, "│ cuda:1")
 
 
 def test_what_is_proven_is_said() -> None:
