@@ -67,14 +67,16 @@ class Lane:
 
 
 class Courier:
-    """Copies tensors between devices beside their computations: one outgoing and one incoming lane a device."""
+    """Copies tensors between devices beside their computations.
 
-    def __init__(self, places: list[torch.device]) -> None:
-        self._out = {place: Lane(place) for place in places}
-        self._in = {place: Lane(place) for place in places}
+    Every channel between two devices has lanes of its own: a copy that waits for room holds nothing else back.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[torch.device, torch.device, str], tuple[Lane, Lane]] = {}
 
     @torch.no_grad()
-    def send(self, source: Tensor, ready: Mark, target: Tensor, free: Mark) -> Mark:
+    def send(self, source: Tensor, ready: Mark, target: Tensor, free: Mark, channel: str) -> Mark:
         """Copy ``source`` into ``target``.
 
         Args:
@@ -82,21 +84,22 @@ class Courier:
             ready: when it is there.
             target: a tensor of the same shape, on any device.
             free: when it may be overwritten.
+            channel: copies of one channel between the same two devices follow one another.
 
         Returns:
             When the copy is done, for both sides.
         """
         here, there = devices.location(source), devices.location(target)
-        incoming = self._lane(self._in, there)
-        outgoing = self._lane(self._out, here) if here.type == "cuda" else incoming
+        outgoing, incoming = self._pair(here, there, channel)
         outgoing.wait(ready)
         incoming.wait(ready, free)
         with outgoing, incoming:
             target.copy_(source, non_blocking=True)
         return incoming.mark()
 
-    @staticmethod
-    def _lane(lanes: dict[torch.device, Lane], place: torch.device) -> Lane:
-        if place not in lanes:
-            lanes[place] = Lane(place)
-        return lanes[place]
+    def _pair(self, here: torch.device, there: torch.device, channel: str) -> tuple[Lane, Lane]:
+        if (here, there, channel) not in self._lanes:
+            incoming = Lane(there)
+            outgoing = Lane(here) if here.type == "cuda" and here != there else incoming
+            self._lanes[here, there, channel] = (outgoing, incoming)
+        return self._lanes[here, there, channel]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,16 @@ class Weights:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
+class Pass(NamedTuple):
+    """One pass as it was issued, between two marks in the lane of its stage's device."""
+
+    stage: int
+    phase: Phase
+    micro_batch: int
+    began: Mark
+    ended: Mark
+
+
 class TrainingPipeline:
     """The stages of one capture, ready for batches of one shape.
 
@@ -101,6 +111,9 @@ class TrainingPipeline:
         target: structure of the target.
         schedule: the order of micro-batches; used where every device holds one segment, else fill-drain is.
         chunks: micro-batches in a batch.
+
+    Attributes:
+        trace: a list that collects every pass of the next batches; None, as it is at first, to collect none.
     """
 
     def __init__(
@@ -126,9 +139,10 @@ class TrainingPipeline:
         )
         self.stages = _stages(graph, parts, head)
         self.lanes = {stage.device: Lane(stage.device) for stage in self.stages}
-        self.courier = Courier(list(self.lanes))
+        self.courier = Courier()
         self.order = _issue_order(self.stages, schedule, chunks)
         self.in_flight = _in_flight(self.order, len(self.stages))
+        self.trace: list[Pass] | None = None
         self._prepared = False
 
     def run(self, batch: Sequence[Any], targets: Sequence[Any], size: int) -> Tensor:
@@ -195,6 +209,7 @@ class _Step:
         self._batch = [dict(zip(pipeline.graph.inputs, part, strict=True)) for part in parts]
         self._goals = goals
         self._start = start
+        self._trace = pipeline.trace
         self._maker = {name: index for index, stage in enumerate(self._stages) for name in stage.writes}
         self._done: dict[tuple[int, Phase, int], Mark] = {}
         self._fetched: dict[tuple[int, Phase, int], list[Mark]] = {}
@@ -219,16 +234,18 @@ class _Step:
                 continue
             maker = self._maker.get(name)
             if maker is None:
-                arrived.append(self._courier.send(self._batch[chunk][name], None, static, free))
+                arrived.append(
+                    self._courier.send(self._batch[chunk][name], self._start[stage.device], static, free, "batch")
+                )
                 continue
             source = self._stages[maker]
             made = source.slots[chunk % len(source.slots)].outputs[name]
-            mark = self._courier.send(made.detach(), self._done[maker, "forward", chunk], static, free)
+            mark = self._courier.send(made.detach(), self._done[maker, "forward", chunk], static, free, "forward")
             self._fetched.setdefault((maker, "forward", chunk), []).append(mark)
             arrived.append(mark)
         for given, static in zip(self._goals[chunk], slot.targets, strict=False):
             if isinstance(static, Tensor):
-                arrived.append(self._courier.send(given, None, static, free))
+                arrived.append(self._courier.send(given, self._start[stage.device], static, free, "batch"))
         overwritten = self._fetched.get((index, "forward", chunk - len(stage.slots)), [])
         self._run(index, "forward", chunk, slot.forward, [*arrived, *overwritten])
 
@@ -247,16 +264,19 @@ class _Step:
             if target is None:
                 continue
             free = self._done.get((maker, "backward", chunk - len(source.slots)), self._start[source.device])
-            mark = self._courier.send(gradient, self._done[index, "backward", chunk], target, free)
+            mark = self._courier.send(gradient, self._done[index, "backward", chunk], target, free, "backward")
             self._landed.setdefault((maker, chunk), []).append(mark)
             self._fetched.setdefault((index, "backward", chunk), []).append(mark)
 
     def _run(self, index: int, phase: Phase, chunk: int, work: Callable[[], None], after: Sequence[Mark]) -> None:
         lane = self._lanes[self._stages[index].device]
         lane.wait(*after)
+        began = lane.mark(timed=True) if self._trace is not None else None
         with lane:
             work()
-        self._done[index, phase, chunk] = lane.mark()
+        ended = self._done[index, phase, chunk] = lane.mark(timed=self._trace is not None)
+        if self._trace is not None:
+            self._trace.append(Pass(index, phase, chunk, began, ended))
 
 
 def _stages(graph: LayerGraph, parts: Sequence[Segment], head: Head) -> list[Stage]:
