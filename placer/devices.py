@@ -220,6 +220,8 @@ def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Ca
             raise
         except Exception as error:
             torch.cuda.set_stream(before)  # a recording that fails may leave its own stream current
+            generator = torch.cuda.default_generators[device.index or 0]  # and random numbers expecting a recording
+            generator.graphsafe_set_state(generator.clone_state())
             torch.cuda.synchronize(device)
             raise NotRecordable(str(error)) from error
     return [graph.replay for graph in graphs]
