@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from placer import devices
@@ -85,12 +87,35 @@ class _Flat(nn.Module):
         self.module = module
         self.training = module.training
         self._inputs, self._outputs = inputs, outputs
+        self.custom: set[str] = set()
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         args, kwargs = self._inputs.unflatten(tensors)
-        leaves, structure = flatten(self.module(*args, **kwargs))
+        with _GradientMode() as mode:
+            leaves, structure = flatten(self.module(*args, **kwargs))
         self._outputs.append(structure)
+        self.custom.update(_custom_functions(leaves) or mode.custom)
         return tuple(leaves)
+
+
+class _GradientMode(TorchFunctionMode):
+    """Notes an operation that runs with gradients off where no code turned them off: only ``autograd.Function`` does that.
+
+    Attributes:
+        custom: what was found, in words.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.custom: set[str] = set()
+        self._enabled = torch.is_grad_enabled()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            self._enabled = bool(args[0])
+        elif self._enabled and not torch.is_grad_enabled():
+            self.custom.add("custom autograd function (or a reentrant checkpoint)")
+        return func(*args, **(kwargs or {}))
 
 
 def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exported:
@@ -142,19 +167,38 @@ def _export(
     failure: Exception | None = None
     for dynamic in (True, False) if batch > 1 else (False,):
         structures: list[Structure] = []
+        flat = _Flat(module, inputs, structures)
         shapes = [_dynamic(tensor, batch) if dynamic else None for tensor in examples]
         try:
-            program = torch.export.export(
-                _Flat(module, inputs, structures), examples, strict=False, dynamic_shapes=(tuple(shapes),)
-            )
+            program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(shapes),))
         except Exception as error:  # whatever the model's own code may raise while it is traced
             failure = failure or error
             if "data-dependent" in str(error).lower():  # no fixed shape would help
                 break
             continue
+        if flat.custom:
+            raise CaptureError(
+                f"{', '.join(sorted(flat.custom))}: a graph would lose the backward pass that it defines"
+            )
         return program, structures[-1]
     assert failure is not None
     raise CaptureError(_reason(failure)) from failure
+
+
+def _custom_functions(leaves: Sequence[Any]) -> set[str]:
+    """The custom autograd functions that a result went through: export keeps what their forward does, and no more."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            found.add(f"custom autograd function {type(node).__name__.removesuffix('Backward')}")
+        stack.extend(following for following, _ in node.next_functions)
+    return found
 
 
 def _dynamic(tensor: Any, batch: int) -> dict[int, Any] | None:

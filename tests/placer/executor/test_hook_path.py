@@ -1,0 +1,318 @@
+"""Models that torch.export refuses: same results through hooks, and the reason is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from model_list import torchvision_models
+from splitting import assert_same, scatter_layers, step, twins
+from torch import Tensor, nn
+
+from placer import DataFlow
+from placer.errors import CaptureError
+from placer.graph import capture
+from placer.graph.structure import flatten
+from placer.testing import logical_devices
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+
+
+class _Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.2)
+
+
+class BranchOnAValue(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.first(x))
+        return self.second(y) if y.sum() > 0 else self.third(y) - y
+
+
+class Item(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        scale = y.abs().max().item()
+        return self.third(self.second(y) / (scale if scale > 0.1 else 1.0))
+
+
+class NumpyCall(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        import numpy
+
+        y = self.first(x)
+        weights = torch.from_numpy(numpy.sort(y.detach().cpu().numpy(), axis=0)).to(y.device)
+        return self.second(y) * weights + self.third(x)
+
+
+class StraightThrough(torch.autograd.Function):
+    """Its backward is not what autograd would make of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 10).round() / 10
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+class CustomFunction(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(StraightThrough.apply(self.first(x))) + self.third(x)
+
+
+class LoopOverData(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for _ in range(int(y.abs().sum()) % 3 + 1):
+            y = torch.tanh(self.second(y))
+        return self.third(y)
+
+
+class WhileNotConverged(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        while y.norm() > 0.5:
+            y = 0.5 * torch.tanh(y)
+        y = self.second(y)
+        return self.third(y)
+
+
+class ToList(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        order = sorted(range(len(y)), key=y.sum(dim=1).tolist().__getitem__)
+        return self.third(self.second(y)[order])
+
+
+class BooleanSelection(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        rows = [self.second(row) if row.sum() > 0 else self.third(row) for row in y]
+        return torch.stack(rows)
+
+
+class StochasticDepth(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in (self.second, self.third):
+            if not (self.training and torch.rand([]) < 0.5):
+                x = x + layer(x)
+        return x
+
+
+class Nonzero(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        index = (y[:, 0] > 0).nonzero().flatten()
+        if len(index) == 0:
+            return self.third(y)
+        return self.second(y).index_add(0, index, self.third(y[index]))
+
+
+class ReturnsAPythonNumber(_Base):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.first(x)
+        return {"y": self.third(self.second(y)), "largest": float(y.detach().max())}
+
+
+REFUSED: list[type[nn.Module]] = [
+    BranchOnAValue,
+    Item,
+    NumpyCall,
+    CustomFunction,
+    LoopOverData,
+    WhileNotConverged,
+    ToList,
+    BooleanSelection,
+    StochasticDepth,
+    Nonzero,
+    ReturnsAPythonNumber,
+]
+
+
+def _transformer(name: str) -> Callable[[], nn.Module]:
+    pair = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    pair |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16, "vocab_size": 40}
+    tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    drops = {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}
+
+    def make() -> nn.Module:
+        torchvision_models()  # transformers imports torchvision
+        transformers = pytest.importorskip("transformers")
+        if name == "OPT":
+            config = transformers.OPTConfig(
+                num_hidden_layers=3,
+                hidden_size=16,
+                word_embed_proj_dim=16,
+                num_attention_heads=2,
+                ffn_dim=16,
+                vocab_size=40,
+                max_position_embeddings=32,
+                layerdrop=0.5,
+            )
+            model = transformers.OPTForCausalLM(config)
+        elif name == "BART":
+            config = transformers.BartConfig(
+                **pair, **tokens, **drops, max_position_embeddings=32, forced_eos_token_id=2
+            )
+            model = transformers.BartForConditionalGeneration(config)
+        else:
+            config = transformers.WhisperConfig(
+                **pair, **tokens, **drops, num_mel_bins=4, max_source_positions=8, max_target_positions=16
+            )
+            model = transformers.WhisperForConditionalGeneration(config)
+        assert isinstance(model, nn.Module)
+        return model
+
+    return make
+
+
+def _transformer_inputs(name: str) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    if name == "Whisper":
+        return {
+            "input_features": torch.randn(2, 4, 16, dtype=torch.float64),
+            "decoder_input_ids": torch.randint(3, 40, (2, 5)),
+        }
+    return {"input_ids": torch.randint(3, 40, (2, 6))}
+
+
+@pytest.mark.parametrize("make", REFUSED)
+@pytest.mark.parametrize("fine_grained", [True, False], ids=["fine", "submodule"])
+def test_a_refused_model_runs_split_with_the_same_results(make: type[nn.Module], fine_grained: bool) -> None:
+    model, reference = twins(make)
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=fine_grained)
+        scatter_layers(flow, 3, seed=2)
+        split = step(flow, model, (X,), {})
+        assert flow.not_captured_because
+    assert_same(split, step(reference, reference, (X,), {}))
+
+
+@pytest.mark.parametrize("name", ["OPT", "BART", "Whisper"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_transformers_with_layerdrop_run_split_with_the_same_results(name: str, seed: int) -> None:
+    model, reference = twins(_transformer(name))
+    inputs = _transformer_inputs(name)
+    with logical_devices(4):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 4, seed)
+        split = step(flow, model, (), inputs, seed)
+        assert flow.not_captured_because
+    assert_same(split, step(reference, reference, (), inputs, seed))
+
+
+def test_a_model_refused_in_training_is_captured_in_eval() -> None:
+    model, reference = twins(StochasticDepth)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        flow(X)
+        assert flow.not_captured_because
+        flow.eval()
+        split = step(flow, model, (X,), {})
+        assert flow.not_captured_because == ""
+        flow.train()
+        assert flow.not_captured_because
+    assert_same(split, step(reference.eval(), reference, (X,), {}))
+
+
+def test_the_reason_names_what_torch_export_said() -> None:
+    with logical_devices(2):
+        flow = DataFlow(BranchOnAValue().double())
+        scatter_layers(flow, 2)
+        flow(X)
+        assert "data-dependent" in flow.not_captured_because.lower()
+
+
+def test_a_custom_function_keeps_its_own_backward() -> None:
+    # torch.export keeps what its forward does and drops its backward: gradients were those of round, zero.
+    with pytest.raises(CaptureError, match="StraightThrough"):
+        capture(CustomFunction().double(), X, hooks=False)
+
+
+@pytest.mark.parametrize("make", [Item, CustomFunction, BooleanSelection, ToList])
+def test_chunks_run_one_after_another_as_the_unsplit_model_on_the_same_micro_batches(make: type[nn.Module]) -> None:
+    model, reference = twins(make)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        y = flow(X, chunks=3)
+        y.sum().backward()
+    expected = torch.cat([reference(part) for part in X.chunk(3)])
+    expected.sum().backward()
+    torch.testing.assert_close(y.detach().cpu(), expected.detach(), atol=1e-10, rtol=1e-10)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-10, rtol=1e-10)
+
+
+def _run_layers(model: nn.Module, inputs: list[Any], **options: Any) -> tuple[Any, list[Any]]:
+    graph = capture(model, *options.pop("given"), **options)
+    values = dict(zip(graph.inputs, inputs, strict=True))
+    for layer in graph.layers:
+        state = [graph.state[name] for name in layer.state]
+        writes = layer.function(torch.device("cpu"), state, [values[name] for name in layer.reads])
+        values.update(zip(layer.writes, writes, strict=True))
+    return graph, [values[name] for name in graph.outputs]
+
+
+@pytest.mark.parametrize("make", [BranchOnAValue, Item, NumpyCall, CustomFunction, LoopOverData, Nonzero])
+@pytest.mark.parametrize("granularity", ["auto", "fine"])
+def test_the_layers_of_a_traced_model_compute_its_output(make: type[nn.Module], granularity: str) -> None:
+    model, _ = twins(make, training=False)
+    graph, outputs = _run_layers(model, [X], given=((X,),), granularity=granularity)
+    assert not graph.captured
+    assert graph.not_captured_because
+    assert len(graph.layers) >= 2
+    torch.testing.assert_close(outputs[0], model(X), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["OPT", "BART", "Whisper"])
+def test_the_layers_of_a_traced_transformer_compute_its_output(name: str) -> None:
+    model, _ = twins(_transformer(name))
+    for module in model.modules():
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+        if hasattr(module, "layerdrop"):
+            module.layerdrop = 1e-12
+    inputs = _transformer_inputs(name)
+    graph, outputs = _run_layers(model, flatten(((), inputs))[0], given=((), inputs))
+    assert not graph.captured
+    expected = flatten(model(**inputs))[0]
+    assert len(outputs) == len(expected)
+    for ours, theirs in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+def test_tracing_leaves_buffers_and_random_numbers_as_they_were() -> None:
+    class Norm(BranchOnAValue):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))  # type: ignore[assignment]
+
+    model, reference = twins(Norm)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    capture(model, X)
+    assert torch.equal(torch.get_rng_state(), before)
+    for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_on_meta_that_is_refused_says_what_to_do() -> None:
+    with torch.device("meta"):
+        model = BranchOnAValue()
+    with pytest.raises(CaptureError, match="load weights"):
+        capture(model, torch.randn(2, 4, device="meta"))
+
+
+def test_an_error_of_the_model_itself_is_told() -> None:
+    with pytest.raises(CaptureError, match="fails on the example inputs"):
+        capture(nn.Linear(4, 4), torch.randn(2, 7))
