@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import DataFlow
+from placer.graph.layers import named_state
 from placer.graph.structure import flatten
 from placer.schema import Placement
 from placer.testing import logical_devices
@@ -122,7 +122,7 @@ def assert_split_equals_unsplit(
         captured: whether the model can be captured.
     """
     model, reference = twins(make, training)
-    initial = copy.deepcopy(model.state_dict())
+    initial = {name: tensor.detach().clone() for name, tensor in named_state(model).items()}
     whole = step(reference, reference, args, kwargs or {})
     captures = DataFlow(model)._program  # of one mode and shape: every flow below would make the same
     for seed, kind in enumerate(kinds):
@@ -136,7 +136,9 @@ def assert_split_equals_unsplit(
             split = step(flow, model, args, kwargs or {})
             assert (flow.not_captured_because == "") == captured, flow.not_captured_because
             flow.undo()
-            model.load_state_dict(initial)
+            with torch.no_grad():
+                for name, tensor in named_state(model).items():
+                    tensor.copy_(initial[name])
         assert_same(split, whole)
 
 
@@ -158,9 +160,11 @@ def twins(
     make: Callable[[], nn.Module], training: bool = True, dtype: torch.dtype = torch.float64
 ) -> tuple[nn.Module, nn.Module]:
     """Two models that are equal and share nothing: one to split, one to compare with."""
-    torch.manual_seed(0)
-    model = make().to(dtype).train(training)
-    return model, copy.deepcopy(model)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make().to(dtype).train(training))
+    return models[0], models[1]
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
