@@ -25,7 +25,7 @@ from placer.executor.clones import Clones
 from placer.executor.pipeline import gather, run, scatter, to_device
 from placer.executor.program import Capture, Program
 from placer.executor.segments import MicroBatch, Segment, segments
-from placer.executor.train import Loss, TrainingPipeline
+from placer.executor.train import Loss, Order, TrainingPipeline
 from placer.graph.alignment import Alignment, aligned
 from placer.graph.export import batch_size
 from placer.graph.granularity import MERGED, Granularity
@@ -189,18 +189,25 @@ class DataFlow(nn.Module):
             return self._run_hooked(parts, inputs, weights)
         return self._run_captured([capture for capture in captures if capture is not None], parts, weights)
 
-    def train_step(self, loss_fn: Loss, optimizer: torch.optim.Optimizer | None = None) -> TrainStep:
+    def train_step(
+        self,
+        loss_fn: Loss,
+        optimizer: torch.optim.Optimizer | None = None,
+        schedule: Order | None = None,
+    ) -> TrainStep:
         """A training step of the whole pipeline: forwards, backwards, and the optimizer.
 
         Args:
             loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
             optimizer: stepped after every batch; None to leave that to the caller, who finds the gradients in place.
+            schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
+                gradients apart, while a device would wait. Where a device holds several segments, fill-drain is used.
 
         Returns:
             ``step(inputs, target) -> loss``, the mean over the batch. ``inputs`` is one tensor, a tuple of positional
             or a dict of keyword arguments.
         """
-        return TrainStep(self, loss_fn, optimizer)
+        return TrainStep(self, loss_fn, optimizer, self.schedule if schedule is None else schedule)
 
     def _run_captured(self, captures: list[Capture], parts: list[list[Any]], weights: list[int]) -> Any:
         plans = [self._plan(capture) for capture in captures]
@@ -364,8 +371,9 @@ class DataFlow(nn.Module):
 class TrainStep:
     """What ``DataFlow.train_step`` returns."""
 
-    def __init__(self, flow: DataFlow, loss_fn: Loss, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, flow: DataFlow, loss_fn: Loss, optimizer: torch.optim.Optimizer | None, schedule: Order) -> None:
         self.flow = flow
+        self.schedule = schedule
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self._pipelines: dict[Any, TrainingPipeline] = {}
@@ -403,7 +411,7 @@ class TrainStep:
             graph, _ = flow._plan(capture)
             places = flow._assignment.of_layers(graph)
             self._pipelines[key] = TrainingPipeline(
-                graph, places, capture.exported.outputs, self.loss_fn, target, flow.schedule, chunks
+                graph, places, capture.exported.outputs, self.loss_fn, target, self.schedule, chunks
             )
         return self._pipelines[key]
 

@@ -9,6 +9,7 @@ On a GPU every pass of every slot is one CUDA graph; where that cannot be had th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.executor.deferred import DeferWeights, Queue
 from placer.executor.segments import MicroBatch, Segment
 from placer.graph.layers import Value
 
@@ -56,6 +58,8 @@ class Slot:
         roots: what the backward pass starts from.
         forward: runs or replays the forward pass.
         backward: runs or replays the backward pass.
+        weights: runs or replays the weight half of the backward pass, where it is apart.
+        deferred: the weight gradients that the backward pass left to it.
     """
 
     inputs: dict[str, Any]
@@ -67,6 +71,8 @@ class Slot:
     input_gradients: dict[str, Tensor] = field(default_factory=dict)
     forward: Callable[[], None] = lambda: None
     backward: Callable[[], None] = lambda: None
+    weights: Callable[[], None] = lambda: None
+    deferred: Queue = field(default_factory=list)
 
 
 class _Entrance(torch.autograd.Function):
@@ -90,6 +96,7 @@ class Stage:
         reads: names of the values that come from other stages, or from the batch.
         writes: for each value that is read elsewhere: the stages that read it.
         head: the loss, in the last stage.
+        split: whether weight gradients are a pass of their own.
     """
 
     def __init__(
@@ -99,12 +106,14 @@ class Stage:
         reads: Sequence[str],
         writes: Mapping[str, Sequence[int]],
         head: Head | None = None,
+        split: bool = False,
     ) -> None:
         self.segment = segment
         self.device = segment.device
         self.reads = tuple(reads)
         self.writes = dict(writes)
         self.head = head
+        self.split = split
         self.slots: list[Slot] = []
         self.not_recorded_because = ""
         self._values = values
@@ -126,6 +135,7 @@ class Stage:
                 slot.targets = [self._static(target) for target in targets]
             slot.forward = self._pass(self._forward, slot)
             slot.backward = self._pass(self._backward, slot)
+            slot.weights = self._pass(self._weights, slot)
             self.slots.append(slot)
         first = self.slots[0]
         first.forward()
@@ -145,10 +155,23 @@ class Stage:
             return
         for slot in self.slots:
             try:
-                slot.forward, slot.backward = devices.record([slot.forward, slot.backward], self.device)
+                if self.split:
+                    passes = [slot.forward, slot.backward, slot.weights]
+                    slot.forward, slot.backward, slot.weights = devices.record(passes, self.device)
+                else:
+                    slot.forward, slot.backward = devices.record([slot.forward, slot.backward], self.device)
             except devices.NotRecordable as error:
                 self.not_recorded_because = str(error)
                 return
+
+    def pass_ms(self) -> tuple[float, float, float]:
+        """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is done at once."""
+        if self.device.type != "cuda" or self.not_recorded_because:
+            return 1.0, 1.0, 1.0
+        slot = self.slots[0]
+        times = devices.queued_ms([slot.forward, slot.backward, slot.weights], self.device, 3)
+        forward, backward, weights = (sorted(row)[1] for row in times)
+        return forward, backward, weights
 
     def _pass(self, run: Callable[[Slot], None], slot: Slot) -> Callable[[], None]:
         return lambda: run(slot)
@@ -171,7 +194,9 @@ class Stage:
                 slot.leaves[name] = value.detach().requires_grad_()
                 inputs[name] = _Entrance.apply(slot.leaves[name])  # type: ignore[no-untyped-call]
         batch = MicroBatch(inputs.keys(), inputs.values())
-        self.segment.run(batch)
+        slot.deferred.clear()
+        with DeferWeights(slot.deferred) if self.split else nullcontext():
+            self.segment.run(batch)
         slot.outputs = {name: batch.read(name, self.device) for name in self.writes}
         if self.head is not None:
             loss = self.head.loss([batch.read(name, self.device) for name in self.head.names], slot.targets)
@@ -192,6 +217,12 @@ class Stage:
         slot.input_gradients = {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in slot.leaves.items()
         }
+
+    @torch.no_grad()
+    def _weights(self, slot: Slot) -> None:
+        for add in slot.deferred:
+            add()
+        slot.deferred.clear()
 
     @staticmethod
     def _flows_back(name: str, value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,12 @@ from placer.executor.stage import Head, Stage
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 from placer.lanes import Courier, Lane, Mark
-from placer.schedule import Phase, orders, simulate
+from placer.schedule import orders, simulate
 from placer.schema import Schedule
+from placer.zero_bubble import Half, zero_bubble
 
 Loss = Callable[[Any, Any], Tensor]
+Order = Schedule | Literal["zero-bubble"]
 
 
 @dataclass
@@ -94,7 +96,7 @@ class Pass(NamedTuple):
     """One pass as it was issued, between two marks in the lane of its stage's device."""
 
     stage: int
-    phase: Phase
+    phase: Half
     micro_batch: int
     began: Mark
     ended: Mark
@@ -123,7 +125,7 @@ class TrainingPipeline:
         outputs: Structure,
         loss_fn: Loss,
         target: Structure,
-        schedule: Schedule,
+        schedule: Order,
         chunks: int,
     ) -> None:
         self.graph = graph
@@ -137,11 +139,17 @@ class TrainingPipeline:
             torch.zeros((), device=last, dtype=torch.float64),
             1 / chunks,
         )
-        self.stages = _stages(graph, parts, head)
+        chain = len({part.device for part in parts}) == len(parts)
+        self.split = schedule == "zero-bubble" and chain
+        self.stages = _stages(graph, parts, head, self.split)
         self.lanes = {stage.device: Lane(stage.device) for stage in self.stages}
         self.courier = Courier()
-        self.order = _issue_order(self.stages, schedule, chunks)
-        self.in_flight = _in_flight(self.order, len(self.stages))
+        held = min(chunks, 2 * len(parts) - 1)
+        self.in_flight = [held] * len(parts)
+        self.order: list[tuple[int, Half, int]] = []
+        if not self.split:
+            self.order = _issue_order(len(parts), schedule if chain and schedule != "zero-bubble" else None, chunks)
+            self.in_flight = _in_flight(self.order, len(parts))
         self.trace: list[Pass] | None = None
         self._prepared = False
 
@@ -175,6 +183,12 @@ class TrainingPipeline:
         self.weights.finish()
         return head.total.to(head.dtype, copy=True)
 
+    def _balanced_order(self) -> list[tuple[int, Half, int]]:
+        """Zero-bubble by the stages' own times."""
+        forward, backward, weights = zip(*(stage.pass_ms() for stage in self.stages), strict=True)
+        tasks = zero_bubble(forward, backward, weights, self.chunks, self.in_flight)
+        return [(task.stage, task.phase, task.micro_batch) for task in tasks]
+
     def _prepare(self, part: Sequence[Any], goal: Sequence[Any]) -> None:
         """Make every stage's slots from one micro-batch, and record them; buffers and random numbers stay."""
         mutated = {name for layer in self.graph.layers for name in layer.mutated}
@@ -186,6 +200,8 @@ class TrainingPipeline:
             for stage in self.stages:
                 devices.synchronise(stage.device)
                 stage.record()
+            if self.split:
+                self.order = self._balanced_order()
         with torch.no_grad():
             for name, value in kept.items():
                 self.graph.state[name].copy_(value)
@@ -209,10 +225,11 @@ class _Step:
         self._batch = [dict(zip(pipeline.graph.inputs, part, strict=True)) for part in parts]
         self._goals = goals
         self._start = start
+        self._last: Half = "weights" if pipeline.split else "backward"
         self._trace = pipeline.trace
         self._maker = {name: index for index, stage in enumerate(self._stages) for name in stage.writes}
-        self._done: dict[tuple[int, Phase, int], Mark] = {}
-        self._fetched: dict[tuple[int, Phase, int], list[Mark]] = {}
+        self._done: dict[tuple[int, Half, int], Mark] = {}
+        self._fetched: dict[tuple[int, Half, int], list[Mark]] = {}
         self._landed: dict[tuple[int, int], list[Mark]] = {}
 
     def issue(self) -> None:
@@ -220,13 +237,16 @@ class _Step:
         for stage, phase, micro_batch in self._order:
             if phase == "forward":
                 self._forward(stage, micro_batch)
-            else:
+            elif phase == "backward":
                 self._backward(stage, micro_batch)
+            else:
+                slot = self._stages[stage].slots[micro_batch % len(self._stages[stage].slots)]
+                self._run(stage, "weights", micro_batch, slot.weights, [])
 
     def _forward(self, index: int, chunk: int) -> None:
         stage = self._stages[index]
         slot = stage.slots[chunk % len(stage.slots)]
-        free = self._done.get((index, "backward", chunk - len(stage.slots)), self._start[stage.device])
+        free = self._done.get((index, self._last, chunk - len(stage.slots)), self._start[stage.device])
         arrived = []
         for name in stage.reads:
             static = slot.inputs[name]
@@ -268,7 +288,7 @@ class _Step:
             self._landed.setdefault((maker, chunk), []).append(mark)
             self._fetched.setdefault((index, "backward", chunk), []).append(mark)
 
-    def _run(self, index: int, phase: Phase, chunk: int, work: Callable[[], None], after: Sequence[Mark]) -> None:
+    def _run(self, index: int, phase: Half, chunk: int, work: Callable[[], None], after: Sequence[Mark]) -> None:
         lane = self._lanes[self._stages[index].device]
         lane.wait(*after)
         began = lane.mark(timed=True) if self._trace is not None else None
@@ -279,7 +299,7 @@ class _Step:
             self._trace.append(Pass(index, phase, chunk, began, ended))
 
 
-def _stages(graph: LayerGraph, parts: Sequence[Segment], head: Head) -> list[Stage]:
+def _stages(graph: LayerGraph, parts: Sequence[Segment], head: Head, split: bool) -> list[Stage]:
     """Segments with what passes between them; the last one has the loss."""
     made_by = {name: index for index, part in enumerate(parts) for step in part.steps for name in step.layer.writes}
     reads: list[dict[str, None]] = []
@@ -296,27 +316,26 @@ def _stages(graph: LayerGraph, parts: Sequence[Segment], head: Head) -> list[Sta
                 if made_by.get(name) == index:
                     writes.setdefault(name, []).append(reader)
         last = index == len(parts) - 1
-        stages.append(Stage(part, graph.values, tuple(reads[index]), writes, head if last else None))
+        stages.append(Stage(part, graph.values, tuple(reads[index]), writes, head if last else None, split))
     return stages
 
 
-def _issue_order(stages: Sequence[Stage], schedule: Schedule, chunks: int) -> list[tuple[int, Phase, int]]:
+def _issue_order(count: int, schedule: Schedule | None, chunks: int) -> list[tuple[int, Half, int]]:
     """Every pass of a step, after all that it waits for."""
-    count = len(stages)
-    if len({stage.device for stage in stages}) == count:
+    if schedule is not None:
         timeline = simulate(orders(schedule, count, chunks), [1.0] * count, [2.0] * count)
         return [(task.stage, task.phase, task.micro_batch) for task in timeline.tasks]
     return list(_fill_drain(count, chunks))
 
 
-def _fill_drain(count: int, chunks: int) -> Iterator[tuple[int, Phase, int]]:
+def _fill_drain(count: int, chunks: int) -> Iterator[tuple[int, Half, int]]:
     for stage, chunk in clock(count, chunks):
         yield stage, "forward", chunk
     for stage, chunk in clock(count, chunks):
         yield count - 1 - stage, "backward", chunk
 
 
-def _in_flight(order: Sequence[tuple[int, Phase, int]], stages: int) -> list[int]:
+def _in_flight(order: Sequence[tuple[int, Half, int]], stages: int) -> list[int]:
     """The most micro-batches that each stage holds at once."""
     held, most = [0] * stages, [0] * stages
     for stage, phase, _ in order:

@@ -1,0 +1,126 @@
+"""Weight gradients apart from input gradients, so that a schedule can fill its bubbles with them.
+
+    backward pass      gradient of the output  ──▶  gradient of the input      what the stage before waits for
+    weights pass       gradient of the output, input  ──▶  gradient of the weight      what nobody waits for
+
+Linear layers and convolutions are split so; every other operation gives its parameters their gradients at once.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Queue = list[Callable[[], None]]
+"""The weight gradients that are still to be computed, in the order in which the backward pass met them."""
+
+_aten = torch.ops.aten
+_CONVOLUTIONS = {_aten.conv1d.default: 1, _aten.conv2d.default: 2, _aten.conv3d.default: 3}
+
+
+class DeferWeights(TorchFunctionMode):
+    """Inside, the backward passes of linear layers and convolutions put their weight gradients into a queue.
+
+    Args:
+        queue: is filled while the backward pass runs; every entry adds to the weight's ``grad``, which must be there.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled() and not kwargs and len(args) > 1 and _is_weight(args[1]):
+            if func is _aten.linear.default and not torch.is_autocast_enabled(args[0].device.type):
+                return _Linear.apply(self._queue, *args, *(None,) * (3 - len(args)))  # type: ignore[no-untyped-call]
+            if func in _CONVOLUTIONS and not torch.is_autocast_enabled(args[0].device.type):
+                return _Convolution.apply(self._queue, func, *args)  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
+
+
+def _is_weight(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_leaf and tensor.requires_grad and tensor.grad is not None
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight.T + bias`` with shapes (..., in), (out, in), (out,)."""
+
+    @staticmethod
+    def forward(ctx: Any, queue: Queue, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.queue, ctx.bias = queue, bias
+        ctx.save_for_backward(x, weight)
+        result: Tensor = _aten.linear.default(x, weight, bias)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0]
+        ctx.queue.append(lambda: _add_linear(x, gradient, weight, ctx.bias))
+        into_x = gradient.matmul(weight) if ctx.needs_input_grad[1] else None
+        return None, into_x, None, None
+
+
+def _add_linear(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    weight.grad.addmm_(rows.t(), x.reshape(-1, x.shape[-1]))  # type: ignore[union-attr]
+    if bias is not None and bias.grad is not None:
+        bias.grad.add_(rows.sum(0))
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution of any dimension, as ATen's ``conv1d`` to ``conv3d`` take their arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, queue: Queue, function: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        count = _CONVOLUTIONS[function]
+        bias, stride, padding, dilation, groups = (*rest, *(None, 1, 0, 1, 1)[len(rest) :])
+        ctx.queue, ctx.bias = queue, bias
+        ctx.shape = (_each(stride, count), _each(padding, count), _each(dilation, count), groups)
+        ctx.save_for_backward(x, weight)
+        result: Tensor = function(x, weight, *rest)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient, bias, shape = gradients[0], ctx.bias, ctx.shape
+        ctx.queue.append(lambda: _add_convolution(x, gradient, weight, bias, shape))
+        into_x = None
+        if ctx.needs_input_grad[2]:
+            into_x = _convolution_backward(gradient, x, weight, bias, shape, (True, False, False))[0]
+        return (None, None, into_x, *(None,) * (len(ctx.needs_input_grad) - 3))  # type: ignore[misc]
+
+
+def _add_convolution(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, shape: Any) -> None:
+    has_bias = bias is not None and bias.grad is not None
+    _, into_weight, into_bias = _convolution_backward(gradient, x, weight, bias, shape, (False, True, has_bias))
+    weight.grad.add_(into_weight)  # type: ignore[union-attr]
+    if has_bias:
+        bias.grad.add_(into_bias)  # type: ignore[union-attr]
+
+
+def _convolution_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Any, wanted: tuple[bool, bool, bool]
+) -> Any:
+    stride, padding, dilation, groups = shape
+    sizes = None if bias is None else list(bias.shape)
+    return _aten.convolution_backward(
+        gradient, x, weight, sizes, stride, padding, dilation, False, [0] * len(stride), groups, wanted
+    )
+
+
+def _each(value: Any, count: int) -> list[int]:
+    """One number for each dimension, as ATen spreads a single one."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * count if len(values) == 1 else values
+
+
+__all__ = ["DeferWeights", "Queue"]
