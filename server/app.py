@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from fastapi import FastAPI
 
 import placer
-from placer.errors import InputError
+from placer.errors import InputError, ServerError
 
 from . import serving
 from .body import Checker, Intake
@@ -102,6 +102,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     jobs = Jobs(settings, store, app.state.metrics, app.state.solver)
     service = Service(settings, store, app.state.metrics, Intake(settings), Checker(), jobs, NodeCluster(settings))
     app.state.service = service
+    jobs.resume()
     warming = asyncio.create_task(_warm_up(service))
     try:
         yield
@@ -116,6 +117,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def _open_store(app: FastAPI, settings: Settings) -> Store:
     try:
         return Store(settings.database, settings.keep)
+    except ServerError as error:
+        app.state.not_started = str(error)
+        raise
     except (sqlite3.Error, OSError) as error:
         app.state.not_started = (
             f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a file that can be written"

@@ -20,12 +20,12 @@ class NodeCluster:
         task: what measures, see ``placer_server.worker.Task``.
     """
 
-    def __init__(self, settings: Settings, task: Task = measure_devices) -> None:
+    def __init__(self, settings: Settings, task: Task[bytes] = measure_devices) -> None:
         self._settings = settings
         self._task = task
         self._lock = asyncio.Lock()
         self._measured: bytes | None = None
-        self._worker: Worker | None = None
+        self._worker: Worker[bytes] | None = None
 
     async def get(self) -> bytes:
         """The Cluster as JSON.

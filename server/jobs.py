@@ -2,83 +2,40 @@
 
 submit ──▶ queued ──▶ running ──▶ done | failed
               └────── stop ──────▶ done, with the best so far
+              └──── shutdown ────▶ handed on to the next start
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import placer
 from placer.schema import Placement
 
 from .body import Question
+from .job import Job
 from .metrics import Metrics
 from .problem import Problem
+from .queue import FairQueue
 from .settings import Settings
-from .store import Answer, Store
-from .worker import Crashed, Killed, Missing, Refused, Solver, SolveTask, Worker
+from .store import Accepted, Answer, Asked, Store
+from .worker import Crashed, Died, Killed, Missing, Refused, Solver, SolveTask, Worker
 
 log = logging.getLogger("placer_server")
 
 MAX_RETRY_AFTER_S = 30
 FAILURES_KEPT = 1000
-
-State = Literal["queued", "running", "done", "failed"]
-
-
-@dataclass(eq=False)
-class Job:
-    """One question on its way to an answer.
-
-    Attributes:
-        question: what is asked.
-        payload: the request as it was sent.
-        state: how far it is.
-        incumbent: the best objective value so far.
-        bound: the proven bound so far.
-        stopped: whether it was told to end with the best so far.
-        created_s: when it was asked, by the monotonic clock.
-        started_s: when a worker took it, by the monotonic clock.
-        answer: the Placement as JSON, once done.
-        problem: why there is none, once failed.
-        finished: set when it is done or failed.
-    """
-
-    question: Question
-    payload: bytes
-    state: State = "queued"
-    incumbent: float | None = None
-    bound: float | None = None
-    stopped: bool = False
-    created_s: float = field(default_factory=time.monotonic)
-    started_s: float | None = None
-    answer: bytes | None = None
-    problem: Problem | None = None
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    worker: Worker | None = None
-
-    def note(self, incumbent: float | None, bound: float | None) -> None:
-        """Take over the solver's progress."""
-        self.incumbent, self.bound = incumbent, bound
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait for the end of the job; whether it came within ``seconds``."""
-        if seconds > 0:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self.finished.wait()
-        return self.finished.is_set()
+MAX_STARTS = 3
+"""A job whose worker, or whose service, was killed so often is not tried again."""
 
 
 class Jobs:
@@ -93,8 +50,9 @@ class Jobs:
         self._metrics = metrics
         self._task = SolveTask(solver)
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="placer-solve")
+        self._writers = ThreadPoolExecutor(1, thread_name_prefix="placer-accept")
         self._running: dict[str, Job] = {}
-        self._queued: dict[str, Job] = {}  # in the order in which they came
+        self._queued = FairQueue()
         self._failed: OrderedDict[str, Job] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -103,7 +61,7 @@ class Jobs:
         """The job of that id that is queued, runs or failed lately."""
         return self._queued.get(key) or self._running.get(key) or self._failed.get(key)
 
-    def submit(self, question: Question, payload: bytes) -> Job:
+    def submit(self, question: Question, payload: bytes, client: str = "") -> Job:
         """The job that answers the question: one that is on its way already, else a new one.
 
         Raises:
@@ -114,25 +72,55 @@ class Jobs:
             return job
         if self._closing:
             raise _stopping()
-        if len(self._running) >= self._settings.workers and len(self._queued) >= self._settings.queue:
-            self._metrics.rejections.inc()
-            raise self._queue_full()
-        self._failed.pop(question.id, None)
-        job = Job(question, payload)
-        self._queued[question.id] = job
-        self._start_next()
+        self._refuse_overflow(client)
+        job = Job(question, payload, client)
+        asked = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
+        job.written = asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
+        job.written.add_done_callback(lambda future: _log_unwritten(question.id, future))
+        self._take(job)
         return job
+
+    def resume(self) -> None:
+        """Take up what an earlier start accepted and did not answer."""
+        if not self._store.database.alone:
+            log.warning("another service has the database open; what is left in it to be solved is that one's")
+            return
+        for left in self._store.backlog():
+            question = Question(left.id, left.objective, left.time_limit_s)  # type: ignore[arg-type]
+            job = Job(question, left.request, left.client, wanted=True, starts=left.starts)
+            log.info("solve %s was accepted before this start and goes on", left.id)
+            self._take(job)
+
+    def _take(self, job: Job) -> None:
+        self._failed.pop(job.question.id, None)
+        self._queued.add(job)
+        self._start_next()
 
     async def stop(self, job: Job) -> None:
         """End the job with the best placement so far, and wait for it."""
         self._tell(job)
         await job.finished.wait()
 
-    def stop_all(self) -> None:
-        """End every job with the best so far, and take no more."""
-        self._closing = True
-        for job in [*self._queued.values(), *self._running.values()]:
+    def leave(self, job: Job) -> None:
+        """Nobody waits any more whom the answer was for alone: end the job, unless somebody wants it still."""
+        if not job.wanted and not job.waiting and not job.finished.is_set():
+            log.info("solve %s is stopped: its client went away", job.question.id)
             self._tell(job)
+
+    def stop_all(self) -> None:
+        """End every job with the best so far, and take no more; the next start goes on with those that are not done."""
+        if self._closing:
+            return
+        self._closing = True
+        for job in [*self._queued.all(), *self._running.values()]:
+            if not self._store.database.durable:
+                self._tell(job)
+            elif job.state == "queued":
+                self._queued.remove(job)
+                self._hand_on(job)
+            else:
+                job.handed_on = not job.stopped
+                self._tell_worker(job)
 
     async def close(self) -> None:
         """End every job, and wait for their workers."""
@@ -140,68 +128,124 @@ class Jobs:
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._threads.shutdown(wait=True)
+        self._writers.shutdown(wait=True)
+        try:
+            self._store.forget_starts()
+        except sqlite3.Error as error:
+            log.error("the end could not be written down: %s", error)
 
     def _tell(self, job: Job) -> None:
         job.stopped = True
         if job.worker is not None:
             job.worker.stop()
         elif self._queued.get(job.question.id) is job:
-            del self._queued[job.question.id]
+            self._queued.remove(job)
             job.answer = _nothing_found(job)
-            self._spawn(asyncio.to_thread(self._keep, job))
+            self._spawn(self._keep_unsolved(job))
             self._finish(job)
 
+    @staticmethod
+    def _tell_worker(job: Job) -> None:
+        if job.worker is not None:
+            job.worker.stop()
+
+    def _hand_on(self, job: Job) -> None:
+        """The next start finds it in the store; those who wait for it here are told where it will be."""
+        job.handed_on = True
+        job.state = "queued"
+        job.finished.set()
+        job.wake()
+
     def _start_next(self) -> None:
-        for job in self._startable():
-            del self._queued[job.question.id]
+        while len(self._running) < self._settings.workers and (job := self._queued.pop(self._running)) is not None:
             self._running[job.question.id] = job
-            settings = self._settings
-            job.worker = Worker(
-                self._task,
-                job.payload,
-                job.note,
-                limit_s=job.question.time_limit_s + settings.overrun_s,
-                grace_s=settings.stop_grace_s,
-            )
+            job.worker = self._worker(job)
             job.state, job.started_s = "running", time.monotonic()
-            self._spawn(self._run(job, job.worker))
+            self._spawn(self._run(job))
+            job.wake()
         self._count()
+
+    def _worker(self, job: Job) -> Worker[Any]:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+
+        def report(incumbent: float | None, bound: float | None) -> None:
+            loop.call_soon_threadsafe(job.note, incumbent, bound)
+
+        return Worker(
+            self._task,
+            job.payload,
+            report,
+            limit_s=job.question.time_limit_s + settings.overrun_s,
+            grace_s=settings.stop_grace_s,
+            memory_bytes=settings.worker_memory_bytes,
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _startable(self) -> Iterable[Job]:
-        """The first of the queue, for as many workers as are free; never two jobs of one id at once."""
-        free = self._settings.workers - len(self._running)
-        return list(islice((job for key, job in self._queued.items() if key not in self._running), max(0, free)))
-
-    async def _run(self, job: Job, worker: Worker) -> None:
+    async def _run(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._threads, self._solve, job, worker)
-        except Exception as error:
-            job.problem = _failure(error)
-            if job.problem.status >= 500:
-                log.error("solve %s failed: %s", job.question.id, error)
+        await job.is_written()  # else it could be written after its answer, and stay
+        while True:
+            try:
+                await loop.run_in_executor(self._threads, self._solve, job)
+            except Died as error:
+                if job.starts < MAX_STARTS and not job.stopped and not self._closing:
+                    log.warning("solve %s is tried again: %s", job.question.id, error)
+                    job.worker = self._worker(job)
+                    continue
+                await self._note_failure(job, error)
+            except Exception as error:
+                await self._note_failure(job, error)
+            break
         self._finish(job)
 
-    def _solve(self, job: Job, worker: Worker) -> None:
-        """Runs in a thread of its own."""
+    async def _note_failure(self, job: Job, error: Exception) -> None:
+        if self._closing and job.handed_on and isinstance(error, Died | Killed):
+            return  # it goes on at the next start
+        job.problem = problem = _failure(error)
+        if problem.status >= 500:
+            log.error("solve %s failed: %s", job.question.id, error)
         try:
-            job.answer = worker.run()
+            await asyncio.to_thread(self._store.fail, job.question.id, problem.status, problem.content())
+        except sqlite3.Error as unwritten:
+            log.error("failure of %s could not be written, and is kept in memory: %s", job.question.id, unwritten)
+
+    def _solve(self, job: Job) -> None:
+        """Runs in a thread of its own."""
+        assert job.worker is not None
+        if job.starts >= MAX_STARTS:
+            raise Crashed(f"it was begun {job.starts} times, and the service or its worker was killed each time")
+        job.starts += 1
+        try:
+            self._store.started(job.question.id, job.starts)
+        except sqlite3.Error as error:
+            log.error("the start of %s could not be written: %s", job.question.id, error)
+        try:
+            job.solved = job.worker.run()
+            job.answer = job.solved.placement
         except Killed:
             if not job.stopped:
                 raise
             job.answer = _nothing_found(job)
         self._keep(job)
 
+    async def _keep_unsolved(self, job: Job) -> None:
+        await job.is_written()
+        await asyncio.to_thread(self._keep, job)
+
     def _keep(self, job: Job) -> None:
         assert job.answer is not None
-        answer = Answer(job.answer, complete=not job.stopped, version=placer.__version__)
+        proven = job.solved is not None and json.loads(job.solved.summary)["status"] in ("optimal", "infeasible")
+        complete = proven or not (job.stopped or job.handed_on)
+        answer = Answer(job.answer, complete=complete, version=placer.__version__)
+        asked_again = self._queued.get(job.question.id) is not None  # after it was stopped
+        asked = Asked(*job.solved[1:]) if job.solved is not None else None
         try:
-            self._store.put(job.question.id, answer)
+            self._store.put(job.question.id, answer, asked, settled=complete or not (job.handed_on or asked_again))
         except sqlite3.Error as error:
             log.error("placement %s could not be written, and is kept in memory: %s", job.question.id, error)
 
@@ -211,6 +255,10 @@ class Jobs:
             del self._running[key]
             self._metrics.solve_seconds.observe(time.monotonic() - (job.started_s or job.created_s))
         job.payload = b""
+        job.solved = None
+        if job.handed_on and job.answer is None:
+            self._hand_on(job)
+            return
         job.state = "failed" if job.problem is not None else "done"
         if job.problem is not None:
             self._failed[key] = job
@@ -218,21 +266,35 @@ class Jobs:
                 self._failed.popitem(last=False)
         self._metrics.solves.labels(_how(job)).inc()
         job.finished.set()
-        self._start_next()
+        job.wake()
+        if not self._closing:
+            self._start_next()
 
     def _count(self) -> None:
         self._metrics.running.set(len(self._running))
         self._metrics.queued.set(len(self._queued))
 
-    def _queue_full(self) -> Problem:
+    def _refuse_overflow(self, client: str) -> None:
+        """The queue is bounded, and a client may fill no more than its share of it."""
+        settings, held = self._settings, self._queued.held_by(client)
+        if len(self._running) < settings.workers:
+            return
+        share = math.ceil(settings.queue * settings.client_share)
+        if len(self._queued) >= settings.queue:
+            what = f"{len(self._running)} solves run and {len(self._queued)} wait, which is all that this service takes"
+        elif held >= share:
+            what = f"{held} solves of yours wait, which is all that one client may have (PLACER_CLIENT_SHARE)"
+        else:
+            return
+        self._metrics.rejections.inc()
+        seconds = self._next_free_s()
+        detail = f"{what}; try again in {seconds} s"
+        raise Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(seconds)})
+
+    def _next_free_s(self) -> int:
         now = time.monotonic()
         left = [(job.started_s or now) + job.question.time_limit_s - now for job in self._running.values()]
-        seconds = min(MAX_RETRY_AFTER_S, max(1, math.ceil(min(left, default=1))))
-        detail = (
-            f"{len(self._running)} solves run and {len(self._queued)} wait, which is all that this service takes;"
-            f" try again in {seconds} s"
-        )
-        return Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(seconds)})
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(min(left, default=1))))
 
 
 def _nothing_found(job: Job) -> bytes:
@@ -256,6 +318,11 @@ def _failure(error: Exception) -> Problem:
 def _stopping() -> Problem:
     detail = "the service is stopping; ask again in a moment"
     return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
+
+
+def _log_unwritten(key: str, future: asyncio.Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        log.error("request %s could not be written; a crash would lose it: %s", key, error)
 
 
 def _how(job: Job) -> str:

@@ -15,8 +15,10 @@ from placer.schema import Cluster, Placement
 
 from .body import Checker, Intake, Question
 from .cluster import NodeCluster
-from .jobs import Job, Jobs
+from .job import Job
+from .jobs import Jobs
 from .metrics import MEDIA_TYPE, Metrics
+from .problem import MEDIA_TYPE as PROBLEM
 from .problem import Problem, clip
 from .settings import MAX_WAIT_S, Settings
 from .store import Store
@@ -102,7 +104,11 @@ async def post_placement(request: Request, service: Serving, wait: Wait = None) 
         return Response(answer, media_type=JSON)
     job = service.jobs.submit(question, body)
     del body  # the job holds it as long as it needs it
+    job.wanted = True
+    written = await job.is_written()
     await job.wait(service.settings.default_wait_s if wait is None else wait)
+    if not written and not job.finished.is_set():
+        raise _not_kept(job)
     return _job_response(job)
 
 
@@ -165,10 +171,20 @@ def _complete_answer(service: Service, question: Question) -> bytes | None:
 
 def _stored_response(service: Service, key: str) -> Response:
     answer = service.store.get(key)
+    if answer is None and (failed := service.store.failure(key)) is not None:
+        return Response(failed[1], failed[0], media_type=PROBLEM)
     if answer is None:
         detail = f"there is no placement {key}; POST its request to /v1/placements"
         raise Problem(404, "no-such-placement", "There is no such placement", detail)
     return Response(answer.placement, media_type=JSON)
+
+
+def _not_kept(job: Job) -> Problem:
+    detail = (
+        f"the request could not be written to the store, so a crash would lose it; solve {job.question.id} goes on:"
+        " ask again for its answer"
+    )
+    return Problem(503, "not-kept", "The request could not be kept", detail, headers={"Retry-After": "2"})
 
 
 def _job_response(job: Job) -> Response:

@@ -32,6 +32,8 @@ class Settings(BaseSettings):
         body_timeout_s: how long a client may take to send its body.
         workers: solves that run at the same time, one process each.
         queue: solves that may wait for a worker; one more is answered with 429.
+        client_share: how much of the queue one client may fill; clients take turns in it.
+        worker_memory_bytes: what a worker's process may take; no limit if 0.
         default_wait_s: how long a POST waits for its placement before it answers 202.
         overrun_s: how far a solve may overrun its own time limit before it is stopped.
         stop_grace_s: how long a stopped solve may take to hand over its best placement before it is killed.
@@ -50,6 +52,8 @@ class Settings(BaseSettings):
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     workers: Annotated[int, Field(ge=1, le=256)] = Field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
     queue: Annotated[int, Field(ge=0, le=100_000)] = 32
+    client_share: Annotated[float, Field(gt=0, le=1)] = 0.75
+    worker_memory_bytes: Annotated[int, Field(ge=0)] = 4 * 2**30
     default_wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 10.0
     overrun_s: Annotated[float, Field(ge=0)] = 10.0
     stop_grace_s: Annotated[float, Field(ge=0)] = 2.0

@@ -4,11 +4,13 @@ service                         worker (forkserver)
    │──── payload ──────────────────▶│
    │◀─── ("progress", value, bound) ─│  any number
    │──── "stop" ────────────────────▶│  once, at most; a closed pipe means that the service is gone
-   │◀─── ("done" | "refused" | "failed", what)
+   │◀─── ("done" | "refused" | "missing" | "over" | "failed", what)
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 import signal
@@ -21,15 +23,24 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from placer.errors import MissingExtraError, PlacerError
-from placer.schema import Placement, PlacementRequest
+from pydantic import ValidationError
+
+from placer.errors import InputError, MissingExtraError, PlacerError
+from placer.schema import Placement, PlacementRequest, Profile
+
+try:
+    import resource
+except ImportError:  # Windows, where memory is not capped
+    resource = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 Report = Callable[[float | None, float | None], None]
 """Told the best objective value so far and the proven bound."""
 
-Task = Callable[[bytes, Report, threading.Event], bytes]
+Task = Callable[[bytes, Report, threading.Event], T]
 """What runs in the worker: from a payload to a result, ending early with its best when the event is set."""
 
 Solver = Callable[..., Placement]
@@ -54,11 +65,19 @@ class Crashed(Exception):
     """The task failed, or its process died."""
 
 
+class Died(Crashed):
+    """The process was killed from outside or by a fault, so that another try may go well."""
+
+
+class OverMemory(Crashed):
+    """The task needs more memory than its process may take."""
+
+
 class Killed(Exception):
     """The process did not stop in time and was killed."""
 
 
-class Worker:
+class Worker(Generic[T]):
     """A task in a process of its own.
 
     Args:
@@ -67,30 +86,34 @@ class Worker:
         report: called with the task's progress, in the thread of ``run``.
         limit_s: after so many seconds the task is told to stop.
         grace_s: so many seconds after it was told to stop, its process is killed.
+        memory_bytes: what its process may take; no limit if 0.
     """
 
-    def __init__(self, task: Task, payload: bytes, report: Report, *, limit_s: float, grace_s: float) -> None:
+    def __init__(
+        self, task: Task[T], payload: bytes, report: Report, *, limit_s: float, grace_s: float, memory_bytes: int = 0
+    ) -> None:
         self._task = task
         self._payload = payload
         self._report = report
         self._limit_s = limit_s
         self._grace_s = grace_s
+        self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
         self._pipe: Connection | None = None
         self._deadline = 0.0
         self._stopped = False
 
-    def run(self) -> bytes:
+    def run(self) -> T:
         """Run the task to its end, in the calling thread.
 
         Raises:
             Refused: the task found a fault in its payload.
             Missing: the task needs a package that is not installed.
-            Crashed: it failed, or its process died.
+            Crashed: it failed; Died: its process died; OverMemory: it needs more memory than it may take.
             Killed: it had to be killed.
         """
         pipe, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_serve, args=(theirs, self._task), daemon=True)
+        process = CONTEXT.Process(target=_serve, args=(theirs, self._task, self._memory_bytes), daemon=True)
         with starting_processes():
             process.start()
         theirs.close()
@@ -99,7 +122,7 @@ class Worker:
             return self._listen(pipe, process.sentinel)
         except (EOFError, OSError) as error:
             process.join(1)
-            raise Crashed(f"its process died ({_exit_reason(process.exitcode)})") from error
+            raise Died(f"its process died ({_exit_reason(process.exitcode)})") from error
         finally:
             with self._lock:
                 self._pipe = None
@@ -134,7 +157,7 @@ class Worker:
             else:
                 self._deadline = time.monotonic() + self._limit_s
 
-    def _listen(self, pipe: Connection, sentinel: int) -> bytes:
+    def _listen(self, pipe: Connection, sentinel: int) -> T:
         while True:
             if not wait([pipe, sentinel], self._tick()):
                 self._check_deadline()
@@ -142,8 +165,11 @@ class Worker:
             kind, *values = pipe.recv()  # raises EOFError where the process died without a word
             if kind == "progress":
                 self._report(*values)
+            elif kind == "done":
+                result: T = values[0]
+                return result
             else:
-                return _result(kind, values[0])
+                raise ERRORS[kind](values[0])
 
     def _tick(self) -> float:
         return max(0.0, min(_TICK_S, self._deadline - time.monotonic()))
@@ -156,11 +182,7 @@ class Worker:
         self.stop()
 
 
-def _result(kind: str, value: Any) -> bytes:
-    if kind == "done":
-        result: bytes = value
-        return result
-    raise {"refused": Refused, "missing": Missing, "failed": Crashed}[kind](value)
+ERRORS = {"refused": Refused, "missing": Missing, "over": OverMemory, "failed": Crashed}
 
 
 def _exit_reason(exitcode: int | None) -> str:
@@ -190,9 +212,18 @@ def prepare() -> None:
         forkserver.ensure_running()
 
 
-def _serve(pipe: Connection, task: Task) -> None:
+def _cap_memory(limit_bytes: int) -> None:
+    """Let what goes over the limit fail here. Counted is what the process writes to, not what it only maps."""
+    if limit_bytes and resource is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        allowed = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
+
+
+def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
     """The worker's main function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the service decides
+    _cap_memory(memory_bytes)
     stop = threading.Event()
     sending = threading.Lock()
 
@@ -208,6 +239,8 @@ def _serve(pipe: Connection, task: Task) -> None:
         send("missing", str(error))
     except PlacerError as error:
         send("refused", str(error))
+    except MemoryError:
+        send("over", f"it needs more than the {memory_bytes} bytes that a worker may take (PLACER_WORKER_MEMORY_BYTES)")
     except BaseException as error:
         traceback.print_exc()
         send("failed", f"{type(error).__name__}: {error}"[:1000])
@@ -223,17 +256,78 @@ def _await_stop(pipe: Connection, stop: threading.Event) -> None:
     stop.set()
 
 
+class Solved(NamedTuple):
+    """A placement, and its question in the parts in which the store keeps it.
+
+    Attributes:
+        placement: the Placement as JSON.
+        profile_id: the profile's content hash.
+        profile: the Profile as JSON.
+        question: the rest of the PlacementRequest as JSON.
+        summary: what lists of placements show, as JSON.
+    """
+
+    placement: bytes
+    profile_id: str
+    profile: bytes
+    question: bytes
+    summary: bytes
+
+
 class SolveTask:
     """Reads a PlacementRequest, solves it, and writes the Placement."""
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
 
-    def __call__(self, payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    def __call__(self, payload: bytes, report: Report, stop: threading.Event) -> Solved:
         """See ``Task``."""
-        request = PlacementRequest.model_validate_json(payload)
+        request = read_request(payload)
         placement = self._solver(request, progress=lambda found: report(found.objective_value, found.bound), stop=stop)
-        return placement.model_copy(update={"id": request.content_hash()}).model_dump_json().encode()
+        placement = placement.model_copy(update={"id": request.content_hash()})
+        profile = json.dumps(_brief(request.profile)).encode()
+        question = json.dumps(_brief(request, exclude={"profile"})).encode()
+        summary = json.dumps(summarised(request, placement)).encode()
+        return Solved(placement.model_dump_json().encode(), profile_hash(request), profile, question, summary)
+
+
+def read_request(payload: bytes) -> PlacementRequest:
+    """The request in a body that was checked when it came, maybe by another version of Placer.
+
+    Raises:
+        InputError: this version does not take it.
+    """
+    try:
+        return PlacementRequest.model_validate_json(payload)
+    except ValidationError as error:
+        raise InputError(f"this version of Placer does not take the request: {error.errors()[0]['msg']}") from error
+
+
+def profile_hash(request: PlacementRequest) -> str:
+    """The same for the same profile: 32 hexadecimal digits."""
+    return hashlib.sha256(request.profile.model_dump_json().encode()).hexdigest()[:32]
+
+
+def summarised(request: PlacementRequest, placement: Placement) -> dict[str, Any]:
+    """What lists of placements show."""
+    return {
+        "model": request.profile.model,
+        "layers": len(request.profile.layers),
+        "devices": len(request.devices),
+        "used_devices": len(set(placement.layer_devices.values())),
+        "status": placement.status,
+        "objective": placement.objective,
+        "objective_value": placement.objective_value,
+        "gap": placement.gap,
+        "training": request.is_training,
+        "chunks": request.chunks,
+    }
+
+
+def _brief(subject: PlacementRequest | Profile, **options: Any) -> dict[str, Any]:
+    """Without what is default, but with the version, so that a reader of another version can tell."""
+    content = subject.model_dump(mode="json", exclude_defaults=True, **options)
+    return {"schema_version": subject.schema_version, **content}
 
 
 def default_solver(request: PlacementRequest, **options: Any) -> Placement:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from placer.errors import InputError
@@ -64,3 +66,20 @@ def cluster_without_torch(payload: bytes, report: Any, stop: threading.Event) ->
 
 def cluster_that_fails(payload: bytes, report: Any, stop: threading.Event) -> bytes:
     raise RuntimeError("no driver")
+
+
+def slow_start(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    """Waits to be killed the first time, and answers the second; its incumbent is its process."""
+    mark = Path(tempfile.gettempdir()) / f"placer-slow-start-{os.getppid()}-{request.content_hash()}"
+    if mark.exists():
+        mark.unlink()
+        return _all_on_first(request)
+    mark.touch()
+    progress(Incumbent(objective_value=float(os.getpid()), bound=0.0, time_s=0.0))
+    time.sleep(60)
+    return _all_on_first(request)
+
+
+def greedy(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    """Takes 3 GiB."""
+    return _all_on_first(request, method=str(len(bytearray(3 * 2**30))))

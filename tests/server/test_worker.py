@@ -32,18 +32,18 @@ def test_each_solve_runs_in_a_process_of_its_own(serve, request_body):
 def test_progress_is_reported_while_the_solver_runs(solvers, body):
     seen = []
     work = worker(solvers.until_stopped, body, report=lambda *values: (seen.append(values), work.stop()))
-    assert b'"objective_value":7.0' in work.run()
+    assert b'"objective_value":7.0' in work.run().placement
     assert seen == [(7.0, 3.0)]
 
 
 def test_a_worker_that_was_stopped_before_it_ran_hands_over_what_it_finds(solvers, body):
     work = worker(solvers.until_stopped, body, grace_s=20)
     work.stop()
-    assert b'"objective_value":7.0' in work.run()
+    assert b'"objective_value":7.0' in work.run().placement
 
 
 def test_a_solve_over_its_limit_is_stopped(solvers, body):
-    assert b'"objective_value":7.0' in worker(solvers.until_stopped, body, limit_s=0.1, grace_s=20).run()
+    assert b'"objective_value":7.0' in worker(solvers.until_stopped, body, limit_s=0.1, grace_s=20).run().placement
 
 
 def test_a_solver_that_does_not_listen_is_killed(solvers, body):
@@ -67,7 +67,7 @@ def test_an_input_error_of_the_solver_is_a_refusal(solvers, body):
 
 
 def test_a_payload_larger_than_a_pipe_arrives(solvers, body):
-    assert b'"optimal"' in worker(solvers.quick, body + b" " * 3_000_000).run()
+    assert b'"optimal"' in worker(solvers.quick, body + b" " * 3_000_000).run().placement
 
 
 def test_a_crashed_worker_is_the_problem_of_its_job_alone(serve, solvers, request_body):
@@ -126,3 +126,13 @@ def test_a_worker_ends_when_its_service_is_killed(tmp_path):
     assert process.stdout.readline() == b"running\n"
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=20)  # ends when no process holds the service's output any more; the solver takes 60 s
+
+
+def test_a_solver_that_takes_more_memory_than_it_may_ends_alone_and_the_reason_names_the_setting(
+    serve, solvers, request_body
+):
+    client = serve(solvers.greedy, worker_memory_bytes=2**30)
+    reply = client.post("/v1/placements", json=request_body())
+    assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:solver-failed")
+    assert "PLACER_WORKER_MEMORY_BYTES" in reply.json()["detail"]
+    assert client.get("/healthz").status_code == 200

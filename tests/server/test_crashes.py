@@ -1,0 +1,181 @@
+"""What was accepted is answered, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from placer.schema import PlacementRequest
+from placer_server.store import Accepted, Answer, Store
+
+HERE = os.path.dirname(__file__)
+
+
+def key_of(body):
+    return PlacementRequest.model_validate(body).content_hash()
+
+
+class Service:
+    """``run`` in a process of its own, on one database and a port of its own."""
+
+    def __init__(self, folder: Path, solver: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.database = str(folder / "p.db")
+        script = folder / f"{solver}.py"
+        script.write_text(
+            "import sys\n"
+            f"sys.path.insert(0, {HERE!r})\n"
+            "import solvers_for_tests\n"
+            "from placer_server.app import run\n"
+            "from placer_server.settings import Settings\n"
+            f"settings = Settings(port={self.port}, database={self.database!r}, workers=1, log_level='warning')\n"
+            f"run(settings, solver=solvers_for_tests.{solver})\n"
+        )
+        self.process = subprocess.Popen([sys.executable, str(script)])
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", transport=httpx.HTTPTransport(retries=20), timeout=30
+        )
+        while self.client.get("/readyz").status_code != 200:
+            time.sleep(0.02)
+
+    def end(self, sig: int) -> int:
+        self.client.close()
+        self.process.send_signal(sig)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """``start(solver)`` starts a service on the test's database."""
+    services = []
+
+    def start(solver):
+        services.append(Service(tmp_path, solver))
+        return services[-1]
+
+    yield start
+    for service in services:
+        if service.process.poll() is None:
+            service.end(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+def test_what_a_service_accepted_is_answered_by_its_next_start(start, request_body, sig):
+    first = start("until_stopped")
+    bodies = [request_body(seed=seed) for seed in range(3)]
+    for body in bodies:
+        assert first.client.post("/v1/placements?wait=0", json=body).status_code == 202
+    assert first.end(sig) == (0 if sig == signal.SIGTERM else -sig)
+
+    again = start("quick")
+    replies = [again.client.get(f"/v1/placements/{key_of(body)}?wait=30") for body in bodies]
+    assert [reply.json()["status"] for reply in replies] == ["optimal"] * 3
+    assert again.end(signal.SIGTERM) == 0
+    store = Store(again.database, keep=10)
+    assert store.backlog() == []
+    store.close()
+
+
+def test_a_worker_that_is_killed_from_outside_costs_its_job_another_try_and_no_more(
+    serve, solvers, request_body, wait_until
+):
+    client = serve(solvers.slow_start)
+    where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
+    wait_until(lambda: client.get(where).json()["incumbent"] is not None)
+    os.kill(int(client.get(where).json()["incumbent"]), signal.SIGKILL)  # the solver gives its process as its value
+    reply = client.get(where, params={"wait": 30})
+    assert (reply.status_code, reply.json()["status"]) == (200, "optimal")
+
+
+def test_a_job_that_took_the_service_down_each_time_is_given_up_and_says_so(serve, request_body, tmp_path):
+    database, body = str(tmp_path / "p.db"), request_body()
+    store = Store(database, keep=10)
+    store.accept(Accepted(key_of(body), "", "throughput", 1.0, httpx.Request("POST", "http://x", json=body).content))
+    store.started(key_of(body), 3)
+    store.close()
+    reply = serve(database=database).get(f"/v1/placements/{key_of(body)}?wait=30")
+    assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:solver-failed")
+    assert "begun 3 times" in reply.json()["detail"]
+
+
+def test_a_failure_is_told_after_a_restart_too(serve, solvers, request_body, tmp_path, capfd):
+    database = str(tmp_path / "p.db")
+    first = serve(solvers.failing, database=database)
+    told = first.post("/v1/placements", json=request_body())
+    again = serve(database=database)
+    reply = again.get(f"/v1/placements/{key_of(request_body())}")
+    assert (reply.status_code, reply.content) == (500, told.content)
+    assert reply.headers["Content-Type"] == "application/problem+json"
+
+
+def test_a_request_that_cannot_be_written_is_not_said_to_be_accepted(serve, solvers, request_body, monkeypatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    client = serve(solvers.until_stopped)
+    monkeypatch.setattr(client.app.state.service.store, "accept", full)
+    reply = client.post("/v1/placements?wait=0", json=request_body())
+    assert (reply.status_code, reply.json()["type"]) == (503, "urn:placer:problem:not-kept")
+
+
+def test_a_second_service_on_a_database_leaves_the_first_ones_jobs_alone(serve, solvers, request_body, tmp_path):
+    database = str(tmp_path / "p.db")
+    first = serve(solvers.until_stopped, database=database)
+    where = first.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
+    assert serve(database=database).get(where).status_code == 404
+
+
+def test_a_question_asked_again_after_it_was_stopped_outlives_the_end_of_the_stopped_solve(tmp_path):
+    # Both have one id, and so one row in the store.
+    store = Store(str(tmp_path / "p.db"), keep=10)
+    store.accept(Accepted("a", "", "throughput", 1.0, b"{}"))
+    store.put("a", Answer(b"{}", False, "1"), settled=False)
+    assert [job.id for job in store.backlog()] == ["a"]
+    store.put("a", Answer(b"{}", True, "1"))
+    assert store.backlog() == []
+
+
+def test_a_clock_that_jumps_back_costs_no_new_answer(tmp_path, monkeypatch):
+    store = Store(str(tmp_path / "p.db"), keep=1)
+    store.put("old", Answer(b"{}", True, "1"))
+    monkeypatch.setattr("placer_server.store.time.time", lambda: 0.0)
+    store.put("new", Answer(b"{}", True, "1"))
+    store.close()
+    again = Store(str(tmp_path / "p.db"), keep=1)
+    assert (again.get("old"), again.get("new")) == (None, Answer(b"{}", True, "1"))
+
+
+def test_a_database_of_the_first_version_is_brought_up_to_date(tmp_path):
+    import sqlite3
+
+    from placer_server.database import MIGRATIONS
+
+    old = sqlite3.connect(tmp_path / "p.db")
+    old.executescript(MIGRATIONS[0])
+    old.execute("INSERT INTO placements VALUES ('a', '1', 1, 5.0, x'7b7d')")
+    old.commit()
+    old.close()
+    store = Store(str(tmp_path / "p.db"), keep=10)
+    assert store.get("a") == Answer(b"{}", True, "1")
+    assert store.request("a") is None
+
+
+def test_a_database_of_a_later_version_is_refused(tmp_path):
+    import sqlite3
+
+    from placer.errors import ServerError
+
+    later = sqlite3.connect(tmp_path / "p.db")
+    later.execute("PRAGMA user_version = 99")
+    later.close()
+    with pytest.raises(ServerError, match="version 99"):
+        Store(str(tmp_path / "p.db"), keep=10)
