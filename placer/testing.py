@@ -80,7 +80,7 @@ class _Tags:
     def get(self, tensor: Tensor) -> int:
         try:
             known = self._of.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # a tensor without storage: sparse, functional, fake
+        except (NotImplementedError, RuntimeError, ValueError):  # no storage: sparse, functional, fake, uninitialised
             return _HOST
         return known[1] if known is not None and not known[0].expired() else _HOST  # type: ignore[no-untyped-call]
 
