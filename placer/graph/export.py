@@ -99,7 +99,7 @@ class _Flat(nn.Module):
 
 
 class _GradientMode(TorchFunctionMode):
-    """Notes an operation that runs with gradients off where no code turned them off: only ``autograd.Function`` does that.
+    """Notes what runs with gradients off where no code turned them off: only ``autograd.Function`` does that.
 
     Attributes:
         custom: what was found, in words.

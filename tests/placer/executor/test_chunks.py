@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from splitting import scatter_layers, twins
+from torch import Tensor, nn
+
+from placer import DataFlow
+from placer.errors import InputError
+from placer.executor.pipeline import clock, gather, scatter
+from placer.testing import logical_devices
+
+X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return {"y": self.last(torch.relu(self.norm(self.first(x)))), "size": 3}
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("training", [True, False])
+def test_chunks_equal_an_unsplit_run_of_the_same_micro_batches(chunks: int, training: bool) -> None:
+    model, reference = twins(Model, training)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        result = flow(X, chunks=chunks)
+        result["y"].pow(2).sum().backward()
+    expected = torch.cat([reference(part)["y"] for part in X.tensor_split(chunks)])
+    expected.pow(2).sum().backward()
+    assert result["size"] == 3
+    torch.testing.assert_close(result["y"].detach().cpu(), expected.detach(), atol=1e-10, rtol=1e-10)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-10, rtol=1e-10)
+    for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+def test_a_batch_smaller_than_chunks_makes_fewer_micro_batches() -> None:
+    model, reference = twins(Model, training=False)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        y = flow(X[:3], chunks=8)["y"]
+    torch.testing.assert_close(y.detach().cpu(), reference(X[:3])["y"].detach(), atol=1e-10, rtol=1e-10)
+
+
+def test_a_loss_that_is_a_mean_is_averaged_over_the_samples() -> None:
+    class Loss(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)["y"].pow(2).mean()
+
+    model, reference = twins(Loss, training=False)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        loss = flow(X, chunks=3)
+    torch.testing.assert_close(loss.detach().cpu(), reference(X).detach(), atol=1e-10, rtol=1e-10)
+
+
+def test_an_output_without_a_batch_dimension_is_refused_with_the_way_out() -> None:
+    class Means(Model):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x)["y"].mean(dim=0)
+
+    with logical_devices(2):
+        flow = DataFlow(Means().double().eval())
+        scatter_layers(flow, 2)
+        with pytest.raises(InputError, match="chunks=1"):
+            flow(X, chunks=2)
+        assert flow(X).shape == (2,)
+
+
+@pytest.mark.parametrize(("segments", "chunks"), [(1, 1), (3, 1), (1, 4), (3, 5), (5, 2)])
+def test_the_clock_issues_every_pair_once_after_what_it_needs(segments: int, chunks: int) -> None:
+    issued = list(clock(segments, chunks))
+    assert sorted(issued) == [(segment, chunk) for segment in range(segments) for chunk in range(chunks)]
+    for segment, chunk in issued:
+        if segment:
+            assert issued.index((segment - 1, chunk)) < issued.index((segment, chunk))
+
+
+def test_scatter_cuts_batched_inputs_and_hands_the_others_to_all() -> None:
+    table, number = torch.ones(3, 3), 5
+    parts = scatter([X, table, number], 3, 8)
+    assert [len(part[0]) for part in parts] == [3, 3, 2]
+    assert all(part[1] is table and part[2] == 5 for part in parts)
+
+
+def test_gather_keeps_what_all_micro_batches_share() -> None:
+    table = torch.ones(3)
+    assert gather([table, table], False, [1, 1], "") is table
+    assert gather([4, 4], False, [1, 1], "") == 4

@@ -1,0 +1,409 @@
+"""What DataFlow promises about maps, state, optimizers and errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from splitting import assert_same, scatter_layers, step, twins
+from torch import Tensor, nn
+
+from placer import DataFlow
+from placer.errors import InputError, PlacementError
+from placer.graph import capture
+from placer.schema import Infeasibility, Placement
+from placer.testing import logical_devices
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+CPU = [torch.device("cpu", index) for index in range(4)]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(x + self.body(x))
+
+
+def _flow(model: nn.Module, **places: int | str | torch.device) -> DataFlow:
+    flow = DataFlow(model)
+    flow.layer_gpus.update(places)
+    flow.update_flow()
+    return flow
+
+
+def _places(model: nn.Module) -> dict[str, torch.device]:
+    return {name: parameter.device for name, parameter in model.named_parameters()}
+
+
+def test_layer_gpus_names_the_children_in_order_all_on_the_first_device() -> None:
+    assert list(DataFlow(Model()).layer_gpus.items()) == [("stem", 0), ("body", 0), ("head", 0)]
+
+
+def test_layer_gpus_names_the_leaves_when_fine_grained() -> None:
+    flow = DataFlow(Model(), fine_grained=True)
+    assert list(flow.layer_gpus) == ["stem.0", "stem.1", "body.0", "body.1", "body.2", "head"]
+
+
+@pytest.mark.parametrize("place", [2, "2", "cpu:2", torch.device("cpu", 2)])
+def test_a_device_is_given_as_an_index_a_string_or_a_torch_device(place: int | str | torch.device) -> None:
+    model = Model().double()
+    with logical_devices(3):
+        _flow(model, head=place)(X)
+        assert model.head.weight.device == CPU[2]
+
+
+def test_parameters_are_on_the_devices_that_the_map_says() -> None:
+    model = Model().double()
+    with logical_devices(4):
+        _flow(model, stem=3, body=1, head=2)
+        places = {name.partition(".")[0]: place for name, place in _places(model).items()}
+        assert places == {"stem": CPU[3], "body": CPU[1], "head": CPU[2]}
+        assert model.body[1].running_mean.device == CPU[1]
+
+
+def test_before_update_flow_the_model_runs_as_it_is() -> None:
+    model, reference = twins(Model)
+    flow = DataFlow(model)
+    assert_same(step(flow, model, (X,), {}), step(reference, reference, (X,), {}))
+
+
+def test_update_flow_twice_with_other_maps_gives_the_same_results() -> None:
+    model, reference = twins(Model, training=False)
+    whole = step(reference, reference, (X,), {})
+    with logical_devices(4):
+        flow = DataFlow(model)
+        for seed in range(4):
+            scatter_layers(flow, 4, seed)
+            assert_same(step(flow, model, (X,), {}), whole)
+
+
+def test_parameters_and_buffers_keep_their_identity() -> None:
+    model = Model().double()
+    before = [*model.parameters(), *model.buffers()]
+    with logical_devices(3):
+        flow = _flow(model, stem=1, body=2)
+        flow(X).sum().backward()
+        flow.undo()
+    assert all(ours is theirs for ours, theirs in zip(before, [*model.parameters(), *model.buffers()], strict=True))
+
+
+def test_undo_brings_state_gradients_flags_and_the_map_back() -> None:
+    model, _ = twins(Model)
+    with logical_devices(3):
+        flow = DataFlow(model, inference_only=True)
+        scatter_layers(flow, 3)
+        flow(X)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        flow.undo()
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert {place.type for place in _places(model).values()} == {"cpu"}
+        assert {place.index for place in _places(model).values()} == {None}
+        assert set(flow.layer_gpus.values()) == {0}
+        flow.layer_gpus["head"] = 1
+        flow.update_flow()
+        flow(X).sum().backward()
+        flow.undo()
+        assert {parameter.grad.device.index for parameter in model.parameters()} == {None}
+
+
+def test_undo_restores_what_was_frozen_and_what_was_not() -> None:
+    model = Model()
+    model.stem.requires_grad_(False)
+    DataFlow(model, inference_only=True).undo()
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False] * 2 + [True] * 6
+
+
+def test_inference_only_keeps_no_graph() -> None:
+    with logical_devices(2):
+        flow = DataFlow(Model().double(), inference_only=True)
+        flow.layer_gpus["head"] = 1
+        flow.update_flow()
+        assert not flow(X).requires_grad
+
+
+def _train(run: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for number in range(steps):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        run(X).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+        optimizer.step()
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+    "adamw_loop": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, foreach=False, amsgrad=True),
+    "adam_foreach": lambda parameters: torch.optim.Adam(parameters, lr=0.05, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_made_before_trains_the_split_model_as_the_unsplit_one(name: str) -> None:
+    model, reference = twins(Model)
+    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
+    _train(reference, other, 4)
+    with logical_devices(3):
+        _train(_flow(model, stem=1, head=2), optimizer, 4)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_an_optimizer_given_along_moves_with_the_parameters(name: str) -> None:
+    model, reference = twins(Model)
+    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
+    for _ in range(2):
+        _train(reference, other, 2)
+    _train(model, optimizer, 2)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        flow.layer_gpus.update(stem=1, head=2)
+        flow.update_flow(optimizer=optimizer)
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    assert value.device == (torch.device("cpu") if key == "step" else parameter.device)
+        _train(flow, optimizer, 2)
+        flow.undo()
+        assert {v.device.index for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)} == {None}
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-10, rtol=1e-10)
+
+
+def test_state_dict_keys_and_values_never_change() -> None:
+    model, reference = twins(Model)
+    with logical_devices(3):
+        flow = _flow(model, stem=1, head=2)
+        flow(X)
+        assert list(model.state_dict()) == list(reference.state_dict())
+        assert list(flow.state_dict()) == [f"module.{name}" for name in reference.state_dict()]
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_state_dict_loads_with_and_without_the_prefix(prefix: str) -> None:
+    model, reference = twins(Model, training=False)
+    other = Model().double().eval()
+    state = {f"{prefix}{name}": value for name, value in other.state_dict().items()}
+    with logical_devices(3):
+        flow = _flow(model, stem=1, head=2)
+        flow(X)
+        result = flow.load_state_dict(state)
+        assert not result.missing_keys and not result.unexpected_keys
+        y = flow(X)
+        assert model.head.weight.device == CPU[2]
+    torch.testing.assert_close(y.detach().cpu(), other(X).detach(), atol=1e-10, rtol=1e-10)
+
+
+def test_a_missing_key_is_an_error_of_load_state_dict() -> None:
+    flow = DataFlow(Model())
+    state = flow.state_dict()
+    del state["module.head.bias"]
+    with pytest.raises(RuntimeError, match=r"head\.bias"):
+        flow.load_state_dict(state)
+
+
+def test_a_saved_state_dict_loads_into_a_plain_model(tmp_path: Path) -> None:
+    model, reference = twins(Model)
+    flow = _flow(model, stem=1, head=2)
+    flow(X)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    reference.load_state_dict(torch.load(tmp_path / "model.pt"))
+    for ours, theirs in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_deepcopy_of_the_flow_is_a_flow_of_its_own() -> None:
+    model, reference = twins(Model, training=False)
+    with logical_devices(3):
+        flow = _flow(model, stem=1, head=2)
+        flow(X)
+        other = copy.deepcopy(flow)
+        with torch.no_grad():
+            model.head.weight.zero_()
+        assert other.module.head.weight is not model.head.weight
+        assert dict(other.layer_gpus) == dict(flow.layer_gpus)
+    y = other(X)
+    torch.testing.assert_close(y.detach(), reference(X).detach(), atol=1e-10, rtol=1e-10)
+
+
+def test_model_and_flow_are_pickled() -> None:
+    model, reference = twins(Model, training=False)
+    flow = _flow(model, stem=1, head=2)
+    flow(X)
+    for loaded in (pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(flow))):
+        torch.testing.assert_close(loaded(X), reference(X), atol=1e-10, rtol=1e-10)
+    stream = io.BytesIO()
+    torch.save(flow, stream)
+    stream.seek(0)
+    torch.testing.assert_close(torch.load(stream, weights_only=False)(X), reference(X), atol=1e-10, rtol=1e-10)
+
+
+def test_train_and_eval_switch_dropout_and_batch_norm() -> None:
+    model, reference = twins(Model)
+    with logical_devices(3):
+        flow = _flow(model, stem=1, head=2)
+        for training in (True, False, True, False):
+            flow.train(training)
+            reference.train(training)
+            assert_same(step(flow, model, (X,), {}), step(reference, reference, (X,), {}))
+
+
+def test_switching_a_part_of_the_model_to_eval_is_seen() -> None:
+    model, reference = twins(Model)
+    with logical_devices(3):
+        flow = _flow(model, stem=1, head=2)
+        flow(X)
+        model.body.eval()
+        reference(X)
+        reference.body.eval()
+        torch.testing.assert_close(flow(X).detach().cpu(), reference(X).detach(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(6, 1, 3, 6), (1, 4), (2, 5)])
+def test_batches_of_another_size_run(sizes: tuple[int, ...]) -> None:
+    model, reference = twins(Model, training=False)
+    with logical_devices(3):
+        flow = _flow(model, stem=1, head=2)
+        for size in sizes:
+            assert_same(step(flow, model, (X[:size],), {}), step(reference, reference, (X[:size],), {}))
+
+
+def test_batches_of_a_data_loader_run() -> None:
+    model, reference = twins(Model, training=False)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, torch.arange(6)), batch_size=4)
+    with logical_devices(3):
+        flow = _flow(model, stem=1, head=2)
+        results = [flow(x).detach().cpu() for x, _ in loader]
+    torch.testing.assert_close(torch.cat(results), reference(X).detach(), atol=1e-10, rtol=1e-10)
+
+
+def test_freezing_after_a_run_is_respected() -> None:
+    model, _ = twins(Model)
+    with logical_devices(2):
+        flow = _flow(model, head=1)
+        flow(X).sum().backward()
+        flow.zero_grad()
+        model.stem.requires_grad_(False)
+        flow(X).sum().backward()
+    assert model.stem[0].weight.grad is None
+    assert model.head.weight.grad is not None
+
+
+def test_a_placement_sets_the_map_the_granularity_and_the_chunks() -> None:
+    model, reference = twins(Model, training=False)
+    layers = [layer.name for layer in capture(model, X, granularity="auto").layers]
+    places = {name: f"cpu:{index % 3}" for index, name in enumerate(layers)}
+    placement = Placement(status="optimal", objective="throughput", layer_devices=places, chunks=3)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        flow.update_flow(placement)
+        assert list(flow.layer_gpus.items()) == [(name, index % 3) for index, name in enumerate(layers)]
+        assert flow.chunks == 3
+        assert_same(step(flow, model, (X,), {}), step(reference, reference, (X,), {}), atol=1e-10)
+        flow.update_flow(placement.model_dump())
+        flow.undo()
+        assert flow.chunks == 1
+        assert list(flow.layer_gpus) == ["stem", "body", "head"]
+
+
+def _unharmed(flow: DataFlow, reference: nn.Module) -> None:
+    torch.testing.assert_close(flow(X).detach().cpu(), reference(X).detach(), atol=1e-10, rtol=1e-10)
+
+
+def test_an_unknown_layer_is_named_and_nothing_moves() -> None:
+    model, reference = twins(Model, training=False)
+    with logical_devices(2):
+        flow = _flow(model, head=1)
+        flow.layer_gpus["haed"] = 0
+        with pytest.raises(PlacementError, match=r"'haed'.*stem"):
+            flow.update_flow()
+        assert model.head.weight.device == CPU[1]
+        del flow.layer_gpus["haed"]
+        _unharmed(flow, reference)
+
+
+@pytest.mark.parametrize("place", [7, "cpu:7", -1, "gpu", 1.5, "meta"])
+def test_an_unknown_device_is_named_and_nothing_moves(place: int | str) -> None:
+    model, reference = twins(Model, training=False)
+    with logical_devices(2):
+        flow = _flow(model, head=1)
+        flow.layer_gpus["stem"] = place
+        with pytest.raises(PlacementError, match=str(place)):
+            flow.update_flow()
+        flow.layer_gpus["stem"] = 0
+        _unharmed(flow, reference)
+
+
+def test_an_infeasible_placement_is_refused_with_its_reason() -> None:
+    model, reference = twins(Model, training=False)
+    why = Infeasibility(reason="layer 'body' needs 9 bytes more than cpu:1 has")
+    placement = Placement(status="infeasible", objective="throughput", infeasible=why)
+    with logical_devices(2):
+        flow = _flow(model, head=1)
+        with pytest.raises(PlacementError, match="9 bytes more"):
+            flow.update_flow(placement)
+        _unharmed(flow, reference)
+
+
+def test_a_placement_of_another_model_is_refused_and_leaves_the_map() -> None:
+    model, reference = twins(Model, training=False)
+    placement = Placement(status="optimal", objective="throughput", layer_devices={"features.0": "cpu:0"})
+    with logical_devices(2):
+        flow = _flow(model, head=1)
+        with pytest.raises(PlacementError, match=r"features\.0"):
+            flow.update_flow(placement)
+        assert list(flow.layer_gpus) == ["stem", "body", "head"]
+        _unharmed(flow, reference)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, "two"])
+def test_chunks_must_be_a_whole_number_of_one_or_more(chunks: int) -> None:
+    with logical_devices(2):
+        flow = _flow(Model().double(), head=1)
+        with pytest.raises(InputError, match="chunks"):
+            flow(X, chunks=chunks)
+
+
+def test_a_model_on_meta_is_refused_with_the_way_out() -> None:
+    with torch.device("meta"):
+        model = Model()
+    flow = DataFlow(model)
+    with logical_devices(2), pytest.raises(PlacementError, match=r"meta.*to_empty"):
+        flow.update_flow()
+
+
+def test_lazy_modules_are_refused_until_they_have_run_once() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)).double()
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus["0"] = 1
+        with pytest.raises(PlacementError, match="lazy"):
+            flow.update_flow()
+        flow(X)
+        flow.update_flow()
+        assert flow(X).shape == (6, 2)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(InputError, match="function"):
+        DataFlow(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_model_leaves_the_flow_usable() -> None:
+    model, reference = twins(Model, training=False)
+    with logical_devices(2):
+        flow = _flow(model, head=1)
+        with pytest.raises(Exception, match=r"shape|size|dim"):
+            flow(X[:, :3])
+        _unharmed(flow, reference)
