@@ -25,7 +25,8 @@ from placer.executor.clones import Clones
 from placer.executor.pipeline import gather, run, scatter, to_device
 from placer.executor.program import Capture, Program
 from placer.executor.segments import MicroBatch, Segment, segments
-from placer.executor.train import Loss, Order, TrainingPipeline
+from placer.executor.train import Loss, Order
+from placer.executor.train_step import TrainStep
 from placer.graph.alignment import Alignment, aligned
 from placer.graph.export import batch_size
 from placer.graph.granularity import MERGED, Granularity
@@ -184,7 +185,7 @@ class DataFlow(nn.Module):
         batch = batch_size(tensors)
         parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
-        captures = [self._capture(part, inputs) for part in parts]
+        captures = [self.captured(part, inputs) for part in parts]
         if any(capture is None for capture in captures):
             return self._run_hooked(parts, inputs, weights)
         return self._run_captured([capture for capture in captures if capture is not None], parts, weights)
@@ -249,9 +250,24 @@ class DataFlow(nn.Module):
         batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
         return structures[0].unflatten(_joined(results, batched, weights, structures[0]))
 
-    def _capture(self, tensors: list[Any], inputs: Structure) -> Capture | None:
+    @property
+    def assignment(self) -> Assignment | None:
+        """The devices of the layers, as ``update_flow`` last left them; None before it."""
+        return self._assignment
+
+    def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
+        """The capture for inputs like these; None where the model runs through hooks."""
         args, kwargs = inputs.unflatten(tensors)
         return self._program.capture(args, kwargs, tensors, inputs)
+
+    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
+        """The layers of a capture and the device of each, with their state in place."""
+        assert self._assignment is not None
+        graph = self._program.graph(capture, self._granularity)
+        places = self._assignment.of_layers(graph)
+        if self._clones is None:
+            self._settle(graph, places)
+        return graph, places
 
     def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
         """The segments of a capture under the present map, made once."""
@@ -260,11 +276,7 @@ class DataFlow(nn.Module):
             if self._clones.refresh():
                 self._plans.clear()
         if id(capture) not in self._plans:
-            assert self._assignment is not None
-            graph = self._program.graph(capture, self._granularity)
-            places = self._assignment.of_layers(graph)
-            if self._clones is None:
-                self._settle(graph, places)
+            graph, places = self.layers(capture)
             self._plans[id(capture)] = (graph, segments(graph, places, self._lookup(graph)))
         return self._plans[id(capture)]
 
@@ -366,54 +378,6 @@ class DataFlow(nn.Module):
         self._program = Program(self.module)
         self._plans = {}
         self._clones = Clones(self.module, self._devices) if self.enable_clone else None
-
-
-class TrainStep:
-    """What ``DataFlow.train_step`` returns."""
-
-    def __init__(self, flow: DataFlow, loss_fn: Loss, optimizer: torch.optim.Optimizer | None, schedule: Order) -> None:
-        self.flow = flow
-        self.schedule = schedule
-        self.loss_fn = loss_fn
-        self.optimizer = optimizer
-        self._pipelines: dict[Any, TrainingPipeline] = {}
-
-    def __call__(self, inputs: Any, target: Any, chunks: int | None = None) -> Tensor:
-        """Train on one batch.
-
-        Args:
-            inputs: one tensor, a tuple of positional or a dict of keyword arguments.
-            target: what the loss compares with, the batch first.
-            chunks: micro-batches; what the placement says if None.
-
-        Returns:
-            The mean loss, detached.
-        """
-        args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-        kwargs = inputs if isinstance(inputs, dict) else {}
-        tensors, structure = flatten((args, kwargs))
-        goals, target_structure = flatten(target)
-        loss = self._pipeline(tensors, structure, target_structure, chunks or self.flow.chunks).run(
-            tensors, goals, batch_size(tensors)
-        )
-        if self.optimizer is not None:
-            self.optimizer.step()
-        return loss
-
-    def _pipeline(self, tensors: list[Any], inputs: Structure, target: Structure, chunks: int) -> TrainingPipeline:
-        flow = self.flow
-        assert flow._assignment is not None
-        parts = scatter(tensors, chunks, batch_size(tensors))
-        capture = flow._capture(parts[0], inputs)
-        assert capture is not None
-        key = (id(capture), id(flow._assignment), chunks, batch_size(tensors))
-        if key not in self._pipelines:
-            graph, _ = flow._plan(capture)
-            places = flow._assignment.of_layers(graph)
-            self._pipelines[key] = TrainingPipeline(
-                graph, places, capture.exported.outputs, self.loss_fn, target, self.schedule, chunks
-            )
-        return self._pipelines[key]
 
 
 def _placement(given: Placement | Mapping[str, Any]) -> Placement:

@@ -39,7 +39,7 @@ class DeferWeights(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and not kwargs and len(args) > 1 and _is_weight(args[1]):
             if func is _aten.linear.default and not torch.is_autocast_enabled(args[0].device.type):
-                return _Linear.apply(self._queue, *args, *(None,) * (3 - len(args)))  # type: ignore[no-untyped-call]
+                return _Linear.apply(self._queue, *args, *[None] * (3 - len(args)))  # type: ignore[no-untyped-call]
             if func in _CONVOLUTIONS and not torch.is_autocast_enabled(args[0].device.type):
                 return _Convolution.apply(self._queue, func, *args)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
@@ -81,7 +81,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queue: Queue, function: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         count = _CONVOLUTIONS[function]
-        bias, stride, padding, dilation, groups = (*rest, *(None, 1, 0, 1, 1)[len(rest) :])
+        defaults: tuple[Any, ...] = (None, 1, 0, 1, 1)
+        bias, stride, padding, dilation, groups = (*rest, *defaults[len(rest) :])
         ctx.queue, ctx.bias = queue, bias
         ctx.shape = (_each(stride, count), _each(padding, count), _each(dilation, count), groups)
         ctx.save_for_backward(x, weight)
@@ -96,7 +97,8 @@ class _Convolution(torch.autograd.Function):
         into_x = None
         if ctx.needs_input_grad[2]:
             into_x = _convolution_backward(gradient, x, weight, bias, shape, (True, False, False))[0]
-        return (None, None, into_x, *(None,) * (len(ctx.needs_input_grad) - 3))  # type: ignore[misc]
+        nothing: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
+        return (None, None, into_x, *nothing)
 
 
 def _add_convolution(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, shape: Any) -> None:

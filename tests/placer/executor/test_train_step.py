@@ -1,0 +1,229 @@
+"""A training step through the pipeline equals the unsplit model's over the same micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.errors import InputError
+from placer.executor.train import Order
+from placer.testing import logical_devices
+from placer.zoo import gpt, resnet18, unet
+
+SCHEDULES: tuple[Order, ...] = ("1f1b", "fill-drain", "zero-bubble")
+
+
+def _tokens_loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def _images(size: int = 32) -> Tensor:
+    return torch.randn(8, 3, size, size, dtype=torch.float64)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Any]] = {
+    "resnet18": (resnet18, lambda: (_images(), torch.randint(1000, (8,))), functional.cross_entropy),
+    "unet": (
+        lambda: unet(width=4),
+        lambda: (_images(), torch.randint(2, (8, 32, 32))),
+        functional.cross_entropy,
+    ),
+    "tied gpt": (
+        lambda: gpt(layers=3, width=16, heads=2, context=8, vocabulary=11, tied=True),
+        lambda: (torch.randint(11, (8, 8)), torch.randint(11, (8, 8))),
+        _tokens_loss,
+    ),
+}
+
+
+def _compare(
+    name: str,
+    schedule: Order,
+    places: Callable[[int, int], int],
+    chunks: int = 4,
+    steps: int = 2,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9),
+) -> None:
+    """Train a model split over three stand-ins, and its copy unsplit, and compare losses, parameters and buffers."""
+    make, data, loss_fn = MODELS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    whole = copy.deepcopy(model)
+    ours, theirs = optimizer(model.parameters()), optimizer(whole.parameters())
+    inputs, target = data()
+    with logical_devices(3):
+        flow = DataFlow(model)
+        names = list(flow.layer_gpus)
+        for index, layer in enumerate(names):
+            flow.layer_gpus[layer] = places(index, len(names))
+        flow.update_flow()
+        step = flow.train_step(loss_fn, ours, schedule)
+        losses = [step(inputs, target, chunks=chunks).cpu() for _ in range(steps)]
+    for loss in losses:
+        theirs.zero_grad()
+        expected = torch.zeros((), dtype=torch.float64)
+        for part, goal in zip(inputs.chunk(chunks), target.chunk(chunks), strict=True):
+            part_loss = loss_fn(whole(part), goal) / chunks
+            part_loss.backward()
+            expected += part_loss.detach()
+        theirs.step()
+        torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key].cpu(), value, atol=1e-9, rtol=1e-9, msg=key)
+
+
+def _in_order(index: int, count: int) -> int:
+    return index * 3 // count
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_two_steps_equal_the_unsplit_models_over_the_same_micro_batches(name: str, schedule: Order) -> None:
+    _compare(name, schedule, _in_order)
+
+
+def test_a_device_may_hold_several_segments() -> None:
+    _compare("unet", "1f1b", lambda index, _: index % 3)
+
+
+def test_a_tied_weight_is_trained_once_though_two_devices_use_it() -> None:
+    _compare(
+        "tied gpt", "zero-bubble", _in_order, steps=4, optimizer=lambda weights: torch.optim.Adam(weights, lr=0.01)
+    )
+
+
+def test_one_micro_batch_and_as_many_as_samples_agree_with_the_unsplit_model() -> None:
+    _compare("tied gpt", "zero-bubble", _in_order, chunks=1)
+    _compare("tied gpt", "1f1b", _in_order, chunks=8)
+
+
+class _Branching(nn.Module):
+    """A branch on a tensor's value: it cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return self.two(x if x.sum() > 0 else -x)
+
+
+def _step_of(model: nn.Module, **options: Any) -> Any:
+    flow = DataFlow(model, **options)
+    flow.layer_gpus["two"] = 1
+    flow.update_flow()
+    return flow.train_step(functional.mse_loss)
+
+
+def test_a_model_that_cannot_be_captured_trains_through_hooks() -> None:
+    torch.manual_seed(0)
+    model = _Branching().double()
+    whole = copy.deepcopy(model)
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    with logical_devices(2):
+        step = _step_of(model)
+        loss = step(inputs, target.to("cpu:0"), chunks=2)
+    expected = torch.stack(
+        [functional.mse_loss(whole(x), y) / 2 for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True)]
+    )
+    expected.sum().backward()
+    torch.testing.assert_close(loss.cpu(), expected.sum().detach())
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+
+
+def test_a_batch_that_does_not_divide_is_cut_into_fewer_equal_micro_batches() -> None:
+    model = nn.Sequential(OrderedLinear(), nn.Linear(4, 2)).double()
+    whole = copy.deepcopy(model)
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus["1"] = 1
+        flow.update_flow()
+        loss = flow.train_step(functional.mse_loss)(inputs, target, chunks=4)
+    functional.mse_loss(whole(inputs), target).backward()
+    torch.testing.assert_close(loss.cpu(), functional.mse_loss(whole(inputs), target).detach())
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+
+
+class OrderedLinear(nn.Linear):
+    """A linear layer of its own class."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+def test_the_running_statistics_are_not_touched_by_preparing_the_pipeline() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus["2"] = 1
+        flow.update_flow()
+        flow.train_step(functional.mse_loss)(inputs, target, chunks=2)
+    assert model[1].num_batches_tracked.item() == 2  # type: ignore[operator,union-attr]
+
+
+def test_moving_the_layers_between_steps_keeps_training_right() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    whole = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole))
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        step = None
+        for place in (0, 1):
+            flow.layer_gpus["1"] = place
+            flow.update_flow()
+            step = step or flow.train_step(functional.mse_loss, ours)
+            step(inputs, target, chunks=3)
+    for _ in range(2):
+        theirs.zero_grad()
+        functional.mse_loss(whole(inputs), target).backward()
+        theirs.step()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda flow: flow.undo(), "update_flow"),
+        (lambda flow: flow.eval(), r"flow.train\(\)"),
+    ],
+)
+def test_a_flow_that_cannot_train_says_what_to_do(spoil: Callable[[DataFlow], Any], words: str) -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss)
+    spoil(flow)
+    with pytest.raises(InputError, match=words):
+        step(torch.randn(2, 4), torch.randn(2, 2))
+
+
+def test_clones_refuse_to_train() -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)), enable_clone=True)
+    flow.update_flow()
+    with pytest.raises(InputError, match="without enable_clone"):
+        flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5])
+def test_a_wrong_number_of_micro_batches_is_named(chunks: Any) -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+    flow.update_flow()
+    with pytest.raises(InputError, match=f"chunks={chunks}"):
+        flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(2, 2), chunks=chunks)
