@@ -14,7 +14,7 @@ A module that is not opened is one layer; the operations of an opened one belong
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -35,16 +35,26 @@ MERGED = "+"
 
 @dataclass
 class Opened:
-    """A decision for every module path, and the path depth at which even a closed path is cut."""
+    """A decision for every module path, and the path depth at which even a closed path is cut.
+
+    Attributes:
+        paths: the opened ones.
+        depth: names in a layer's path at most.
+        named: layers that were asked for by name; a list of modules may be one, though nobody calls a list.
+    """
 
     paths: set[str]
     depth: int | None = None
+    named: frozenset[str] = frozenset()
 
     def cut(self, stack: Iterable[tuple[str, int]]) -> str | None:
         """The layer that a node belongs to by its module stack, outermost first, or None for a node between layers."""
         for path, call in stack:
             if self.depth is not None and path.count(".") + 1 > self.depth:
                 return ".".join(path.split(".")[: self.depth])
+            around = next((outer for outer in _around(path) if outer in self.named), None)
+            if around is not None:
+                return around
             if path not in self.paths:
                 return f"{path}@{call}" if call else path
         return None
@@ -78,7 +88,7 @@ def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) ->
     if callable(granularity):
         return Opened({path for path in callers if path == "" or not granularity(path, module.get_submodule(path))})
     if isinstance(granularity, Collection) and not isinstance(granularity, str):
-        return Opened(_above(granularity))
+        return Opened(_above(granularity), named=frozenset(part for name in granularity for part in name.split(MERGED)))
     raise InputError(
         f"granularity {granularity!r} is not known; give 'auto', 'submodule', 'fine', a depth of 1 or more, "
         "or a function of a module's path and the module that returns True for a layer"
@@ -111,6 +121,12 @@ def _above(names: Collection[str]) -> set[str]:
             steps = part.partition("@")[0].split(".")
             paths.update(".".join(steps[:depth]) for depth in range(1, len(steps)))
     return paths
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths around a module, the outermost first."""
+    steps = path.split(".")
+    return (".".join(steps[:depth]) for depth in range(1, len(steps)))
 
 
 @dataclass

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_list import torchvision_models
+from small_models import Skips, Tagger
+from torch import nn
+
+from placer.errors import InputError
+from placer.graph import LayerGraph, capture
+from placer.zoo import gpt, resnet50, unet
+
+IMAGE = torch.randn(2, 3, 64, 64)
+
+
+def _names(model: nn.Module, example: Any, granularity: Any) -> list[str]:
+    return [layer.name for layer in capture(model, example, granularity=granularity).layers]
+
+
+def _small_gpt() -> nn.Module:
+    return gpt(layers=4, width=16, heads=2, context=8, vocabulary=20)
+
+
+TOKENS = torch.randint(0, 20, (2, 8))
+
+
+def test_auto_cuts_a_gpt_of_48_blocks_into_about_50_layers() -> None:
+    model = gpt(layers=48, width=32, heads=2, context=8, vocabulary=50)
+    names = _names(model, torch.randint(0, 50, (2, 8)), "auto")
+    assert 48 <= len(names) <= 56
+    assert [name for name in names if name.startswith("blocks.")] == [f"blocks.{index}" for index in range(48)]
+
+
+def test_auto_cuts_resnet50_into_about_20_layers() -> None:
+    names = _names(resnet50(), IMAGE, "auto")
+    assert 16 <= len(names) <= 24
+
+
+def test_auto_cuts_inception_v3_into_about_20_layers() -> None:
+    model = torchvision_models().inception_v3(weights=None, init_weights=False).eval()
+    names = _names(model, torch.randn(2, 3, 96, 96), "auto")
+    assert 16 <= len(names) <= 26
+
+
+@pytest.mark.parametrize("layers", [3, 6])
+def test_auto_opens_repeated_blocks_alike(layers: int) -> None:
+    names = _names(gpt(layers=layers, width=16, heads=2, context=8, vocabulary=20), TOKENS, "auto")
+    blocks = [f"blocks.{index}" for index in range(layers)]
+    inside = [{name.removeprefix(block) for name in names if name.startswith(block)} for block in blocks]
+    assert all(names == inside[0] for names in inside)
+
+
+def test_submodule_gives_the_named_children() -> None:
+    names = _names(resnet50(), IMAGE, "submodule")
+    assert {name.partition("@")[0] for name in names} <= {name for name, _ in resnet50().named_children()}
+
+
+def test_fine_gives_every_leaf_that_runs() -> None:
+    model = unet(width=2)
+    leaves = {name for name, module in model.named_modules() if not list(module.children())}
+    assert {name.partition("@")[0] for name in _names(model, torch.randn(2, 3, 16, 16), "fine")} <= leaves
+
+
+def test_a_depth_cuts_every_name_at_so_many_steps() -> None:
+    model = _small_gpt()
+    for depth, longest in ((1, 1), (2, 2), (3, 3), (9, 4)):
+        names = _names(model, TOKENS, depth)
+        assert max(name.count(".") + 1 for name in names) == longest
+
+
+def test_a_callable_says_what_is_a_layer() -> None:
+    names = _names(_small_gpt(), TOKENS, lambda path, module: type(module).__name__ == "Block")
+    assert [name for name in names if name.startswith("blocks")] == [f"blocks.{index}" for index in range(4)]
+
+
+@pytest.mark.parametrize("granularity", ["coarse", 0, -1, True, 1.5, None])
+def test_an_unknown_granularity_is_named(granularity: Any) -> None:
+    with pytest.raises(InputError, match=str(granularity)):
+        capture(nn.Linear(2, 2), torch.randn(2, 2), granularity=granularity)
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.relu, self.b = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.b(self.relu(self.a(self.a(x)))))
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt": (_small_gpt, TOKENS),
+    "unet": (lambda: unet(width=2), torch.randn(2, 3, 16, 16)),
+    "skips": (Skips, torch.randn(2, 5)),
+    "tagger": (Tagger, torch.randint(0, 20, (2, 4))),
+    "twice": (_Twice, torch.randn(2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("granularity", ["auto", "fine", "submodule", 2])
+def test_the_names_of_a_placement_give_the_same_layers_again(name: str, granularity: Any) -> None:
+    make, example = MODELS[name]
+    model = make()
+    names = _names(model, example, granularity)
+    assert _names(model, example, tuple(names)) == names
+
+
+def test_a_module_called_twice_is_a_layer_for_each_call_and_they_are_colocated() -> None:
+    graph = capture(_Twice(), torch.randn(2, 4), granularity="fine")
+    assert [layer.name for layer in graph.layers] == ["a", "a@1", "relu", "b", "relu@1"]
+    assert graph.colocated == (("a", "a@1"),)
+
+
+def test_tied_parameters_are_a_colocation_group() -> None:
+    model = gpt(layers=2, width=16, heads=2, context=8, vocabulary=20, tied=True)
+    graph = capture(model, TOKENS)
+    assert [set(group) for group in graph.colocated] == [{"token_embedding", "head"}]
+
+
+def _graph(**changes: Any) -> LayerGraph:
+    sizes = {"layers": 4, "width": 16, "heads": 2, "context": 8, "vocabulary": 20} | changes
+    return capture(gpt(**sizes), TOKENS, granularity=lambda path, module: type(module).__name__ == "Block")
+
+
+def test_identical_blocks_have_equal_signatures_and_others_have_not() -> None:
+    graph = _graph()
+    blocks = {graph[f"blocks.{index}"].signature for index in range(1, 4)}
+    assert len(blocks) == 1
+    assert len({layer.signature for layer in graph.layers}) > 1
+
+
+@pytest.mark.parametrize("changes", [{"width": 32}, {"heads": 4}, {"dropout": 0.1}])
+def test_another_size_or_operation_is_another_signature(changes: dict[str, Any]) -> None:
+    assert _graph()["blocks.2"].signature != _graph(**changes)["blocks.2"].signature
+
+
+def test_another_dtype_or_a_frozen_parameter_is_another_signature() -> None:
+    linear = nn.Sequential(nn.Linear(4, 4))
+    signatures = {capture(linear, torch.randn(2, 4))["0"].signature}
+    signatures.add(capture(linear.requires_grad_(False), torch.randn(2, 4))["0"].signature)
+    signatures.add(capture(linear.double(), torch.randn(2, 4).double())["0"].signature)
+    assert len(signatures) == 3
