@@ -192,7 +192,7 @@ def test_state_dict_keys_and_values_never_change() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_a_state_dict_loads_with_and_without_the_prefix(prefix: str) -> None:
-    model, reference = twins(Model, training=False)
+    model, _ = twins(Model, training=False)
     other = Model().double().eval()
     state = {f"{prefix}{name}": value for name, value in other.state_dict().items()}
     with logical_devices(3):

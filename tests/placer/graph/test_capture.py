@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from model_list import CASES, SMALL, Case
+from small_models import Skips
+from torch import nn
+
+from placer.errors import CaptureError
+from placer.graph import LayerGraph, capture
+from placer.graph.layers import named_state
+from placer.graph.structure import flatten
+
+
+def _run(graph: LayerGraph, inputs: list[Any]) -> list[Any]:
+    values = dict(zip(graph.inputs, inputs, strict=True))
+    for layer in graph.layers:
+        state = [graph.state[name] for name in layer.state]
+        writes = layer.function(torch.device("cpu"), state, [values[name] for name in layer.reads])
+        values.update(zip(layer.writes, writes, strict=True))
+    return [values[name] for name in graph.outputs]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("case", [*SMALL, CASES["BertForMaskedLM"]], ids=str)
+def test_the_layers_one_after_another_compute_the_output_of_the_model(case: Case, training: bool) -> None:
+    model = case.make().train(training)
+    args, kwargs = case.inputs(training)
+    graph = capture(model, args, kwargs)
+    assert graph.captured
+    assert graph.training == training
+    torch.manual_seed(1)
+    outputs = _run(graph, flatten((args, kwargs))[0])
+    torch.manual_seed(1)
+    expected = flatten(model(*args, **kwargs))[0]
+    if not training:  # in training the first run has changed running statistics, which the output does not depend on
+        assert not any(layer.mutated for layer in graph.layers)
+    for ours, theirs in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_state_is_the_users_own_tensors() -> None:
+    model = Skips()
+    graph = capture(model, torch.randn(2, 5))
+    own = named_state(model)
+    for layer in graph.layers:
+        for name in layer.state:
+            assert graph.state[name] is own[name]
+
+
+def test_capture_leaves_the_model_as_it_was() -> None:
+    model = Skips()
+    before = {name: tensor.clone() for name, tensor in named_state(model).items()}
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    capture(model, torch.randn(2, 5))
+    torch.manual_seed(2)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in named_state(model).items():
+        assert torch.equal(tensor, before[name])
+        assert tensor.grad is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_values_carry_shape_dtype_bytes_and_batch_dimension() -> None:
+    graph = capture(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), torch.randn(3, 4), granularity="fine")
+    value = graph.values[graph["0"].writes[0]]
+    assert (value.shape, value.dtype, value.bytes, value.batch_dim) == ((3, 6), torch.float32, 3 * 6 * 4, 0)
+    assert value.requires_grad
+    assert value.source == "0"
+    assert graph.batch_size == 3
+
+
+def test_running_statistics_are_mutated_in_training_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    graph = capture(model, torch.randn(3, 4), granularity="fine")
+    assert {"1.running_mean", "1.running_var"} <= set(graph["1"].mutated)
+    assert capture(model.eval(), torch.randn(3, 4), granularity="fine")["1"].mutated == ()
+
+
+def test_layers_that_draw_random_numbers_say_so() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    graph = capture(model, torch.randn(3, 4), granularity="fine")
+    assert [layer.random for layer in graph.layers] == [False, True]
+
+
+def test_a_model_on_meta_is_captured() -> None:
+    with torch.device("meta"):
+        model = Skips()
+    graph = capture(model, torch.randn(2, 5, device="meta"), granularity="fine")
+    assert graph.captured
+    assert len(graph.layers) == 8
+
+
+def test_without_the_hook_path_a_refusal_is_an_error() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(CaptureError, match=r"torch\.export"):
+        capture(Branch(), torch.randn(2), hooks=False)
+
+
+_HASH = """
+import torch
+from placer.graph import capture
+from placer.zoo import gpt
+torch.manual_seed({seed})
+model = gpt(layers=2, width={width}, heads=2, context=8, vocabulary=20)
+print(capture(model, torch.randint(0, 20, (2, 8))).hash)
+"""
+
+
+def _hash_elsewhere(seed: int, width: int) -> str:
+    code = _HASH.format(seed=seed, width=width)
+    return subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_hash_is_the_same_in_every_process_and_another_for_another_size() -> None:
+    here: dict[str, Any] = {}
+    exec(_HASH.format(seed=0, width=16).replace("print(", "found = ("), here)
+    assert here["found"] == _hash_elsewhere(seed=5, width=16)
+    assert here["found"] != _hash_elsewhere(seed=5, width=32)
