@@ -18,9 +18,11 @@ from .body import Checker, Intake
 from .cluster import NodeCluster
 from .handlers import handle_errors
 from .jobs import Jobs
+from .judge import Judge
 from .metrics import Measured, Metrics
 from .openapi import describe
-from .routes import Service, router
+from .paths import include_routes
+from .service import Service
 from .settings import Settings
 from .store import Store
 from .worker import Crashed, Killed, Solver, Worker, answer_empty, default_solver, prepare
@@ -54,7 +56,7 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
     app.state.settings = settings or Settings()
     app.state.solver = solver
     app.state.metrics = Metrics()
-    app.include_router(router)
+    include_routes(app)
     app.add_middleware(Measured, metrics=app.state.metrics)
     handle_errors(app)
     describe(app)
@@ -100,7 +102,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
     store = _open_store(app, settings)
     jobs = Jobs(settings, store, app.state.metrics, app.state.solver)
-    service = Service(settings, store, app.state.metrics, Intake(settings), Checker(), jobs, NodeCluster(settings))
+    service = Service(
+        settings,
+        store,
+        app.state.metrics,
+        Intake(settings),
+        Checker(),
+        jobs,
+        Judge(settings),
+        NodeCluster(settings),
+    )
     app.state.service = service
     jobs.resume()
     warming = asyncio.create_task(_warm_up(service))

@@ -49,14 +49,20 @@ class Intake:
         self._held_bytes = 0
 
     @asynccontextmanager
-    async def body(self, request: Request) -> AsyncIterator[bytes]:
+    async def body(self, request: Request, *, optional: bool = False) -> AsyncIterator[bytes]:
         """The request's body, which counts as held while the context is open.
+
+        Args:
+            request: whose body it is.
+            optional: whether there may be none, without a content type.
 
         Raises:
             Problem: it is no JSON by its content type, too large, too slow, or more than fits beside the others.
         """
-        _require_json(request)
-        self._require_small(request.headers.get("content-length", "0"))
+        declared = request.headers.get("content-length", "0")
+        if not (optional and declared == "0" and "transfer-encoding" not in request.headers):
+            _require_json(request)
+        self._require_small(declared)
         body = bytearray()
         try:
             await self._read(request, body)

@@ -80,3 +80,29 @@ def requests() -> dict[str, dict[str, Any]]:
             "value": _request(2),
         },
     }
+
+
+def evaluations() -> dict[str, dict[str, Any]]:
+    """The examples of ``:evaluate``."""
+    return {
+        "own map": {
+            "summary": "Three layers on the first device",
+            "value": {"request": _request(16, chunks=4), "layer_devices": own_map()},
+        }
+    }
+
+
+def comparisons() -> dict[str, dict[str, Any]]:
+    """The examples of ``:compare``."""
+    even = {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:1", "head": "cuda:1"}
+    return {
+        "two maps": {
+            "summary": "An even map against one that is not",
+            "value": {"request": _request(16, chunks=4), "maps": {"even": even, "uneven": own_map()}},
+        }
+    }
+
+
+def own_map() -> dict[str, str]:
+    """A map of the examples' layers, as a user would make it."""
+    return {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:0", "head": "cuda:1"}

@@ -11,8 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+from .paths import ROUTERS
 from .problem import Problem, clip
-from .routes import router
 
 log = logging.getLogger("placer_server")
 
@@ -49,7 +49,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 def _methods(request: Request) -> list[str]:
     """The methods of every route of the request's path; the framework names those of the first alone."""
-    every = [*router.routes, *request.app.routes]
+    every = [route for router in ROUTERS for route in router.routes] + list(request.app.routes)
     routes = [route for route in every if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 

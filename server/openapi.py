@@ -9,7 +9,8 @@ from fastapi.openapi.utils import get_openapi
 
 from placer.schema import PlacementRequest
 
-from .examples import requests
+from .evaluation import CompareBody, EvaluateBody
+from .examples import comparisons, evaluations, requests
 from .problem import MEDIA_TYPE
 
 REF = "#/components/schemas/{model}"
@@ -37,7 +38,7 @@ PROBLEM_SCHEMA = {
 
 PROBLEMS = {
     "400": "The body is not JSON.",
-    "404": "There is no such placement.",
+    "404": "There is no such placement or profile.",
     "405": "The method is not possible here.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
@@ -51,6 +52,12 @@ PROBLEMS = {
 
 _OF_PATH = {
     ("/v1/placements", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
+    ("/v1/placements", "get"): ("422",),
+    ("/v1/placements/{id}/request", "get"): ("404", "422"),
+    ("/v1/placements/{id}/events", "get"): ("404", "422"),
+    ("/v1/placements:evaluate", "post"): ("400", "404", "408", "413", "415", "422", "429", "500", "503"),
+    ("/v1/placements:compare", "post"): ("400", "404", "408", "413", "415", "422", "429", "500", "503"),
+    ("/v1/profiles/{id}", "get"): ("404", "422"),
     ("/v1/placements/{id}", "get"): ("404", "422", "500", "501"),
     ("/v1/placements/{id}", "delete"): ("404", "422", "500", "501"),
     ("/v1/cluster", "get"): ("501", "503"),
@@ -73,16 +80,25 @@ def _document(app: FastAPI) -> dict[str, Any]:
         schemas.update(schema.pop("$defs"))
         schemas["PlacementRequest"] = schema
         schemas["Problem"] = PROBLEM_SCHEMA
-        _describe_body(document["paths"]["/v1/placements"]["post"])
+        paths = document["paths"]
+        _describe_body(paths["/v1/placements"]["post"], "PlacementRequest", requests())
+        for model, path, examples in (
+            (EvaluateBody, "/v1/placements:evaluate", evaluations()),
+            (CompareBody, "/v1/placements:compare", comparisons()),
+        ):
+            body = model.model_json_schema(ref_template=REF)
+            body.pop("$defs", None)  # those of PlacementRequest
+            schemas[model.__name__] = body
+            _describe_body(paths[path]["post"], model.__name__, examples, required=model is EvaluateBody)
         for (path, method), codes in _OF_PATH.items():
             _describe_problems(document["paths"][path][method], codes)
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _describe_body(operation: dict[str, Any]) -> None:
-    content = {"schema": {"$ref": REF.format(model="PlacementRequest")}, "examples": requests()}
-    operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+def _describe_body(operation: dict[str, Any], model: str, examples: dict[str, Any], *, required: bool = True) -> None:
+    content = {"schema": {"$ref": REF.format(model=model)}, "examples": examples}
+    operation["requestBody"] = {"required": required, "content": {"application/json": content}}
 
 
 def _describe_problems(operation: dict[str, Any], codes: tuple[str, ...]) -> None:

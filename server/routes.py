@@ -1,33 +1,26 @@
-"""The paths of the service."""
+"""The paths of a placement, and those for operators."""
 
 from __future__ import annotations
 
-import re
+import asyncio
 import time
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 import placer
 from placer.schema import Cluster, Placement
 
-from .body import Checker, Intake, Question
-from .cluster import NodeCluster
+from .body import Question
 from .job import Job
-from .jobs import Jobs
-from .metrics import MEDIA_TYPE, Metrics
+from .metrics import MEDIA_TYPE
 from .problem import MEDIA_TYPE as PROBLEM
-from .problem import Problem, clip
-from .settings import MAX_WAIT_S, Settings
-from .store import Store
+from .problem import Problem
+from .replies import JSON, json_reply
+from .service import OnDisconnect, Service, Serving, Wait, checked_id, client_of
 
 router = APIRouter()
-
-JSON = "application/json"
-
-_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class JobStatus(BaseModel):
@@ -60,85 +53,59 @@ class Health(BaseModel):
     version: str
 
 
-@dataclass
-class Service:
-    """What the routes stand on.
-
-    Attributes:
-        not_ready: why the service takes no solves yet; empty once it does.
-    """
-
-    settings: Settings
-    store: Store
-    metrics: Metrics
-    intake: Intake
-    checker: Checker
-    jobs: Jobs
-    cluster: NodeCluster
-    not_ready: str = "the first worker is being started"
-
-
-async def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-Serving = Annotated[Service, Depends(_service)]
-Wait = Annotated[
-    float | None,
-    Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Seconds to wait for the answer before a 202."),
-]
-
-
 @router.post("/v1/placements", response_model=Placement, responses={202: {"model": JobStatus}})
-async def post_placement(request: Request, service: Serving, wait: Wait = None) -> Response:
+async def post_placement(
+    request: Request, service: Serving, wait: Wait = None, on_disconnect: OnDisconnect = "keep"
+) -> Response:
     """Ask for a placement.
 
     The same request has the same id and is answered from the store at once. An infeasible request is answered too: with
-    a placement whose status is `infeasible`.
+    a placement whose status is `infeasible`. What is answered 202 is written down before: it outlives the service.
     """
     async with service.intake.body(request) as body:
         question = await service.checker.check(body)
     if (answer := _complete_answer(service, question)) is not None:
         service.metrics.cache_hits.inc()
-        return Response(answer, media_type=JSON)
-    job = service.jobs.submit(question, body)
+        return json_reply(request, answer)
+    job = service.jobs.submit(question, body, client_of(request))
     del body  # the job holds it as long as it needs it
-    job.wanted = True
+    job.wanted = job.wanted or on_disconnect == "keep"
     written = await job.is_written()
-    await job.wait(service.settings.default_wait_s if wait is None else wait)
+    await _wait(request, service, job, service.settings.default_wait_s if wait is None else wait, on_disconnect)
     if not written and not job.finished.is_set():
         raise _not_kept(job)
-    return _job_response(job)
+    return job_response(request, job)
 
 
 @router.get("/v1/placements/{id}", response_model=Placement, responses={202: {"model": JobStatus}})
-async def get_placement(id: str, service: Serving, wait: Wait = 0.0) -> Response:
+async def get_placement(
+    request: Request, id: str, service: Serving, wait: Wait = 0.0, on_disconnect: OnDisconnect = "keep"
+) -> Response:
     """A placement that was asked for, or how far its solve is."""
-    key = _checked_id(id)
+    key = checked_id(id)
     if (job := service.jobs.find(key)) is not None:
-        await job.wait(wait or 0.0)
-        return _job_response(job)
-    return _stored_response(service, key)
+        await _wait(request, service, job, wait or 0.0, on_disconnect)
+        return job_response(request, job)
+    return stored_response(request, service, key)
 
 
 @router.delete("/v1/placements/{id}", response_model=Placement)
-async def stop_placement(id: str, service: Serving) -> Response:
+async def stop_placement(request: Request, id: str, service: Serving) -> Response:
     """Stop the solve and keep the best placement so far, which is the answer; one that has ended is just answered.
 
     Asking the same question again solves it again, with all its time.
     """
-    key = _checked_id(id)
+    key = checked_id(id)
     if (job := service.jobs.find(key)) is not None:
         await service.jobs.stop(job)
-        return _job_response(job)
-    return _stored_response(service, key)
+        return job_response(request, job)
+    return stored_response(request, service, key)
 
 
 @router.get("/v1/cluster", response_model=Cluster)
-async def get_cluster(service: Serving) -> Response:
+async def get_cluster(request: Request, service: Serving) -> Response:
     """This node's own devices and the links between them, measured once."""
-    return Response(await service.cluster.get(), media_type=JSON)
+    return json_reply(request, await service.cluster.get(), tagged=True)
 
 
 @router.get("/healthz", response_model=Health)
@@ -161,6 +128,30 @@ async def get_metrics(service: Serving) -> Response:
     return Response(service.metrics.render(), media_type=MEDIA_TYPE)
 
 
+async def _wait(request: Request, service: Service, job: Job, seconds: float, on_disconnect: str) -> None:
+    """Wait for a job; where its client goes away meanwhile and said so, the job ends."""
+    if on_disconnect == "keep" or seconds <= 0:
+        await job.wait(seconds)
+        return
+    job.waiting += 1
+    ended, gone = asyncio.create_task(job.wait(seconds)), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        job.waiting -= 1
+        left = gone.done() and not gone.cancelled()
+        ended.cancel()
+        gone.cancel()
+    if left:
+        service.jobs.leave(job)
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has gone away; the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 def _complete_answer(service: Service, question: Question) -> bytes | None:
     """The stored answer, unless it was stopped early or another version of Placer made it."""
     answer = service.store.get(question.id)
@@ -169,14 +160,26 @@ def _complete_answer(service: Service, question: Question) -> bytes | None:
     return answer.placement
 
 
-def _stored_response(service: Service, key: str) -> Response:
-    answer = service.store.get(key)
-    if answer is None and (failed := service.store.failure(key)) is not None:
+def stored_response(request: Request, service: Service, key: str, *, plain: bool = False) -> Response:
+    """What the store has of an id: an answer or a failure.
+
+    Args:
+        request: what is answered.
+        service: whose store it is.
+        key: the id.
+        plain: neither compressed nor tagged.
+
+    Raises:
+        Problem: nothing.
+    """
+    if (answer := service.store.get(key)) is not None:
+        if plain:
+            return Response(answer.placement, media_type=JSON)
+        return json_reply(request, answer.placement, tagged=True)
+    if (failed := service.store.failure(key)) is not None:
         return Response(failed[1], failed[0], media_type=PROBLEM)
-    if answer is None:
-        detail = f"there is no placement {key}; POST its request to /v1/placements"
-        raise Problem(404, "no-such-placement", "There is no such placement", detail)
-    return Response(answer.placement, media_type=JSON)
+    detail = f"there is no placement {key}; POST its request to /v1/placements"
+    raise Problem(404, "no-such-placement", "There is no such placement", detail)
 
 
 def _not_kept(job: Job) -> Problem:
@@ -187,27 +190,25 @@ def _not_kept(job: Job) -> Problem:
     return Problem(503, "not-kept", "The request could not be kept", detail, headers={"Retry-After": "2"})
 
 
-def _job_response(job: Job) -> Response:
+def job_response(request: Request, job: Job) -> Response:
+    """A job's answer or problem, or how far it is."""
     if job.problem is not None:
         return job.problem.response()
     if job.answer is not None and job.finished.is_set():
-        return Response(job.answer, media_type=JSON)
-    status = JobStatus(
+        return json_reply(request, job.answer)
+    headers = {"Location": f"/v1/placements/{job.question.id}", "Retry-After": "1"}
+    return Response(progress_of(job).model_dump_json(), 202, headers=headers, media_type=JSON)
+
+
+def progress_of(job: Job) -> JobStatus:
+    """How far a job is."""
+    return JobStatus(
         id=job.question.id,
         status="running" if job.state == "running" else "queued",
         incumbent=job.incumbent,
         bound=job.bound,
         elapsed_s=round(time.monotonic() - job.created_s, 3),
     )
-    headers = {"Location": f"/v1/placements/{job.question.id}", "Retry-After": "1"}
-    return Response(status.model_dump_json(), 202, headers=headers, media_type=JSON)
-
-
-def _checked_id(given: str) -> str:
-    if not _ID.fullmatch(given):
-        detail = f"{clip(given, 80)!r} is no id of a placement: those are 32 hexadecimal digits, from a POST's answer"
-        raise Problem(404, "no-such-placement", "There is no such placement", detail)
-    return given
 
 
 def _health(status: str) -> Response:

@@ -71,7 +71,15 @@ FAULTS = {
         lambda b: with_profile(b, schema_version="0"),
         ["profile.schema_version", "'0'"],
     ),
-    "an unknown field": (lambda b: {**b, "chunk": 4}, ["chunk", "no such field"]),
+    "an unknown field": (lambda b: {**b, "chunk": 4}, ["chunk", "no such field", "did you mean 'chunks'?"]),
+    "an unknown field of a layer": (
+        lambda b: with_profile(b, layers=[{"name": "a", "forward_ms": {"gpu": 1}, "parameter_bytes": 5}]),
+        ["profile.layers.0.parameter_bytes", "did you mean 'param_bytes'?"],
+    ),
+    "an unknown field of the constraints": (
+        lambda b: {**b, "constraints": {"zzz": 1}},
+        ["constraints.zzz", "there are 'contiguous', 'pinned'"],
+    ),
     "a cycle": (
         lambda b: with_profile(
             b, edges=[edge("embed", "block.0"), edge("block.0", "block.1"), edge("block.1", "embed")]
@@ -195,11 +203,11 @@ def test_a_wait_that_cannot_be_is_422_and_named(serve, wait):
     assert "wait" in reply.json()["detail"]
 
 
-@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "GET", "BREW"])
+@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "BREW"])
 def test_a_wrong_method_is_405_and_says_what_is_possible(serve, method):
     reply = serve().request(method, POST)
     assert problem_of(reply)["status"] == 405
-    assert reply.headers["Allow"] == "POST"
+    assert reply.headers["Allow"] == "GET, POST"
 
 
 def test_a_wrong_method_is_told_every_method_of_the_path(serve):
@@ -265,3 +273,14 @@ def test_the_name_of_a_missing_layer_is_told_in_full(request_body):
     with pytest.raises(Problem) as caught:
         check(json.dumps(body).encode())
     assert "'encoder.layers.11.attention'" in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [("wiat=5", ["'wiat'", "did you mean 'wait'?"]), ("x" * 5000 + "=1", ["there are 'wait', 'on_disconnect'"])],
+)
+def test_an_unknown_parameter_is_422_with_the_nearest_known_name(serve, query, words):
+    reply = serve().post(f"{POST}?{query}", content=b"{}", headers=JSON)
+    assert problem_of(reply)["status"] == 422
+    for word in words:
+        assert word in reply.json()["detail"]

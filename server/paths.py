@@ -1,0 +1,15 @@
+"""Every path of the service."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from . import events, history, judging, routes
+
+ROUTERS = (routes.router, history.router, events.router, judging.router)
+
+
+def include_routes(app: FastAPI) -> None:
+    """Let the application answer them."""
+    for router in ROUTERS:
+        app.include_router(router)
