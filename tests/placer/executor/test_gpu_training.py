@@ -1,0 +1,93 @@
+"""On real GPUs: a recorded, pipelined training step equals the unsplit model's over the same micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.executor.train import Order
+from placer.zoo import gpt, resnet18, unet
+
+CHUNKS = 8
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """No TF32 while the test runs."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def _tokens_loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def _case(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
+    torch.manual_seed(0)
+    if name == "resnet18":
+        return resnet18(), torch.randn(16, 3, 64, 64), torch.randint(1000, (16,)), functional.cross_entropy
+    if name == "unet":
+        return unet(width=8), torch.randn(16, 3, 64, 64), torch.randint(2, (16, 64, 64)), functional.cross_entropy
+    model = gpt(layers=4, width=32, heads=4, context=16, vocabulary=64, tied=True)
+    return model, torch.randint(64, (16, 16)), torch.randint(64, (16, 16)), _tokens_loss
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
+def test_three_recorded_steps_equal_the_unsplit_models(name: str, schedule: Order) -> None:
+    count = torch.cuda.device_count()
+    model, inputs, target, loss_fn = _case(name)
+    model = model.double()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    whole = copy.deepcopy(model).cuda(0)
+    ours = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.01, momentum=0.9)
+    flow = DataFlow(model)
+    names = list(flow.layer_gpus)
+    for index, layer in enumerate(names):
+        flow.layer_gpus[layer] = index * count // len(names)
+    flow.update_flow()
+    step = flow.train_step(loss_fn, ours, schedule)
+    for _ in range(3):
+        loss = step(inputs, target, chunks=CHUNKS)
+        theirs.zero_grad()
+        expected = torch.zeros((), dtype=torch.float64, device="cuda:0")
+        for part, goal in zip(inputs.cuda(0).chunk(CHUNKS), target.cuda(0).chunk(CHUNKS), strict=True):
+            part_loss = loss_fn(whole(part), goal) / CHUNKS
+            part_loss.backward()
+            expected += part_loss.detach()
+        theirs.step()
+        torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key].cpu(), value.cpu(), atol=1e-7, rtol=1e-7, msg=key)
+    reasons = [stage.not_recorded_because for pipeline in step._pipelines.values() for stage in pipeline.stages]
+    assert reasons == [""] * len(reasons)  # every stage really ran as CUDA graphs
+
+
+@pytest.mark.gpu
+def test_dropout_differs_between_micro_batches_and_steps_under_replay() -> None:
+    count = torch.cuda.device_count()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    seen: list[Tensor] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).pow(2).mean()
+
+    flow = DataFlow(model)
+    flow.layer_gpus["2"] = count - 1
+    flow.update_flow()
+    step = flow.train_step(loss_fn)
+    inputs, target = torch.randn(64, 8), torch.randn(64, 8)
+    for _ in range(4):
+        seen.append(step(inputs, target, chunks=4).cpu())
+    assert len({float(loss) for loss in seen}) == len(seen)
