@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer.errors import InputError
+from placer.executor.assignment import Assignment
 from placer.executor.pipeline import scatter
+from placer.executor.program import Capture
 from placer.executor.train import Loss, Order, TrainingPipeline
 from placer.graph.export import batch_size
+from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
 
-if TYPE_CHECKING:
-    from placer.executor.dataflow import DataFlow
+
+class Flow(Protocol):
+    """What a training step needs of a ``DataFlow``."""
+
+    module: nn.Module
+    chunks: int
+    enable_clone: bool
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The devices of the layers; None before the first ``update_flow``."""
+
+    def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
+        """The capture for inputs like these; None where the model runs through hooks."""
+
+    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
+        """The layers of a capture and the device of each."""
+
+    def __call__(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
+        """Run the model."""
 
 
 class TrainStep:
@@ -27,7 +48,7 @@ class TrainStep:
         schedule: the order of micro-batches.
     """
 
-    def __init__(self, flow: DataFlow, loss_fn: Loss, optimizer: torch.optim.Optimizer | None, schedule: Order) -> None:
+    def __init__(self, flow: Flow, loss_fn: Loss, optimizer: torch.optim.Optimizer | None, schedule: Order) -> None:
         self.flow = flow
         self.loss_fn = loss_fn
         self.optimizer = optimizer
