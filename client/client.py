@@ -32,10 +32,11 @@ class Client:
         server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
         timeout: how long connecting, sending or an answer that is due may take, in seconds.
         retries: how often a call is repeated that failed on the way, or that the service was too busy for.
+        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if None.
         transport: carries the HTTP requests, for tests; the network if None.
 
     Raises:
-        InputError: no server is given, or it is no URL.
+        InputError: no server is given, it is no URL, or the key cannot be sent.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class Client:
         timeout: float = TIMEOUT_S,
         retries: int = RETRIES,
         *,
+        key: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = _url(server)
         self._dialogue = Dialogue(self.url, retries)
         self._timeout_s = timeout
-        self._http = httpx.Client(base_url=self.url, headers=HEADERS, transport=transport)
+        self._http = httpx.Client(base_url=self.url, headers=_headers(key), transport=transport)
 
     def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """Ask for a placement and wait for it. The same request asked again is answered at once.
@@ -126,10 +128,11 @@ class AsyncClient:
         server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
         timeout: how long connecting, sending or an answer that is due may take, in seconds.
         retries: how often a call is repeated that failed on the way, or that the service was too busy for.
+        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if None.
         transport: carries the HTTP requests, for tests; the network if None.
 
     Raises:
-        InputError: no server is given, or it is no URL.
+        InputError: no server is given, it is no URL, or the key cannot be sent.
     """
 
     def __init__(
@@ -138,12 +141,13 @@ class AsyncClient:
         timeout: float = TIMEOUT_S,
         retries: int = RETRIES,
         *,
+        key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = _url(server)
         self._dialogue = Dialogue(self.url, retries)
         self._timeout_s = timeout
-        self._http = httpx.AsyncClient(base_url=self.url, headers=HEADERS, transport=transport)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=_headers(key), transport=transport)
 
     async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """See ``Client.place``."""
@@ -197,6 +201,15 @@ class AsyncClient:
             )
         except httpx.RequestError as error:
             return error
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    given = os.environ.get("PLACER_KEY", "") if key is None else key
+    if not given:
+        return HEADERS
+    if not given.isascii() or not given.isprintable():
+        raise InputError("the key has characters that cannot be sent; give what was shown when it was made")
+    return {**HEADERS, "Authorization": f"Bearer {given}"}
 
 
 def _url(server: str | None) -> str:

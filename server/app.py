@@ -16,9 +16,11 @@ from placer.errors import InputError, ServerError
 from . import serving
 from .body import Checker, Intake
 from .cluster import NodeCluster
+from .guard import Guard
 from .handlers import handle_errors
 from .jobs import Jobs
 from .judge import Judge
+from .keys import Keys
 from .metrics import Measured, Metrics
 from .openapi import describe
 from .paths import include_routes
@@ -41,7 +43,8 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
             process of its own, so it must be importable by name from there.
 
     Raises:
-        InputError: the solver is defined in the main script, where no other process can import it from.
+        InputError: the solver is defined in the main script, where no other process can import it from; or the service
+            would be reached from elsewhere without keys.
     """
     if getattr(solver, "__module__", None) == "__main__":
         raise InputError(f"solver {solver!r} is defined in the main script; move it to a module that can be imported")
@@ -58,6 +61,7 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
     app.state.metrics = Metrics()
     include_routes(app)
     app.add_middleware(Measured, metrics=app.state.metrics)
+    app.add_middleware(Guard, keys=Keys(app.state.settings))
     handle_errors(app)
     describe(app)
     return app

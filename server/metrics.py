@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger("placer_server")
+
+QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Asked for every few seconds, and not logged."""
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 
@@ -67,5 +73,10 @@ class Measured:
         finally:
             method = scope["method"] if scope["method"] in METHODS else "other"
             route = getattr(scope.get("route"), "path", "unknown")
+            seconds = time.perf_counter() - started
             self._metrics.requests.labels(method, route, str(status)).inc()
-            self._metrics.request_seconds.labels(route).observe(time.perf_counter() - started)
+            self._metrics.request_seconds.labels(route).observe(seconds)
+            if route not in QUIET and log.isEnabledFor(logging.INFO):
+                about = {"method": method, "route": route, "status": status, "ms": round(1e3 * seconds, 1)}
+                client = scope.get("placer.client", "")
+                log.info("%s %s %d %.1f ms", *about.values(), extra={**about, "client": client})

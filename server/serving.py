@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import math
 import signal
@@ -12,14 +11,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.config import LOGGING_CONFIG
 
 from placer.errors import ServerError
 
+from . import logs
 from .settings import Settings
 
 log = logging.getLogger("placer_server")
@@ -36,9 +34,11 @@ class Server(uvicorn.Server):
             host=settings.host,
             port=settings.port,
             log_level=settings.log_level,
-            log_config=_log_config(settings),
+            log_config=logs.config(settings),
             access_log=False,
             server_header=False,
+            ssl_certfile=settings.tls_cert or None,
+            ssl_keyfile=settings.tls_key or None,
             timeout_graceful_shutdown=math.ceil(settings.stop_grace_s + 3),
         )
         super().__init__(config)
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
         """Start, and say where."""
         await super().startup(sockets)
         if self.started and sockets:
-            log.info("serving on %s", _url(sockets[0]))
+            log.info("serving on %s", _url(sockets[0], self.config.is_ssl))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called on SIGTERM and SIGINT; a second Ctrl-C does not wait for what was begun.
@@ -112,18 +112,10 @@ def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
                 thread.join(0.01)
             if not server.started:
                 raise server.not_started()
-            yield _url(listener)
+            yield _url(listener, server.config.is_ssl)
         finally:
             server.stop()
             thread.join()
-
-
-def _log_config(settings: Settings) -> dict[str, Any]:
-    """What uvicorn logs with, for the service's log as well."""
-    config = copy.deepcopy(LOGGING_CONFIG)
-    level = settings.log_level.upper()
-    config["loggers"]["placer_server"] = {"handlers": ["default"], "level": level, "propagate": False}
-    return config
 
 
 def _listener(settings: Settings) -> socket.socket:
@@ -143,6 +135,7 @@ def _listener(settings: Settings) -> socket.socket:
         ) from error
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, tls: bool) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -25,6 +25,11 @@ class Settings(BaseSettings):
     Attributes:
         host: the address to listen on; ``0.0.0.0`` for every interface.
         port: the port to listen on; 0 takes a free one.
+        keys_file: the file of bearer keys, see ``placer_server.keys``; without one the service listens on
+            loopback alone.
+        rate_per_s: how often a key may ask, where its line does not say.
+        tls_cert: a certificate chain in PEM; without one the service speaks plain HTTP, say to a proxy.
+        tls_key: the certificate's private key in PEM.
         database: the file that keeps the placements, made if missing; ``:memory:`` keeps them until the service stops.
         keep: how many placements the database keeps; the oldest go first.
         max_body_bytes: the largest request body.
@@ -39,12 +44,17 @@ class Settings(BaseSettings):
         stop_grace_s: how long a stopped solve may take to hand over its best placement before it is killed.
         measure_timeout_s: how long measuring this node's devices may take.
         log_level: of the server's log: ``critical``, ``error``, ``warning``, ``info``, ``debug``.
+        log_format: ``text``, or ``json`` for one object a line; both name the request by its id.
     """
 
     model_config = SettingsConfigDict(env_prefix="PLACER_", extra="ignore", frozen=True)
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8080
+    keys_file: str = ""
+    rate_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
+    tls_cert: str = ""
+    tls_key: str = ""
     database: str = Field(default_factory=lambda: str(_state_directory() / "placements.db"))
     keep: Annotated[int, Field(ge=1)] = 10_000
     max_body_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
@@ -59,6 +69,7 @@ class Settings(BaseSettings):
     stop_grace_s: Annotated[float, Field(ge=0)] = 2.0
     measure_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+    log_format: Literal["text", "json"] = "text"
 
     def __init__(self, **values: Any) -> None:
         """Read the environment; what is given here counts more.

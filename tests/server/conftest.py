@@ -37,7 +37,7 @@ def serve() -> Iterator[Serve]:
         def start(solver: Any = solvers_for_tests.quick, **values: Any) -> TestClient:
             defaults = {"database": ":memory:", "workers": 1, "queue": 1, "stop_grace_s": 1.0}
             app = create_app(Settings(**{**defaults, **values}), solver=solver)
-            client = stack.enter_context(TestClient(app, raise_server_exceptions=False))
+            client = stack.enter_context(TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False))
             until(lambda: client.get("/readyz").status_code == 200)
             return client
 

@@ -1,0 +1,187 @@
+"""Bearer keys: a file has their hashes, never themselves.
+
+    # name      scopes       SHA-256 of the key                     requests per second, if not PLACER_RATE_PER_S
+    ci          read,solve   9f86d081884c7d659a2feaa0c55ad015...    5
+    dashboard   read         60303ae22b998861bce3b28f33eec1be...
+
+``python -m placer_server.keys NAME [SCOPES]`` makes a key and its line. Keys have 256 random bits, so a plain hash
+gives nothing away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import math
+import re
+import secrets
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from placer.errors import InputError
+
+from .settings import Settings
+
+SCOPES = ("read", "solve", "metrics")
+"""``read``: everything that is GET; ``solve``: POST and DELETE; ``metrics``: ``/metrics``."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+PREFIX = "placer_"
+BURST_S = 2.0
+"""A client that was quiet may ask as much at once as in so many seconds."""
+
+
+@dataclass
+class Rate:
+    """A bucket of requests that fills as time goes by.
+
+    Attributes:
+        per_s: how fast it fills.
+    """
+
+    per_s: float
+    _left: float = field(init=False)
+    _at_s: float = field(default_factory=lambda: time.monotonic())
+
+    def __post_init__(self) -> None:
+        self._left = self._full
+
+    @property
+    def _full(self) -> float:
+        return max(1.0, self.per_s * BURST_S)
+
+    def take(self) -> int:
+        """Take one request; 0 if there was one, else the seconds after which there is."""
+        now = time.monotonic()
+        self._left = min(self._full, self._left + (now - self._at_s) * self.per_s)
+        self._at_s = now
+        if self._left >= 1.0:
+            self._left -= 1.0
+            return 0
+        return max(1, math.ceil((1.0 - self._left) / self.per_s))
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that the service takes.
+
+    Attributes:
+        name: of whom it was given to; in logs, and whose turn it is in the queue.
+        scopes: what it is good for.
+        digest: its SHA-256.
+        rate: how much it may ask.
+    """
+
+    name: str
+    scopes: frozenset[str]
+    digest: bytes
+    rate: Rate
+
+
+class Keys:
+    """The keys of a service; none on a loopback address alone.
+
+    Raises:
+        InputError: the file cannot be used, or there is none and others than this machine can reach the service.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._keys = _read(settings) if settings.keys_file else []
+        if not self._keys and not is_loopback(settings.host):
+            raise InputError(
+                f"the service would listen on {settings.host} without keys: set PLACER_KEYS_FILE to a file made with"
+                " 'python -m placer_server.keys NAME', or PLACER_HOST to 127.0.0.1"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, given: str) -> Key | None:
+        """The key that was given, or None; it takes as long whichever it is."""
+        digest = hash_of(given)
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+
+def hash_of(key: str) -> bytes:
+    """The SHA-256 of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def make(name: str, scopes: str = "read,solve") -> tuple[str, str]:
+    """A new key, and its line for the file.
+
+    Raises:
+        InputError: the name or a scope cannot be used.
+    """
+    key = PREFIX + secrets.token_urlsafe(32)
+    line = f"{name} {scopes} {hash_of(key).hex()}"
+    _parse(line, Settings(), "this")
+    return key, line
+
+
+def _read(settings: Settings) -> list[Key]:
+    path = settings.keys_file
+    try:
+        lines = Path(path).expanduser().read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"PLACER_KEYS_FILE {path!r} cannot be read: {error}") from error
+    keys = [
+        _parse(text, settings, f"line {number} of {path!r}")
+        for number, line in enumerate(lines, 1)
+        if (text := line.partition("#")[0].strip())
+    ]
+    if not keys:
+        raise InputError(f"PLACER_KEYS_FILE {path!r} has no keys; 'python -m placer_server.keys NAME' makes one")
+    return keys
+
+
+def _parse(line: str, settings: Settings, where: str) -> Key:
+    """A message does not repeat the line: somebody may have put a key there instead of its hash."""
+    name, scopes, digest, rate, *rest = [*line.split(), "", "", ""][: max(4, len(line.split()))]
+    given = frozenset(scopes.split(","))
+    if not _NAME.fullmatch(name) or not _HASH.fullmatch(digest) or rest:
+        raise InputError(f"{where} is no key: write NAME SCOPES SHA256 [RATE], as 'python -m placer_server.keys' does")
+    if not given <= set(SCOPES):
+        raise InputError(f"{where}: the scopes of {name!r} are not all of {', '.join(SCOPES)}")
+    try:
+        per_s = float(rate or settings.rate_per_s)
+    except ValueError:
+        per_s = 0.0
+    if not 0 < per_s < math.inf:
+        raise InputError(f"{where}: the rate of {name!r} is no number above 0")
+    return Key(name, given, bytes.fromhex(digest), Rate(per_s))
+
+
+def main(arguments: list[str]) -> int:
+    """Make a key: its line goes to stdout, for the file, and the key itself to stderr; the exit code."""
+    if not 1 <= len(arguments) <= 2 or arguments[0].startswith("-"):
+        print(f"usage: python -m placer_server.keys NAME [{','.join(SCOPES)}] >> FILE", file=sys.stderr)
+        return 2
+    try:
+        key, line = make(*arguments)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(line)
+    print(f"the key, shown this once: {key}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from placer.errors import InputError, ServerError
+from placer_server import keys as module
+from placer_server.app import background, create_app
+from placer_server.keys import Keys, Rate, make
+from placer_server.logs import JsonFormatter
+from placer_server.settings import Settings
+
+PLACEMENTS = "/v1/placements"
+
+
+@pytest.fixture
+def secured(serve, tmp_path):
+    """``secured(name=scopes, ...)`` is a service with those keys, and the headers of each."""
+
+    def start(rate="", **names):
+        made = {name: make(name, scopes) for name, scopes in names.items()}
+        file = tmp_path / "keys"
+        file.write_text("# who may ask\n" + "".join(f"{line} {rate}\n" for _, line in made.values()))
+        client = serve(keys_file=str(file))
+        return client, {name: {"Authorization": f"Bearer {key}"} for name, (key, _) in made.items()}
+
+    return start
+
+
+def problem_of(reply):
+    assert reply.headers["Content-Type"] == "application/problem+json"
+    return reply.json()["type"].removeprefix("urn:placer:problem:")
+
+
+def test_a_key_is_good_for_its_scopes_alone(secured, request_body):
+    client, headers = secured(ci="read,solve", dashboard="read", prometheus="metrics")
+
+    def ask(name):
+        replies = [
+            client.get(PLACEMENTS, headers=headers[name]),
+            client.post(PLACEMENTS, json=request_body(), headers=headers[name]),
+            client.get("/metrics", headers=headers[name]),
+        ]
+        return [reply.status_code for reply in replies]
+
+    assert [ask("ci"), ask("dashboard"), ask("prometheus")] == [[200, 200, 403], [200, 403, 403], [403, 403, 200]]
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "Bearer placer_x", "Basic dXNlcjpwYXNz", "bearer é", "Bearer " + "x" * 7000]
+)
+def test_without_a_known_key_everything_but_health_is_401(secured, header):
+    client, _ = secured(ci="read,solve")
+    headers = [(b"authorization", header.encode("latin-1"))] if header else []
+    for path in (PLACEMENTS, f"{PLACEMENTS}/{'0' * 32}", "/v1/cluster", "/metrics", "/nothing"):
+        reply = client.get(path, headers=headers)
+        assert (reply.status_code, problem_of(reply)) == (401, "no-key")
+        assert reply.headers["WWW-Authenticate"].startswith("Bearer")
+        assert len(reply.content) <= 4096
+    for path in ("/healthz", "/readyz", "/openapi.json"):
+        assert client.get(path, headers=headers).status_code == 200
+
+
+def test_a_key_is_compared_in_constant_time_with_every_key(tmp_path, monkeypatch):
+    made = [make(name) for name in ("a", "b", "c")]
+    file = tmp_path / "keys"
+    file.write_text("\n".join(line for _, line in made))
+    keys, compared = Keys(Settings(keys_file=str(file))), []
+
+    equal = hmac.compare_digest
+
+    def counting(one, other):
+        compared.append(one)
+        return equal(one, other)
+
+    monkeypatch.setattr(module.hmac, "compare_digest", counting)
+    assert [keys.find(key).name for key, _ in made] == ["a", "b", "c"]
+    assert len(compared) == 9
+
+
+def test_a_key_that_asks_too_often_is_429_and_others_are_not(secured):
+    client, headers = secured(rate="0.5", loud="read", quiet="read")
+    replies = [client.get(PLACEMENTS, headers=headers["loud"]) for _ in range(2)]
+    assert [reply.status_code for reply in replies] == [200, 429]
+    assert (problem_of(replies[1]), replies[1].headers["Retry-After"]) == ("too-often", "2")
+    assert client.get(PLACEMENTS, headers=headers["quiet"]).status_code == 200
+
+
+def test_a_rate_fills_again_as_time_goes_by(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    rate = Rate(2.0)
+    assert [rate.take() for _ in range(5)] == [0, 0, 0, 0, 1]
+    now[0] += 0.5
+    assert [rate.take(), rate.take()] == [0, 1]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "placer.example"])
+def test_a_service_that_others_can_reach_does_not_start_without_keys(host):
+    with pytest.raises(InputError, match="PLACER_KEYS_FILE"):
+        create_app(Settings(host=host, database=":memory:"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_on_loopback_a_service_needs_no_keys(host):
+    assert not Keys(Settings(host=host))
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "127.0.0.1:80@evil", "x" * 5000])
+def test_a_service_without_keys_refuses_names_that_are_not_this_machines(serve, host):
+    # Else a page of another site could ask it, by giving its own name this machine's address.
+    reply = serve().get(PLACEMENTS, headers={"Host": host})
+    assert (reply.status_code, problem_of(reply)) == (421, "strange-host")
+    assert len(reply.content) <= 4096
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no keys"),
+        ("ci read", "line 1"),
+        ("ci read placer_secretsecret", "line 1"),
+        ("ci reed " + "0" * 64, "read, solve, metrics"),
+        ("c/i read " + "0" * 64, "line 1"),
+        ("ci read " + "0" * 64 + " fast", "rate"),
+        ("ci read " + "0" * 64 + " -1", "rate"),
+        ("ci read " + "0" * 64 + " 5 more", "line 1"),
+    ],
+)
+def test_a_file_of_keys_that_cannot_be_used_is_an_error_that_does_not_show_a_key(tmp_path, text, words):
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        Keys(Settings(keys_file=str(file)))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_of_keys_that_is_missing_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(InputError, match=r"PLACER_KEYS_FILE .*absent"):
+        Keys(Settings(keys_file=str(tmp_path / "absent")))
+
+
+def test_a_key_made_on_the_command_line_is_taken(tmp_path):
+    command = [sys.executable, "-P", "-m", "placer_server.keys", "ci", "read"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    (tmp_path / "keys").write_text(result.stdout)
+    key = result.stderr.split()[-1]
+    found = Keys(Settings(keys_file=str(tmp_path / "keys"))).find(key)
+    assert (found.name, found.scopes) == ("ci", {"read"})
+    assert key not in result.stdout
+
+
+def test_no_key_is_in_a_reply_or_the_log(secured, caplog):
+    client, headers = secured(ci="read")
+    logger = logging.getLogger("placer_server")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.DEBUG, "placer_server")
+    key = headers["ci"]["Authorization"].split()[1]
+    replies = [
+        client.get(PLACEMENTS, headers=headers["ci"]),
+        client.post(PLACEMENTS, content=b"{", headers=headers["ci"]),
+        client.get(PLACEMENTS, headers={"Authorization": f"Bearer {key}x"}),
+    ]
+    logger.removeHandler(caplog.handler)
+    assert [reply.status_code for reply in replies] == [200, 403, 401]
+    told = "".join(reply.text + str(reply.headers) for reply in replies)
+    assert caplog.text
+    assert key not in told + caplog.text
+
+
+def test_every_response_has_security_headers_and_a_request_id(serve):
+    client = serve()
+    for path in ("/healthz", "/nothing", PLACEMENTS):
+        headers = client.get(path).headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert len(headers["X-Request-Id"]) == 16
+
+
+@pytest.mark.parametrize(("given", "kept"), [("trace-1.a_b", True), ("a b", False), ("x" * 65, False), ("é", False)])
+def test_a_request_id_of_the_client_is_kept_if_it_is_a_plain_word(serve, given, kept):
+    reply = serve().get("/healthz", headers=[(b"x-request-id", given.encode("latin-1"))])
+    assert (reply.headers["X-Request-Id"] == given) == kept
+
+
+def test_a_line_of_the_json_log_has_the_request(serve, request_body):
+    lines = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(json.loads(JsonFormatter().format(record)))
+
+    logger, handler = logging.getLogger("placer_server"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        serve().post(PLACEMENTS, json=request_body(), headers={"X-Request-Id": "abc"})
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    (line,) = [line for line in lines if line.get("route") == PLACEMENTS]
+    assert (line["request_id"], line["method"], line["status"], line["level"]) == ("abc", "POST", 200, "info")
+    assert line["ms"] > 0
+
+
+def test_clients_are_told_apart_by_their_keys_in_the_queue(tmp_path, serve, solvers, request_body):
+    made = [make(name) for name in ("a", "b")]
+    file = tmp_path / "keys"
+    file.write_text("\n".join(line for _, line in made))
+    client = serve(solvers.until_stopped, queue=2, client_share=0.5, keys_file=str(file))
+
+    def post(who, seed):
+        headers = {"Authorization": f"Bearer {made[who][0]}"}
+        return client.post(f"{PLACEMENTS}?wait=0", json=request_body(seed=seed), headers=headers).status_code
+
+    assert [post(0, 1), post(0, 2), post(0, 3), post(1, 4)] == [202, 202, 429, 202]
+
+
+def test_the_client_sends_its_key(tmp_path, solvers, request_body, monkeypatch):
+    from placer.schema import PlacementRequest
+    from placer_client import Client
+
+    key, line = make("ci")
+    (tmp_path / "keys").write_text(line)
+    settings = Settings(port=0, database=":memory:", log_level="error", keys_file=str(tmp_path / "keys"))
+    request = PlacementRequest.model_validate(request_body())
+    with background(settings, solver=solvers.quick) as url:
+        with pytest.raises(ServerError, match="no key was given"), Client(url) as client:
+            client.place(request)
+        with Client(url, key=key) as client:
+            assert client.place(request).status == "optimal"
+        monkeypatch.setenv("PLACER_KEY", key)
+        with Client(url) as client:
+            assert client.place(request).status == "optimal"
