@@ -1,0 +1,166 @@
+"""The models that are trained, with their data, at full size on GPUs and tiny on CPU stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import zoo
+
+STAND_INS = 2
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training step.
+
+    Attributes:
+        name: that selects it.
+        label: for people.
+        make: the model.
+        data: one batch: inputs and target.
+        loss: of output and target, a mean over samples.
+        chunks: the numbers of micro-batches that are tried.
+    """
+
+    name: str
+    label: str
+    make: Callable[[], nn.Module]
+    data: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    chunks: tuple[int, ...]
+
+    def model(self, place: torch.device) -> nn.Module:
+        """The model on a device, its initial values always the same."""
+        torch.manual_seed(0)
+        with place:
+            return self.make()
+
+    def batch(self, place: torch.device) -> tuple[Tensor, Tensor]:
+        """The batch on a device, always the same."""
+        torch.manual_seed(1)
+        with place:
+            return self.data()
+
+
+def is_small() -> bool:
+    """Whether the tiny sizes are run: without GPUs."""
+    return not torch.cuda.is_available()
+
+
+def places(count: int | None = None) -> list[torch.device]:
+    """The devices: the first so many GPUs, all of them if None, or else stand-ins."""
+    if is_small():
+        return [torch.device("cpu", index) for index in range(count or STAND_INS)]
+    return [torch.device("cuda", index) for index in range(count or torch.cuda.device_count())]
+
+
+def home() -> torch.device:
+    """Where models and batches are made."""
+    return torch.device("cpu") if is_small() else torch.device("cuda", 0)
+
+
+def counts() -> list[int]:
+    """How many devices are tried: all, and two of more."""
+    everything = len(places())
+    return [everything] if everything <= 2 else [everything, 2]
+
+
+def prepare() -> None:
+    """What is the same for all who run: TF32 on GPUs; one thread for stand-ins, as processes share the cores."""
+    if is_small():
+        torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def training(name: str) -> Training:
+    """A case by its name: ``resnet101``, ``gpt`` or ``unet``."""
+    return (SMALL if is_small() else FULL)[name]
+
+
+def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross entropy of ``(N, T, vocabulary)`` logits."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def _tokens(vocabulary: int, *shape: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(vocabulary, shape), torch.randint(vocabulary, shape)
+
+
+def _images(batch: int, size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 3, size, size), torch.randint(1000, (batch,))
+
+
+def _pixels(batch: int, size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 3, size, size), torch.randint(2, (batch, size, size))
+
+
+def _gpt(layers: int, width: int, heads: int, context: int, vocabulary: int) -> nn.Module:
+    model = zoo.gpt(layers=layers, width=width, heads=heads, context=context, vocabulary=vocabulary)
+    return model if is_small() else model.to(torch.bfloat16)
+
+
+FULL = {
+    case.name: case
+    for case in (
+        Training(
+            "resnet101",
+            "ResNet-101, 224 px, batch 256, TF32",
+            zoo.resnet101,
+            lambda: _images(256, 224),
+            functional.cross_entropy,
+            (8, 16),
+        ),
+        Training(
+            "gpt",
+            "GPT, 24 layers, d=2048, 32 x 1024 tokens, bf16",
+            lambda: _gpt(24, 2048, 16, 1024, 50304),
+            lambda: _tokens(50304, 32, 1024),
+            token_loss,
+            (8, 16),
+        ),
+        Training(
+            "unet",
+            "U-Net, width 64, 192 px, batch 256, TF32",
+            zoo.unet,
+            lambda: _pixels(256, 192),
+            functional.cross_entropy,
+            (8, 16),
+        ),
+    )
+}
+
+SMALL = {
+    case.name: case
+    for case in (
+        Training(
+            "resnet101",
+            "tiny: ResNet-18, 32 px, batch 8",
+            zoo.resnet18,
+            lambda: _images(8, 32),
+            functional.cross_entropy,
+            (4,),
+        ),
+        Training(
+            "gpt",
+            "tiny: GPT, 2 layers, d=32, 8 x 16 tokens",
+            lambda: _gpt(2, 32, 2, 16, 64),
+            lambda: _tokens(64, 8, 16),
+            token_loss,
+            (4,),
+        ),
+        Training(
+            "unet",
+            "tiny: U-Net, width 4, 32 px, batch 8",
+            lambda: zoo.unet(width=4),
+            lambda: _pixels(8, 32),
+            functional.cross_entropy,
+            (4,),
+        ),
+    )
+}
