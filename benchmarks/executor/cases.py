@@ -140,9 +140,9 @@ SMALL = {
     for case in (
         Training(
             "resnet101",
-            "tiny: ResNet-18, 32 px, batch 8",
+            "tiny: ResNet-18, 32 px, batch 16",
             zoo.resnet18,
-            lambda: _images(8, 32),
+            lambda: _images(16, 32),
             functional.cross_entropy,
             (4,),
         ),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from placer import devices
@@ -57,8 +57,9 @@ def work(rank: int, world: int, name: str, found: str, meeting: str) -> None:
     for count, group in groups.items():
         if rank >= count:
             break
+        ends: list[int] = []
         for chunks in case.chunks:
-            sample = attempt(name, ENGINE, count, chunks, partial(_step_times, case, count, chunks, group, place))
+            sample = attempt(name, ENGINE, count, chunks, partial(_step_times, case, chunks, place, group, ends))
             if rank == 0 or sample.failed:
                 append(sample, Path(found))
             if sample.failed:  # the others wait for this process: nothing more can be had
@@ -66,16 +67,18 @@ def work(rank: int, world: int, name: str, found: str, meeting: str) -> None:
     distributed.destroy_process_group()
 
 
-def _step_times(case: Training, count: int, chunks: int, group: Any, place: torch.device) -> dict[str, list[float]]:
+def _step_times(
+    case: Training, chunks: int, place: torch.device, group: Any, ends: list[int]
+) -> dict[str, list[float]]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank = distributed.get_rank()
+    rank, count = distributed.get_rank(), distributed.get_world_size(group)
     here = torch.device("cpu") if place.type == "cpu" else place
     inputs, target = case.batch(here)
     chain = parts.units(case.model(here))
-    ends: list[Any] = [parts.cuts(parts.unit_ms(chain, inputs[: len(inputs) // 2]), count) if rank == 0 else None]
-    distributed.broadcast_object_list(ends, src=0, group=group)
-    module = parts.cut(chain, ends[0])[rank]
+    if not ends:
+        ends.extend(_agreed_cuts(chain, inputs, count, group))
+    module = parts.cut(chain, ends)[rank]
     del chain
     stage = PipelineStage(module, rank, count, here, group=group)
     schedule = Schedule1F1B(stage, n_microbatches=chunks, loss_fn=case.loss)
@@ -92,6 +95,14 @@ def _step_times(case: Training, count: int, chunks: int, group: Any, place: torc
         optimizer.step()
 
     return _timed(step, here, group)
+
+
+def _agreed_cuts(chain: Sequence[nn.Module], inputs: Tensor, count: int, group: Any) -> list[int]:
+    """Parts of equal time, as the first process measures it."""
+    measured = distributed.get_rank() == 0
+    found = [parts.cuts(parts.unit_ms(chain, inputs[: len(inputs) // 2]), count) if measured else []]
+    distributed.broadcast_object_list(found, src=0, group=group)
+    return found[0]
 
 
 def _timed(step: Any, place: torch.device, group: Any) -> dict[str, list[float]]:

@@ -127,7 +127,8 @@ def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
     measure = "host issues a step; at most a quarter of it is wanted"
     yield row(case, measure, "ms", _rounded(median(host)), spread=_spread(host), target=target)
     yield row(case, "loss, largest difference to the unsplit model", "", _rounded(_time(ours, "loss_difference")))
-    yield row(case, "stages that run without a CUDA graph", "", _time(ours, "eager_stages"))
+    if not cases.is_small():
+        yield row(case, "stages that run without a CUDA graph", "", _time(ours, "eager_stages"))
 
 
 def _switching(samples: Sequence[Sample]) -> Iterator[Row]:
