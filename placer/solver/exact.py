@@ -27,7 +27,7 @@ from placer.solver.reduce import Reduction
 Table = NDArray[np.float64]
 Counts = tuple[int, ...]
 
-MOST_NODES = 400
+MOST_NODES = 512
 MOST_STATES = 4096
 
 

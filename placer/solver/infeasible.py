@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from placer.schema import Infeasibility, Link
 from placer.solver import costs, memory_rules
-from placer.solver.model import Answer, PlacementModel
+from placer.solver.cpsat import Answer, Limits
+from placer.solver.model import PlacementModel
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 
@@ -116,7 +117,7 @@ class Searcher:
 
     def __call__(self, model: PlacementModel) -> Answer:
         """Solve one model."""
-        return model.solve(time_limit_s=self.time_left_s(), workers=self.workers, seed=self.seed, stop=self.stop)
+        return model.solve(Limits(self.time_left_s(), self.workers, self.seed, self.stop))
 
 
 def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:

@@ -10,16 +10,15 @@ them holds for the true ones; bytes are exact (rounded down where they pass 2**5
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import floor, gcd, inf
+from math import floor, gcd
 
 from ortools.sat.python import cp_model
 
 from placer.solver import memory_rules, rules
+from placer.solver.cpsat import Answer, Limits, run
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 from placer.solver.windows import stage_windows
@@ -30,27 +29,6 @@ TIME_STEPS = 2**32
 """Into how many steps the largest time that matters is cut."""
 
 BYTE_STEPS = 2**50
-
-SUBSOLVERS = ("default_lp", "quick_restart_no_lp")
-"""What a few workers take turns at: one that reckons with bounds and one that learns fast."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the integer program says.
-
-    Attributes:
-        devices: by layer, the device; None if none was found.
-        bound: a proven lower bound on the objective, in its own unit.
-        infeasible: whether it is proven that there is no placement.
-        complete: whether the search ended by itself.
-    """
-
-    devices: list[int] | None
-    bound: float
-    infeasible: bool
-    complete: bool
-
 
 MOST_RULES = 600_000
 """A model with more rules than about so many would take longer to write down than most searches may last."""
@@ -285,44 +263,9 @@ class PlacementModel:
             for device, literal in x.items():
                 self.cp.add_hint(literal, int(device == chosen[node]))
 
-    def solve(
-        self,
-        *,
-        time_limit_s: float,
-        workers: int = 1,
-        seed: int = 0,
-        stop: threading.Event | None = None,
-        progress: Callable[[list[int], float], None] | None = None,
-        work_limit: float = inf,
-    ) -> Answer:
-        """Search until it is proven, the time is over or ``stop`` is set.
-
-        Args:
-            time_limit_s: the longest that it may take.
-            workers: cores.
-            seed: of its random choices; the same seed gives the same answer while the time does not run out.
-            stop: ends the search from another thread.
-            progress: called with each better placement and the bound at that time.
-            work_limit: ends the search as well; in the solver's own measure of work, the same on every machine.
-        """
-        solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = max(time_limit_s, 0.01)
-        if work_limit < inf:
-            solver.parameters.max_deterministic_time = work_limit
-        solver.parameters.num_workers = workers
-        solver.parameters.interleave_search = workers > 1  # else the answer depends on which worker is faster
-        solver.parameters.random_seed = seed
-        if workers <= len(SUBSOLVERS):
-            solver.parameters.subsolvers.extend(SUBSOLVERS)
-        with _stopping(solver, stop):
-            status = solver.solve(self.cp, _Progress(self, progress) if progress else None)
-        found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-        return Answer(
-            devices=self.read(solver.value) if found else None,
-            bound=self.in_unit(solver.best_objective_bound) if status != cp_model.INFEASIBLE else 0.0,
-            infeasible=status == cp_model.INFEASIBLE,
-            complete=status in (cp_model.OPTIMAL, cp_model.INFEASIBLE),
-        )
+    def solve(self, limits: Limits) -> Answer:
+        """Search within limits."""
+        return run(self, limits)
 
     def read(self, value: Callable[[cp_model.IntVar], int]) -> list[int]:
         """By layer, its device, from the values of a solution."""
@@ -350,41 +293,3 @@ def _longest_ms(problem: Problem) -> float:
             slowest = max((link.transfer_ms(size) for link in links), default=0.0)
             time_ms += slowest * min(len(value.readers), problem.most_devices)
     return time_ms
-
-
-class _Progress(cp_model.CpSolverSolutionCallback):
-    """Hands every better placement on."""
-
-    def __init__(self, model: PlacementModel, report: Callable[[list[int], float], None]) -> None:
-        super().__init__()
-        self._model, self._report = model, report
-
-    def on_solution_callback(self) -> None:
-        """Called by the solver."""
-        self._report(self._model.read(self.value), self._model.in_unit(self.best_objective_bound))
-
-
-class _stopping:
-    """While it is open, a set event ends the search."""
-
-    def __init__(self, solver: cp_model.CpSolver, stop: threading.Event | None) -> None:
-        self._solver, self._stop = solver, stop
-        self._over = threading.Event()
-        self._watcher: threading.Thread | None = None
-
-    def __enter__(self) -> None:
-        if self._stop is not None:
-            self._watcher = threading.Thread(target=self._watch, daemon=True)
-            self._watcher.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._watcher is not None:
-            self._watcher.join()
-
-    def _watch(self) -> None:
-        assert self._stop is not None
-        while not self._over.is_set():
-            if self._stop.wait(0.01):
-                self._solver.stop_search()  # asked again, as a search that has not begun does not hear it
-                self._over.wait(0.01)

@@ -41,9 +41,10 @@ def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
     """Layers that share a device in every placement whose bottleneck is no more than ``upper``.
 
     A value that crosses keeps the device of its source busy for its transfer there, and its gradient's back; if that
-    alone takes longer, its source and readers stay together.
+    alone takes longer, its source and readers stay together. Where one
+    device pays for nothing, another is at the other end.
     """
-    if problem.untaxed:
+    if len(problem.untaxed) > 1:
         return []
     real = (link for row in problem.links for link in row if link is not None)
     links = {(link.bandwidth_bytes_per_s, link.latency_s): link for link in real}.values()

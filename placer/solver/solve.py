@@ -15,12 +15,14 @@ from math import inf
 from time import monotonic
 
 from placer.schema import Infeasibility, Placement, PlacementRequest
-from placer.solver import answer, bounds, costs, starts
+from placer.solver import answer, bounds, costs, stages, starts
 from placer.solver.check import check
+from placer.solver.cpsat import Limits
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
+from placer.solver.stages import StageModel
 
 __all__ = ["Incumbent", "Search", "solve"]
 
@@ -117,20 +119,13 @@ class Search:
 
     def _program(self) -> Infeasibility | None:
         """The integer program, in rounds, each narrowed by what the last one found; the reason if infeasible."""
-        if not worth_building(self.problem, self.nodes):
+        staged = stages.applies(self.problem) and stages.worth_building(self.problem, self.nodes)
+        if not staged and not worth_building(self.problem, self.nodes):
             return None
         for work in WORK:
             nodes = reduced(self.problem, self.value)
             upper = self._better() if self.best is not None else None
-            model = PlacementModel(self.problem, nodes, upper=upper)
-            result = model.solve(
-                time_limit_s=self._left_s(),
-                workers=self.request.workers,
-                seed=self.request.seed,
-                stop=self.stop,
-                progress=self._found,
-                work_limit=work,
-            )
+            result = self._model(nodes, upper).solve(self._limits(work))
             if result.infeasible and self.best is None:
                 return searched_reason(self.problem, self.nodes, self._searcher())
             self._prove(self._nothing_below() if result.infeasible else result.bound)
@@ -138,6 +133,14 @@ class Search:
             if not self._open() or self._left_s() <= 0 or (self.stop is not None and self.stop.is_set()):
                 break
         return None
+
+    def _model(self, nodes: Reduction, upper: float | None) -> StageModel | PlacementModel:
+        if upper is not None and upper > 0 and stages.applies(self.problem):
+            return StageModel(self.problem, nodes, upper)
+        return PlacementModel(self.problem, nodes, upper=upper)
+
+    def _limits(self, work: float) -> Limits:
+        return Limits(self._left_s(), self.request.workers, self.request.seed, self.stop, self._found, work)
 
     def _better(self) -> float:
         """The objective from which a placement counts as better than the best so far."""

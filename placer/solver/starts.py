@@ -11,7 +11,7 @@ from placer.solver.components import topological_order
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction, reduced
 
-MOST_ORDERS = 8
+MOST_ORDERS = 6
 MOST_WORK = 20_000_000
 """Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
 
@@ -50,10 +50,58 @@ def _other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:
     count = len(nodes.nodes)
     arcs = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
     arcs = {(source, reader) for source, reader in arcs if source != reader}
+    neighbours = _neighbours(problem, nodes)
     random = Random(problem.request.seed)
-    for _ in range(min(MOST_ORDERS, MOST_WORK // exact.work_of_cut(problem, nodes))):
-        order = topological_order(count, arcs, [random.random() for _ in range(count)])
+    for turn in range(min(MOST_ORDERS, MOST_WORK // exact.work_of_cut(problem, nodes))):
+        rank = [random.random() for _ in range(count)]
+        order = topological_order(count, arcs, rank) if turn % 4 == 3 else _late_order(count, arcs, rank, neighbours)
         yield Start(exact.best_cut(problem, nodes, order).devices, 0.0, "linear order")
+
+
+def _late_order(count: int, arcs: set[tuple[int, int]], rank: list[float], pulls: list[list[int]]) -> list[int]:
+    """A random topological order that keeps neighbours close: all that a node needs comes right before it."""
+    before: list[list[int]] = [[] for _ in range(count)]
+    for source, reader in arcs:
+        before[reader].append(source)
+    for sources in before:
+        sources.sort(key=lambda node: rank[node])
+    ordered = {node for arc in arcs for node in arc}
+    order: list[int] = []
+    placed = [False] * count
+    for root in sorted(range(count), key=lambda node: (node not in ordered, rank[node])):
+        stack = [(root, False)]
+        while stack:
+            node, ready = stack.pop()
+            if placed[node]:
+                continue
+            if ready:
+                placed[node] = True
+                order.append(node)
+            else:
+                stack.append((node, True))
+                stack += [(source, False) for source in reversed(before[node]) if not placed[source]]
+    return _with_strays(order, ordered, pulls)
+
+
+def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) -> list[int]:
+    """Nodes that nothing orders moved next to the middle one of those that they exchange values with."""
+    place = {node: index for index, node in enumerate(node for node in order if node in ordered)}
+    key = {node: float(index) for node, index in place.items()}
+    for node in order:
+        if node not in ordered:
+            near = sorted(key[other] for other in pulls[node] if other in key)
+            key[node] = near[len(near) // 2] + 0.5 if near else float(len(order))
+    return sorted(order, key=lambda node: key[node])
+
+
+def _neighbours(problem: Problem, nodes: Reduction) -> list[list[int]]:
+    """By node, those that it exchanges values with."""
+    near: list[set[int]] = [set() for _ in nodes.nodes]
+    for value in problem.values:
+        ends = nodes.of((value.source, *value.readers))
+        for node in ends:
+            near[node] |= ends - {node}
+    return [sorted(nodes) for nodes in near]
 
 
 def _free_starts(problem: Problem) -> Iterator[Start]:

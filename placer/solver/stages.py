@@ -1,0 +1,375 @@
+"""The integer program in stage-prefix form, for pipelines over links that are all alike.
+
+    y[n, p]     node n is at stage p or before, so x[n, p] = y[n, p] - y[n, p - 1] says that it is at stage p
+    t[e, p]     net e touches stage p and another: its transfer keeps stage p busy
+    kind[p, c]  stage p is a device of class c; a class is devices that may be swapped
+
+A net is a value, its source and its readers; values with the same ends are one net. Numbering stages along the pipeline
+leaves no symmetry between alike devices, and needs far fewer variables than node by device. Times are whole numbers,
+rounded down, so what is proven about them holds for the true ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from math import floor
+from typing import cast
+
+from ortools.sat.python import cp_model
+
+from placer.solver import memory_rules
+from placer.solver.cpsat import Answer, Limits, run
+from placer.solver.nets import Net, joined_nets
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import Reduction
+from placer.solver.windows import stage_windows
+
+TIME_STEPS = 2**31
+"""Into how many steps the bottleneck that is known is cut."""
+
+BYTE_STEPS = 2**40
+
+MOST_CLASSES = 3
+"""With more classes of devices than so many, devices are chosen node by node."""
+
+MOST_RULES = 600_000
+"""A model with more rules than about so many would take longer to write down than most searches may last."""
+
+Literal = cp_model.IntVar
+Prefix = cp_model.IntVar | bool
+Sum = cp_model.LinearExpr | int
+
+
+def applies(problem: Problem) -> bool:
+    """Whether the form can state the problem."""
+    request = problem.request
+    return (
+        problem.contiguous
+        and request.objective == "throughput"
+        and problem.one_link is not None
+        and len(problem.alike_devices()) <= MOST_CLASSES
+        and (not memory_rules.can_bind(problem) or (problem.training and _steady(problem)))
+    )
+
+
+def worth_building(problem: Problem, nodes: Reduction) -> bool:
+    """Whether the integer program of this problem is small enough to be written down."""
+    return (len(nodes.nodes) + len(problem.values)) * problem.most_devices <= MOST_RULES
+
+
+def _steady(problem: Problem) -> bool:
+    """Whether every stage has equally many micro-batches in flight."""
+    return problem.request.schedule == "fill-drain" or problem.request.chunks == 1
+
+
+class StageModel:
+    """A CP-SAT model of one problem.
+
+    Args:
+        problem: what is asked, of the kind that ``applies`` names.
+        nodes: its layers, joined where they must be together.
+        upper: a bottleneck that is known; only placements at least as good are searched.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
+        self.problem, self.nodes, self.upper = problem, nodes, upper
+        self.cp = cp_model.CpModel()
+        self.stages = range(problem.most_devices)
+        self.classes = problem.alike_devices()
+        self.steps_per_ms = TIME_STEPS / upper if upper > 0 else 1.0
+        self.windows = stage_windows(problem, nodes, upper)
+        self.possible = all(first <= last for first, last in self.windows)
+        if not self.possible:
+            return
+        self._choose_stages()
+        self._choose_kinds()
+        self._values_run_forwards()
+        self._first_stages_are_used_first()
+        self.makespan = self.cp.new_int_var(0, TIME_STEPS, "bottleneck")
+        self._loads()
+        if memory_rules.can_bind(problem):
+            self._memory()
+        self.cp.minimize(self.makespan)
+
+    def steps(self, time_ms: float) -> int:
+        """A time in the model's unit, rounded down, and cut off where it passes what is known to be possible."""
+        return min(floor(time_ms * self.steps_per_ms), TIME_STEPS + 1)
+
+    # Variables
+
+    def _choose_stages(self) -> None:
+        self.y: list[list[Prefix]] = []
+        for node, (first, last) in enumerate(self.windows):
+            row: list[Prefix] = [
+                self.cp.new_bool_var(f"y{node},{p}") if first <= p < last else p >= last for p in self.stages
+            ]
+            self.y.append(row)
+            for p in range(first + 1, last):
+                self._clause(self._not(row[p - 1]), row[p])
+
+    def _choose_kinds(self) -> None:
+        """Every stage is of one class, no class has more stages than devices, and nodes keep to allowed devices."""
+        classes = range(len(self.classes))
+        if len(self.classes) == 1:
+            self.kind: list[list[Prefix]] = [[True] for _ in self.stages]
+        else:
+            kinds = [[self.cp.new_bool_var(f"kind{p},{c}") for c in classes] for p in self.stages]
+            for row in kinds:
+                self.cp.add_exactly_one(row)
+            for c in classes:
+                self.cp.add(sum(row[c] for row in kinds) <= len(self.classes[c]))
+            self.kind = [list(row) for row in kinds]
+        for node, devices in enumerate(self.nodes.allowed):
+            for c, members in enumerate(self.classes):
+                if members[0] not in devices or self._too_long(node, members[0]):
+                    for p in self.stages:
+                        self._clause(*self._absent(node, p), self._not(self.kind[p][c]))
+
+    def _too_long(self, node: int, device: int) -> bool:
+        return self.steps(self._work(node, device)) > TIME_STEPS
+
+    def _work(self, node: int, device: int) -> float:
+        return sum(self.problem.compute_ms(layer, device) for layer in self.nodes.nodes[node])
+
+    # Clauses
+
+    def _clause(self, *literals: Prefix) -> None:
+        """At least one of them holds."""
+        if not any(literal is True for literal in literals):
+            self.cp.add_bool_or([literal for literal in literals if literal is not False])
+
+    @staticmethod
+    def _not(literal: Prefix) -> Prefix:
+        if isinstance(literal, bool):
+            return not literal
+        return cast("cp_model.IntVar", ~literal)  # a literal too, though not of that class
+
+    def _before(self, node: int, stage: int) -> Prefix:
+        """Whether the node is before the stage."""
+        return self.y[node][stage - 1] if stage else False
+
+    def _absent(self, node: int, stage: int) -> tuple[Prefix, Prefix]:
+        """Two literals; one holds if and only if the node is not at the stage."""
+        return self._not(self.y[node][stage]), self._before(node, stage)
+
+    def _here(self, node: int, stage: int) -> bool:
+        """Whether the node can be at the stage at all."""
+        first, last = self.windows[node]
+        return first <= stage <= last
+
+    # Rules
+
+    @cached_property
+    def arcs(self) -> list[tuple[int, int]]:
+        """Which node must not be behind which."""
+        node_of = self.nodes.node_of
+        arcs = {(node_of[source], node_of[reader]) for source, reader in arcs_of(self.problem.values)}
+        return sorted((source, reader) for source, reader in arcs if source != reader)
+
+    def _values_run_forwards(self) -> None:
+        """A value is read at its source's stage or later."""
+        for source, reader in self.arcs:
+            for p in self.stages:
+                self._clause(self._not(self.y[reader][p]), self.y[source][p])
+
+    def _first_stages_are_used_first(self) -> None:
+        """Where a stage is empty, so are all later ones: all ends of the pipeline are before it."""
+        inner = {source for source, _ in self.arcs}
+        ends = [node for node in self._nodes if node not in inner]
+        used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
+        for p in self.stages[1:]:
+            self.cp.add_implication(used[p], used[p - 1])
+            for node in ends:
+                self._clause(used[p], self.y[node][p - 1])
+
+    def _loads(self) -> None:
+        """The bottleneck is at least every stage's load, as the device that the stage is."""
+        transfers = self._transfers()
+        for p in self.stages:
+            for c, members in enumerate(self.classes):
+                compute = self._sum_at(p, [(node, self.steps(self._work(node, members[0]))) for node in self._nodes])
+                sent, received = ([], []) if members[0] in self.problem.untaxed else transfers[p]
+                if self.problem.request.transfers == "overlapped":
+                    parts = [compute, sum(sent), sum(received)]
+                else:
+                    parts = [compute + sum(sent) + sum(received)]
+                for part in parts:
+                    self._enforce(self.cp.add(part <= self.makespan), self.kind[p][c])
+
+    @property
+    def _nodes(self) -> range:
+        return range(len(self.nodes.nodes))
+
+    def _sum_at(self, stage: int, weights: Iterable[tuple[int, int]]) -> Sum:
+        """The sum of weights of the nodes at the stage: y[n, p] - y[n, p - 1] of each."""
+        constant, literals, factors = 0, [], []
+        for node, weight in weights:
+            for literal, factor in ((self.y[node][stage], weight), (self._before(node, stage), -weight)):
+                if isinstance(literal, bool):
+                    constant += factor * literal
+                elif factor:
+                    literals.append(literal)
+                    factors.append(factor)
+        return cp_model.LinearExpr.weighted_sum(literals, factors) + constant
+
+    @staticmethod
+    def _enforce(constraint: cp_model.Constraint, given: Prefix) -> None:
+        if not isinstance(given, bool):
+            constraint.only_enforce_if(given)
+
+    def _transfers(self) -> list[tuple[list[Sum], list[Sum]]]:
+        """By stage, what it sends and what it receives."""
+        terms: list[tuple[list[Sum], list[Sum]]] = [([], []) for _ in self.stages]
+        shared: dict[tuple[int, ...], float] = defaultdict(float)
+        for net in joined_nets(self.problem, self.nodes):
+            if self._costs_all_alike(net):
+                shared[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
+            else:
+                self._cut_by_reader(net, terms)
+        for pins, time_ms in shared.items():
+            for p in self.stages:
+                touched = self._touched(pins, p)
+                if touched is not None:
+                    terms[p][0].append(self.steps(time_ms) * touched)
+        return terms
+
+    def _costs_all_alike(self, net: Net) -> bool:
+        """Whether a cut net costs every stage that it touches the same, be it that of the source or of a reader."""
+        if self.problem.request.transfers == "overlapped":
+            return False
+        return len(net.readers) == 1 or (self.problem.multicast and not net.back_ms)
+
+    def _touched(self, pins: Sequence[int], stage: int) -> Literal | None:
+        """Whether a net is cut and has a pin at the stage; None if it cannot be so."""
+        if all(not self._here(node, stage) for node in pins):
+            return None
+        touched = self.cp.new_bool_var("")
+        centre, *others = pins
+        for node in others:
+            self._apart(node, centre, stage, touched)
+            self._apart(centre, node, stage, touched)
+        return touched
+
+    def _apart(self, node: int, other: int, stage: int, then: Prefix) -> None:
+        """If a node is at the stage and the other is not, then something holds."""
+        if not self._here(node, stage):
+            return
+        absent = self._absent(node, stage)
+        if (node, other) not in self._ordered:  # the other may be before
+            self._clause(*absent, self._not(self._before(other, stage)), then)
+        if (other, node) not in self._ordered:  # the other may be behind
+            self._clause(*absent, self.y[other][stage], then)
+
+    @cached_property
+    def _ordered(self) -> frozenset[tuple[int, int]]:
+        return frozenset(self.arcs)
+
+    def _cut_by_reader(self, net: Net, terms: list[tuple[list[Sum], list[Sum]]]) -> None:
+        """A net that costs its source's stage once per stage that reads it."""
+        there, back = self.steps(net.there_ms), self.steps(net.back_ms)
+        taken = [self._taken(net, p) for p in self.stages]
+        most = min(len(net.readers), len(self.stages) - 1)
+        for p in self.stages:
+            sent, received = terms[p]
+            if self._here(net.source, p):
+                cut, times = self._cut(net, p, sum(t for t in taken if t is not None), most)
+                sent.append(there * (cut if self.problem.multicast else times))
+                received.append(back * times)
+            reader = taken[p]
+            if reader is not None:
+                received.append(there * reader)
+                sent.append(back * reader)
+
+    def _taken(self, net: Net, stage: int) -> Literal | None:
+        """Whether a reader is at the stage and the source is not."""
+        able = [reader for reader in net.readers if self._here(reader, stage)]
+        if not able:
+            return None
+        taken = self.cp.new_bool_var("")
+        for reader in able:
+            self._apart(reader, net.source, stage, taken)
+        return taken
+
+    def _cut(self, net: Net, stage: int, takers: Sum, most: int) -> tuple[Literal, Literal]:
+        """If the source is at the stage, whether another stage reads the net, and how many do: all that take it."""
+        cut = self.cp.new_bool_var("")
+        for reader in net.readers:
+            self._apart(net.source, reader, stage, cut)
+        if most < 2:
+            return cut, cut
+        times = self.cp.new_int_var(0, most, "")
+        self.cp.add(times >= cut)
+        away = self._absent(net.source, stage)
+        here = self.cp.new_bool_var("")
+        self._clause(*away, here)
+        self.cp.add(times >= takers).only_enforce_if(here)
+        return cut, times
+
+    def _memory(self) -> None:
+        """Every stage stays within the limit of the device that it is, in training with steady micro-batches."""
+        problem = self.problem
+        flight = problem.request.chunks
+        unit = max(1, -(-memory_rules.use_of_all(problem) // BYTE_STEPS))
+        for p in self.stages:
+            fixed = self._sum_at(p, [(node, self._resident_bytes(node, flight) // unit) for node in self._nodes])
+            kept = [
+                flight * value.bytes // unit * self._kept(value.keepers, p)
+                for value in problem.values
+                if value.keepers and value.bytes
+            ]
+            use = fixed + sum(kept) + self._workspace(p, unit)
+            for c, members in enumerate(self.classes):
+                limit = problem.devices[members[0]].usable_bytes // unit
+                self._enforce(self.cp.add(use <= limit), self.kind[p][c])
+
+    def _resident_bytes(self, node: int, flight: int) -> int:
+        layers = [self.problem.layers[layer] for layer in self.nodes.nodes[node]]
+        return sum(memory_rules.state_bytes(self.problem, layer) + flight * layer.saved_bytes for layer in layers)
+
+    def _kept(self, keepers: Sequence[int], stage: int) -> Literal:
+        """Whether a layer that keeps a value is at the stage."""
+        kept = self.cp.new_bool_var("")
+        for node in self.nodes.of(keepers):
+            self._clause(*self._absent(node, stage), kept)
+        return kept
+
+    def _workspace(self, stage: int, unit: int) -> Sum:
+        """The largest need of any layer at the stage."""
+        needs = [self._workspace_bytes(node) // unit for node in self._nodes]
+        if not any(needs):
+            return 0
+        workspace = self.cp.new_int_var(0, max(needs), "")
+        for node, need in enumerate(needs):
+            if need and self._here(node, stage):
+                here = self.cp.new_bool_var("")
+                self._clause(*self._absent(node, stage), here)
+                self.cp.add(workspace >= need).only_enforce_if(here)
+        return workspace
+
+    def _workspace_bytes(self, node: int) -> int:
+        layers = [self.problem.layers[layer] for layer in self.nodes.nodes[node]]
+        return max(memory_rules.workspace_bytes(self.problem, layer) for layer in layers)
+
+    # Search
+
+    def solve(self, limits: Limits) -> Answer:
+        """Search within limits."""
+        if not self.possible:
+            return Answer(None, 0.0, infeasible=True, complete=True)
+        return run(self, limits)
+
+    def read(self, value: Callable[[cp_model.IntVar], int]) -> list[int]:
+        """By layer, its device, from the values of a solution."""
+
+        def holds(literal: Prefix) -> bool:
+            return literal if isinstance(literal, bool) else bool(value(literal))
+
+        free = [list(members) for members in self.classes]
+        device_of = [free[next(c for c, kind in enumerate(row) if holds(kind))].pop(0) for row in self.kind]
+        return self.nodes.spread([device_of[next(p for p in self.stages if holds(row[p]))] for row in self.y])
+
+    def in_unit(self, bound: float) -> float:
+        """A bound in milliseconds."""
+        return max(0.0, bound) / self.steps_per_ms
