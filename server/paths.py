@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from . import events, history, judging, routes
+from . import events, history, judging, pages, routes
 
-ROUTERS = (routes.router, history.router, events.router, judging.router)
+ROUTERS = (routes.router, history.router, events.router, judging.router, pages.router)
 
 
 def include_routes(app: FastAPI) -> None:

@@ -1,0 +1,85 @@
+// Devices as bars: compute and transfers of a micro-batch, and memory against its limit.
+
+import { bytes, element, milliseconds, percent, shape } from "./dom.js";
+
+const WIDTH = 460;
+const LABEL = 96;
+const ROW = 52;
+
+export function memoryOf(load) {
+  return Object.values(load.memory).reduce((sum, part) => sum + part, 0);
+}
+
+/** The bars of all devices, with a legend and, for those who hear the page, a sentence each. */
+export function deviceBars(loads) {
+  const longest = Math.max(...loads.map((load) => Math.max(load.load_ms, load.compute_ms + load.send_ms + load.receive_ms)), 1e-9);
+  const drawing = shape("svg", {
+    viewBox: `0 0 ${WIDTH} ${ROW * loads.length}`,
+    width: "100%",
+    role: "img",
+    "aria-label": loads.map(sentence).join(" "),
+  });
+  loads.forEach((load, index) => drawing.append(row(load, index * ROW, longest, index)));
+  return element("div", { class: "bars" }, legend(), drawing);
+}
+
+function row(load, top, longest, index) {
+  const space = WIDTH - LABEL - 4;
+  const group = shape("g", { transform: `translate(0 ${top})` });
+  group.append(
+    shape("rect", { class: `d${index % 8}`, x: 0, y: 6, width: 10, height: 10, rx: 2 }),
+    label(14, 15, `${load.device}${load.bottleneck ? " ◀" : ""}`),
+    label(14, 36, `${load.layers} ${load.layers === 1 ? "layer" : "layers"}`, "faint"),
+    shape("rect", { class: "track", x: LABEL, y: 4, width: space, height: 14 }),
+    shape("rect", { class: "track", x: LABEL, y: 26, width: space, height: 14 }),
+  );
+  let x = LABEL;
+  for (const part of ["compute", "send", "receive"]) {
+    const width = (space * load[`${part}_ms`]) / longest;
+    group.append(shape("rect", { class: part, x, y: 4, width, height: 14 }));
+    x += width;
+  }
+  const used = memoryOf(load);
+  const scale = space / Math.max(load.limit_bytes, used, 1);
+  group.append(
+    shape("rect", { class: used > load.limit_bytes ? "over" : "memory", x: LABEL, y: 26, width: used * scale, height: 14 }),
+    shape("line", { class: "limit", x1: LABEL + load.limit_bytes * scale, x2: LABEL + load.limit_bytes * scale, y1: 24, y2: 42 }),
+    label(LABEL + 4, 15, milliseconds(load.load_ms), "value"),
+    label(LABEL + 4, 37, `${bytes(used)} of ${bytes(load.limit_bytes)}`, "value"),
+    shape("title", {}, sentence(load)),
+  );
+  return group;
+}
+
+function label(x, y, text, kind) {
+  return shape("text", { x, y, class: kind }, text.length > 14 && !kind ? `${text.slice(0, 13)}…` : text);
+}
+
+function sentence(load) {
+  const transfers = load.send_ms + load.receive_ms;
+  return (
+    `${load.device}: ${load.layers} layers, compute ${milliseconds(load.compute_ms)}, transfers ${milliseconds(transfers)}, ` +
+    `memory ${bytes(memoryOf(load))} of ${bytes(load.limit_bytes)}${load.bottleneck ? ", the bottleneck" : ""}.`
+  );
+}
+
+function legend() {
+  const items = [["compute", "compute"], ["send", "sends"], ["receive", "receives"], ["memory", "memory, against its limit"]];
+  return element("ul", { class: "legend", "aria-hidden": "true" }, ...items.map(([kind, text]) =>
+    element("li", {}, shape("svg", { width: 12, height: 12 }, shape("rect", { class: kind, width: 12, height: 12 })), text)));
+}
+
+/** What limits the answer, in a sentence. */
+export function whatLimits(placement) {
+  const loads = placement.devices;
+  const full = loads.filter((load) => load.limit_bytes && memoryOf(load) / load.limit_bytes > 0.95);
+  const memory = full.length ? ` Memory of ${full.map((load) => load.device).join(", ")} is over 95 % full.` : "";
+  if (placement.objective === "latency") return `One sample passes ${placement.stages.length} stages.${memory}`;
+  if (placement.objective === "memory") {
+    const most = loads.reduce((one, other) => (memoryOf(other) > memoryOf(one) ? other : one));
+    return `${most.device} holds the most.${memory}`;
+  }
+  const busiest = loads.find((load) => load.bottleneck) || loads[0];
+  const share = busiest.load_ms ? Math.min(1, busiest.compute_ms / busiest.load_ms) : 0;
+  return `${busiest.device} is the bottleneck: ${percent(share)} of its time is compute, the rest is transfers.${memory}`;
+}

@@ -1,0 +1,269 @@
+// The page: what is asked, the solve that goes on, and the answers that are shown.
+
+import { Problem, get, post, remove, solve, useKey } from "./api.js";
+import { amount, byId, element, percent } from "./dom.js";
+import { changed, clusterOf, knobsOf, mostDevices, questionOf } from "./question.js";
+import { show } from "./view.js";
+
+const PAUSE_MS = 250; // after the last change, before it solves again
+
+const state = {
+  question: null, // as loaded
+  knobs: null,
+  asked: null, // the request that is solved or answered
+  placement: null,
+  kept: null, // {placement, request}
+  moved: new Set(),
+  solving: null, // AbortController
+  id: null, // of the solve under way
+  cursor: null,
+};
+
+function load(content, name) {
+  state.question = questionOf(content);
+  state.knobs = knobsOf(state.question);
+  const { profile } = state.question;
+  byId("subject").textContent = `${profile.model || name}: ${profile.layers.length} layers, ${profile.training ? "training" : "inference"}`;
+  byId("knobs").hidden = false;
+  byId("devices").max = mostDevices(state.question);
+  for (const id of ["devices", "memory", "chunks", "objective", "schedule", "limit"]) byId(id).value = state.knobs[id];
+  byId("pin-layer").replaceChildren(...profile.layers.map((layer) => element("option", {}, layer.name)));
+  showPins();
+  ask();
+}
+
+function showPins() {
+  const { devices } = clusterOf(changed(state.question, state.knobs));
+  const chosen = byId("pin-device").value;
+  byId("pin-device").replaceChildren(...devices.map((device) => element("option", {}, device.name)));
+  if (devices.some((device) => device.name === chosen)) byId("pin-device").value = chosen;
+  byId("pins").replaceChildren(...Object.entries(state.knobs.pins).map(([layer, device]) => {
+    const button = element("button", { type: "button", "aria-label": `Unpin ${layer}` }, `${layer} on ${device} ✕`);
+    button.addEventListener("click", () => {
+      delete state.knobs.pins[layer];
+      showPins();
+      ask();
+    });
+    return element("li", {}, button);
+  }));
+}
+
+async function ask() {
+  state.solving?.abort();
+  const solving = (state.solving = new AbortController());
+  const request = changed(state.question, state.knobs);
+  say("Solving …");
+  byId("error").hidden = true;
+  try {
+    const placement = await solve(request, (progress) => follow(progress, request), solving.signal);
+    if (solving.signal.aborted) return;
+    Object.assign(state, { asked: request, placement });
+    say(ended(placement));
+    await compare();
+    draw();
+  } catch (error) {
+    if (error.name === "AbortError" || solving.signal.aborted) return;
+    say("");
+    fail(error);
+  } finally {
+    if (state.solving === solving) {
+      byId("stop").hidden = true;
+      state.id = null;
+    }
+  }
+}
+
+function follow(progress, request) {
+  const { incumbent, bound, elapsed_s: seconds = 0, status } = progress;
+  state.id = progress.id || null;
+  byId("actions").hidden = false;
+  byId("stop").hidden = !state.id;
+  const found = incumbent === null || incumbent === undefined ? "nothing found yet" : `best ${amount(incumbent, request.objective)}`;
+  const proven = bound ? `, bound ${amount(bound, request.objective)}` : "";
+  const gap = incumbent && bound !== null && bound !== undefined ? `, gap ${percent((incumbent - bound) / incumbent)}` : "";
+  say(`${status === "running" ? "Solving" : status} for ${seconds.toFixed(1)} s: ${found}${proven}${gap}`);
+}
+
+function ended(placement) {
+  if (placement.status === "infeasible") return "There is no placement under these limits.";
+  if (placement.objective_value === null) return "None was found in time; allow more.";
+  return `${placement.status === "optimal" ? "Proven optimal" : "Best so far"}: ${amount(placement.objective_value, placement.objective)}`;
+}
+
+function draw() {
+  const { placement, asked, kept, moved } = state;
+  const onPick = (layer) => {
+    byId("pin-layer").value = layer;
+    byId("pin-device").value = placement.layer_devices[layer];
+    byId("pin-device").focus();
+  };
+  const pinned = state.knobs.pins;
+  byId("actions").hidden = false;
+  byId("kept").hidden = !kept;
+  byId("forget").hidden = !kept;
+  if (kept) show(byId("kept"), kept.placement, kept.request, { title: "Kept", moved, pinned: {}, onPick });
+  else byId("kept").replaceChildren();
+  show(byId("current"), placement, asked, { title: kept ? "Now" : asked.profile.model || "Placement", moved, pinned, onPick });
+}
+
+/** Where the kept placement and this one differ, by the service's own comparison. */
+async function compare() {
+  state.moved = new Set();
+  byId("moves").textContent = "";
+  const { kept, placement } = state;
+  if (!kept || !placement.objective_value || !kept.placement.objective_value) return;
+  const maps = { kept: kept.placement.layer_devices, now: placement.layer_devices };
+  const found = await post("v1/placements:compare", { request: state.asked, maps });
+  state.moved = new Set(found.moves.map((move) => move.layer));
+  const [before, after] = [kept.placement.objective_value, placement.objective_value];
+  const same = kept.placement.objective === placement.objective;
+  const change = !same || before === after ? "" : ` and the value is ${percent(Math.abs(after / before - 1))} ${after < before ? "lower" : "higher"}`;
+  byId("moves").textContent = `Against the kept one, ${found.moved_layers} of ${state.asked.profile.layers.length} layers are on another device${change}.`;
+}
+
+function say(text) {
+  byId("progress").textContent = text;
+}
+
+function fail(error) {
+  byId("error").textContent = error.message;
+  byId("error").hidden = false;
+  if (error instanceof Problem && error.status === 401) {
+    byId("key-form").hidden = false;
+    byId("key").focus();
+  }
+}
+
+async function list(more) {
+  if (!more) {
+    state.cursor = null;
+    byId("list").replaceChildren();
+  }
+  const cursor = state.cursor ? `&cursor=${state.cursor}` : "";
+  try {
+    const page = await get(`v1/placements?limit=20&q=${encodeURIComponent(byId("search").value)}${cursor}`);
+    state.cursor = page.next;
+    byId("more").hidden = !page.next;
+    byId("list").append(...page.placements.filter((row) => row.profile_id).map(entry));
+  } catch (error) {
+    fail(error);
+  }
+}
+
+function entry(row) {
+  const value = row.objective_value === null ? row.status : amount(row.objective_value, row.objective);
+  const when = new Date(1000 * row.created_s).toLocaleString();
+  const button = element("button", { type: "button" }, `${row.model || row.id.slice(0, 12)}: ${value}`,
+    element("small", {}, `${row.layers} layers on ${row.used_devices} of ${row.devices} devices, ${when}`));
+  button.addEventListener("click", () => guarded(async () => load(await get(`v1/placements/${row.id}/request`), row.model)));
+  return element("li", {}, button);
+}
+
+async function guarded(work) {
+  byId("error").hidden = true;
+  try {
+    await work();
+  } catch (error) {
+    fail(error);
+  }
+}
+
+function read(file) {
+  return guarded(async () => {
+    const text = await file.text();
+    let content;
+    try {
+      content = JSON.parse(text);
+    } catch {
+      throw new Error(`${file.name} is not JSON`);
+    }
+    load(content, file.name);
+  });
+}
+
+function save(name, type, content) {
+  const url = URL.createObjectURL(new Blob([content], { type }));
+  const link = element("a", { href: url, download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+/** The answer as it stands here, in one file that needs nothing else. */
+async function report() {
+  const style = await (await fetch("page/style.css")).text();
+  const title = `Placement of ${state.asked.profile.model || "a model"}`;
+  const shown = byId("columns").outerHTML.replaceAll('role="button"', "").replaceAll('tabindex="0"', "").replaceAll('tabindex="-1"', "");
+  const safe = element("p", {}, title).innerHTML;
+  return `<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">` +
+    `<title>${safe}</title><style>${style}\nbody{padding:1rem}</style><h1>${safe}</h1><p>${element("p", {}, byId("moves").textContent).innerHTML}</p>${shown}</html>`;
+}
+
+function listen() {
+  const drop = byId("drop");
+  for (const kind of ["dragenter", "dragover"]) {
+    drop.addEventListener(kind, (event) => {
+      event.preventDefault();
+      drop.classList.add("over");
+    });
+  }
+  drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+  drop.addEventListener("drop", (event) => {
+    event.preventDefault();
+    drop.classList.remove("over");
+    if (event.dataTransfer.files[0]) read(event.dataTransfer.files[0]);
+  });
+  byId("file").addEventListener("change", (event) => event.target.files[0] && read(event.target.files[0]));
+  byId("example").addEventListener("click", () => guarded(async () => {
+    const document = await get("openapi.json");
+    load(document.paths["/v1/placements"].post.requestBody.content["application/json"].examples.throughput.value, "example");
+  }));
+  byId("past").addEventListener("toggle", (event) => event.target.open && list(false));
+  byId("more").addEventListener("click", () => list(true));
+  let typing;
+  byId("search").addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(() => list(false), PAUSE_MS);
+  });
+  let changing;
+  byId("knobs").addEventListener("submit", (event) => event.preventDefault());
+  byId("knobs").addEventListener("input", (event) => {
+    const { id, value } = event.target;
+    if (!(id in state.knobs) || !event.target.checkValidity() || value === "") return;
+    state.knobs[id] = event.target.type === "number" ? Number(value) : value;
+    if (id === "devices") showPins();
+    clearTimeout(changing);
+    changing = setTimeout(ask, PAUSE_MS);
+  });
+  byId("pin").addEventListener("click", () => {
+    state.knobs.pins[byId("pin-layer").value] = byId("pin-device").value;
+    showPins();
+    ask();
+  });
+  byId("stop").addEventListener("click", () => state.id && guarded(() => remove(`v1/placements/${state.id}`)));
+  byId("keep").addEventListener("click", () => {
+    if (!state.placement) return;
+    state.kept = { placement: state.placement, request: state.asked };
+    guarded(async () => {
+      await compare();
+      draw();
+    });
+  });
+  byId("forget").addEventListener("click", () => {
+    Object.assign(state, { kept: null, moved: new Set() });
+    byId("moves").textContent = "";
+    draw();
+  });
+  byId("save-placement").addEventListener("click", () => state.placement && save("placement.json", "application/json", JSON.stringify(state.placement, null, 1)));
+  byId("save-request").addEventListener("click", () => state.asked && save("request.json", "application/json", JSON.stringify(state.asked, null, 1)));
+  byId("save-report").addEventListener("click", () => guarded(async () => state.placement && save("placement.html", "text/html", await report())));
+  byId("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    useKey(byId("key").value);
+    byId("key-form").hidden = true;
+    byId("error").hidden = true;
+    if (state.question) ask();
+    else if (byId("past").open) list(false);
+  });
+}
+
+listen();

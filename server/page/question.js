@@ -1,0 +1,88 @@
+// The request that is asked, made from what was loaded and what the user changed.
+
+const GIB = 2 ** 30;
+
+/** A PlacementRequest from a file: a profile, or a request. */
+export function questionOf(content) {
+  if (content && Array.isArray(content.layers)) content = { profile: content };
+  if (!content || !content.profile || !Array.isArray(content.profile.layers)) {
+    throw new Error("this is neither a profile nor a placement request: a profile has 'layers', a request has 'profile'");
+  }
+  if (!(content.cluster || content.profile.cluster)) throw new Error("neither the request nor its profile has a cluster");
+  return content;
+}
+
+export function clusterOf(question) {
+  return question.cluster || question.profile.cluster;
+}
+
+/** Where the knobs stand for a question. */
+export function knobsOf(question) {
+  const cluster = clusterOf(question);
+  return {
+    devices: cluster.devices.length,
+    memory: cluster.devices[0].memory_bytes / GIB,
+    chunks: question.chunks || 1,
+    objective: question.objective || "throughput",
+    schedule: question.schedule || "1f1b",
+    limit: question.time_limit_s || 30,
+    pins: { ...((question.constraints || {}).pinned || {}) },
+  };
+}
+
+/** The question as the knobs have it. */
+export function changed(question, knobs) {
+  const before = knobsOf(question);
+  if (JSON.stringify(before) === JSON.stringify(knobs)) return question; // the same question has the same answer
+  const cluster = resized(clusterOf(question), knobs.devices);
+  if (knobs.memory !== before.memory) {
+    cluster.devices = cluster.devices.map((device) => ({
+      ...device,
+      memory_bytes: Math.max(Math.round(knobs.memory * GIB), device.reserve_bytes || 0),
+    }));
+  }
+  const names = new Set(cluster.devices.map((device) => device.name));
+  const constraints = { ...(question.constraints || {}) };
+  constraints.pinned = Object.fromEntries(Object.entries(knobs.pins).filter(([, device]) => names.has(device)));
+  if (constraints.forbidden) {
+    constraints.forbidden = Object.fromEntries(
+      Object.entries(constraints.forbidden).map(([layer, banned]) => [layer, banned.filter((name) => names.has(name))]),
+    );
+  }
+  return {
+    ...question,
+    cluster,
+    constraints,
+    chunks: knobs.chunks,
+    objective: knobs.objective,
+    schedule: knobs.schedule,
+    time_limit_s: knobs.limit,
+  };
+}
+
+/** The most devices that can be asked for: more than there are only where a link says how they would be joined. */
+export function mostDevices(question) {
+  const cluster = clusterOf(question);
+  return (cluster.links || []).length ? Math.max(64, cluster.devices.length) : cluster.devices.length;
+}
+
+/** The first so many devices; further ones are like the last, joined by links like the slowest. */
+function resized(cluster, count) {
+  const devices = cluster.devices.slice(0, count);
+  const kept = new Set(devices.map((device) => device.name));
+  const links = (cluster.links || []).filter((link) => kept.has(link.source) && kept.has(link.target));
+  const slowest = (cluster.links || []).reduce((one, other) =>
+    one && one.bandwidth_bytes_per_s <= other.bandwidth_bytes_per_s ? one : other, null);
+  while (devices.length < count && slowest) {
+    const last = devices[devices.length - 1];
+    let number = devices.length;
+    while (kept.has(`${last.name.split(":")[0]}:${number}`)) number += 1;
+    const name = `${last.name.split(":")[0]}:${number}`;
+    for (const other of kept) {
+      links.push({ ...slowest, source: name, target: other }, { ...slowest, source: other, target: name });
+    }
+    kept.add(name);
+    devices.push({ ...last, name });
+  }
+  return { ...cluster, devices, links };
+}
