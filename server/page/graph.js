@@ -6,7 +6,7 @@ const STEP_Y = 34;
 const HEIGHT = 24;
 const NAMED = { step: 104, width: 92 };
 const COMPACT = { step: 28, width: 20 }; // longer graphs show the device's number alone
-const LONG = 24; // columns
+const LONG = 12; // columns
 const MOST = 1500; // more layers than this are a table alone
 
 /**

@@ -83,7 +83,8 @@ def test_a_profile_is_dropped_and_its_placement_shown(page):
     page.until("document.querySelectorAll('#current .node').length === 4")
     request = PlacementRequest.model_validate({"profile": profile})
     stored = httpx.get(f"{page.url}/v1/placements/{request.content_hash()}").json()
-    placed = page.run("return [...document.querySelectorAll('#current tbody tr')].map(r => r.innerText.split('\\t'))")
+    rows = "[...document.querySelectorAll('#current tbody tr')]"
+    placed = page.run(f"return {rows}.map(row => [...row.cells].map(cell => cell.textContent))")
     assert [tuple(row) for row in placed] == list(stored["layer_devices"].items())
     assert "optimal" in page.text("#progress")
     assert page.run("return document.title") == "Placer"  # the model's name was text, not HTML
@@ -183,7 +184,8 @@ def test_a_file_that_is_no_profile_is_told(page):
             text,
         )
         page.until(
-            f"!document.querySelector('#error').hidden && document.querySelector('#error').textContent.includes('{words}')"
+            "!document.querySelector('#error').hidden"
+            f" && document.querySelector('#error').textContent.includes('{words}')"
         )
 
 
