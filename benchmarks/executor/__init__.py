@@ -40,5 +40,6 @@ def _known() -> list[dict[str, Any]]:
     except OSError:
         return []
     if (old["machine"], old["versions"]) != (record.machine(), record.versions()):
+        print("the results that are there come from another machine or other versions: none of their rows is kept")
         return []
     return list(old["rows"])

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -64,7 +64,16 @@ def work(rank: int, world: int, name: str, found: str, meeting: str) -> None:
                 append(sample, Path(found))
             if sample.failed:  # the others wait for this process: nothing more can be had
                 os._exit(1)
+    _meet(rank, Path(f"{found}.all"))
     distributed.destroy_process_group()
+
+
+def _meet(rank: int, path: Path) -> None:
+    """Wait until the first process, which is in every pipeline, has run them all: communicators end together."""
+    if rank == 0:
+        path.touch()
+    while not path.exists():
+        sleep(0.1)
 
 
 def _step_times(

@@ -88,10 +88,10 @@ def reference(
 
 
 def measured(model: nn.Module, inputs: Tensor, chunks: int) -> Profile:
-    """The profile of a micro-batch on all devices."""
-    part = inputs[: len(inputs) // chunks]
+    """The profile of a micro-batch on all devices, of a model that is on the host, as a user's is."""
+    part = inputs[: len(inputs) // chunks].cpu()
     devices = [str(place) for place in cases.places()]
-    return profile(model, part, devices, training=True, optimizer="sgd", progress=False)
+    return profile(copy.deepcopy(model).cpu(), part, devices, training=True, optimizer="sgd", progress=False)
 
 
 def placed(found: Profile, count: int, chunks: int) -> Placement:

@@ -53,6 +53,7 @@ def _forward(run: Callable[[Any], Any], inputs: torch.Tensor) -> dict[str, list[
 def _recorded(model: nn.Module, inputs: torch.Tensor) -> Callable[[Any], Any]:
     """The model alone, as one CUDA graph that copies its input in."""
     static = inputs.clone()
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.no_grad(), torch.cuda.stream(stream):
         for _ in range(timing.WARM_UPS):

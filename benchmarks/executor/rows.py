@@ -19,7 +19,7 @@ PEERS = {
 TARGETS = {("resnet101", 4): 2.8, ("gpt", 4): 3.5, ("unet", 4): 2.8}
 TWO_DEVICES = 1.85
 OVER_PEERS = 1.3
-SPEEDUP = "training step, speed-up over eager PyTorch on one GPU"
+SPEEDUP = "training step, speed-up over eager PyTorch on one device"
 
 
 def rows(samples: Sequence[Sample]) -> list[Row]:
@@ -86,7 +86,7 @@ def _training(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     eager = _best(samples, "eager", 1)
     if eager is not None:
         spread = _spread(eager.values["step_ms"])
-        yield row(f"{label}, 1 GPU", "training step, eager PyTorch", "ms", _rounded(_time(eager)), spread=spread)
+        yield row(f"{label}, 1 device", "training step, eager PyTorch", "ms", _rounded(_time(eager)), spread=spread)
     for count in cases.counts():
         yield from _pipelined(f"{label}, {count} devices", name, samples, eager, count)
     yield from _failures(label, samples)
@@ -183,7 +183,7 @@ def _tutorial(samples: Sequence[Sample]) -> Iterator[Row]:
     peers = {} if theirs is None else {PEERS["tutorial"]: _ratio(one_ms, _time(theirs))}
     yield row(case, SPEEDUP, "x", _ratio(one_ms, _time(ours)), peers=peers, **options)
     if one is not None:
-        yield _row_of(case, "one GPU, whole batch", one.values["step_ms"])
+        yield _row_of(case, "one device, whole batch", one.values["step_ms"])
     for sample in samples:
         if sample.engine == "ours" and not sample.failed:
             other = _by_split(samples, sample.chunks)
