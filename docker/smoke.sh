@@ -31,7 +31,8 @@ else
     echo "neither a docker daemon nor buildah and podman are here" >&2
     exit 2
 fi
-trap '$run rm -f "$container" >/dev/null 2>&1 || true' EXIT
+keys=$(mktemp -d)
+trap '$run rm -f "$container" >/dev/null 2>&1 || true; rm -rf "$keys"' EXIT
 
 say "building $image on $base"
 set -- --target "$target" --build-arg "BASE_IMAGE=$base" -t "$image" -f docker/Dockerfile
@@ -44,10 +45,21 @@ rm -f "$LOG"
 say "built: $($run image inspect --format '{{.Size}}' "$image") bytes"
 
 case " ${RUN_FLAGS:-} " in *" host "* | *"=host "*) publish= ;; *) publish="-p 127.0.0.1:$port:$port" ;; esac
+# shellcheck disable=SC2086
+if timeout 60 $run run --rm ${RUN_FLAGS:-} -e PLACER_KEYS_FILE= "$image" >/dev/null 2>&1; then
+    fail "it starts without keys where others can reach it"
+fi
+# shellcheck disable=SC2086
+$run run --rm ${RUN_FLAGS:-} --entrypoint python3 "$image" -m placer_server.keys smoke read,solve,metrics \
+    >"$keys/file" 2>"$keys/told" || fail "no key was made"
+chmod 644 "$keys/file"  # the service is another user; it holds hashes alone
+key=$(sed -n 's/.*: //p' "$keys/told")
+authorized="Authorization: Bearer $key"
+
 started=$(date +%s%N)
 # shellcheck disable=SC2086
 $run run -d --name "$container" --read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges \
-    -v /data -e "PLACER_PORT=$port" $publish ${RUN_FLAGS:-} "$image" >/dev/null || fail "the start"
+    -v /data -v "$keys/file:/run/secrets/placer_keys:ro" --memory "${MEMORY:-4g}" -e "PLACER_PORT=$port" $publish ${RUN_FLAGS:-} "$image" >/dev/null || fail "the start"
 
 ready=
 for _ in $(seq 300); do
@@ -64,12 +76,16 @@ curl -fsS "$url/openapi.json" | $run exec -i "$container" python3 -c '
 import json, sys
 body = json.load(sys.stdin)["paths"]["/v1/placements"]["post"]["requestBody"]["content"]["application/json"]
 print(json.dumps(body["examples"]["throughput"]["value"]))' >"/tmp/$container.json" || fail "no example in /openapi.json"
-answer=$(curl -fsS "$url/v1/placements?wait=30" -H 'Content-Type: application/json' -d "@/tmp/$container.json") ||
+code=$(curl -s -o /dev/null -w '%{http_code}' "$url/v1/placements")
+[ "$code" = 401 ] || fail "without a key /v1/placements answered $code"
+answer=$(curl -fsS -H "$authorized" "$url/v1/placements?wait=30" -H 'Content-Type: application/json' -d "@/tmp/$container.json") ||
     fail "no placement"
 rm -f "/tmp/$container.json"
 case $answer in *'"status":"optimal"'*) say "placement: optimal" ;; *) fail "the placement is $answer" ;; esac
 
-code=$(curl -s -o /dev/null -w '%{http_code}' "$url/v1/cluster")
+case $(curl -fsS "$url/") in *'<title>Placer</title>'*) ;; *) fail "no page" ;; esac
+
+code=$(curl -s -o /dev/null -w '%{http_code}' -H "$authorized" "$url/v1/cluster")
 [ "$target" != solver ] || [ "$code" = 501 ] || fail "/v1/cluster answered $code without torch"
 say "/v1/cluster: $code"
 
@@ -77,5 +93,6 @@ started=$(date +%s%N)
 $run stop -t 10 "$container" >/dev/null
 say "stopped after $((($(date +%s%N) - started) / 1000000)) ms"
 code=$($run inspect --format '{{.State.ExitCode}}' "$container")
+if $run logs "$container" 2>&1 | grep -qF "$key"; then fail "the key is in the log"; fi
 [ "$code" = 0 ] || fail "it ended with exit code $code"
 say "passed"
