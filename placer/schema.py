@@ -240,6 +240,11 @@ class Profile(_Wire):
         return self
 
     def _check_edge(self, edge: Edge, place: dict[str, int]) -> None:
+        if not _runs_well(edge, place):
+            self._refuse_edge(edge, place)
+
+    def _refuse_edge(self, edge: Edge, place: dict[str, int]) -> None:
+        """Say what is wrong with an edge."""
         label = f"edge from {edge.source!r}"
         _refuse_unknown(label, (edge.source, *edge.targets, *edge.saved_by), place)
         for target in edge.targets:
@@ -500,6 +505,18 @@ class Placement(_Wire):
     def to_json(self) -> str:
         """The placement as readable JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=1)
+
+
+def _runs_well(edge: Edge, place: dict[str, int]) -> bool:
+    """Whether an edge is as it must be: the quick way, as a service checks many profiles of many edges."""
+    start = place.get(edge.source, MAX_LAYERS)
+    for target in edge.targets:
+        if place.get(target, -1) <= start:
+            return False
+    for keeper in edge.saved_by:
+        if keeper not in edge.targets and keeper != edge.source:
+            return False
+    return True
 
 
 def _refuse_duplicates(kind: str, names: Sequence[str]) -> None:
