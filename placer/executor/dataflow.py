@@ -22,12 +22,12 @@ from placer.errors import InputError, PlacementError
 from placer.executor.apply import Home, move_state, relocate
 from placer.executor.assignment import Assignment
 from placer.executor.clones import Clones
+from placer.executor.hooked import HookPath
 from placer.executor.pipeline import gather, run, scatter, to_device
 from placer.executor.program import Capture, Program
 from placer.executor.segments import MicroBatch, Segment, segments
 from placer.executor.train import Loss, Order
 from placer.executor.train_step import TrainStep
-from placer.graph.alignment import Alignment, aligned
 from placer.graph.export import batch_size
 from placer.graph.granularity import MERGED, Granularity
 from placer.graph.layers import LayerGraph
@@ -91,6 +91,7 @@ class DataFlow(nn.Module):
         self._program = Program(module)
         self._assignment: Assignment | None = None
         self._plans: dict[int, tuple[LayerGraph, list[Segment]]] = {}
+        self._hooks = HookPath(module)
         if inference_only:
             module.requires_grad_(False)
         self._clones = Clones(module, self._devices) if enable_clone else None
@@ -127,11 +128,13 @@ class DataFlow(nn.Module):
             move_state(self.module, assignment.of_state, self._optimizer)
             if self.clear_cache:
                 devices.release_cache()
+        self._hooks.leave()
         self._assignment = assignment
         self._plans.clear()
 
     def undo(self) -> None:
         """Bring every parameter, gradient, buffer and flag back to where it was before the flow was made."""
+        self._hooks.leave()
         self._home.restore(self.module, self._optimizer)
         self._assignment = None
         self._plans.clear()
@@ -233,22 +236,11 @@ class DataFlow(nn.Module):
                 f"enable_clone needs a model that can be captured, and this one cannot: {self.not_captured_because}; "
                 "make the flow without enable_clone"
             )
-        modules = {
-            child: place
-            for path, child in self.module.named_modules()
-            if path and (place := self._assignment.of_path(path)) is not None
-        }
-        results, structures = [], []
-        for part in parts:
-            args, kwargs = inputs.unflatten(part)
-            with aligned(modules, Alignment()):
-                leaves, structure = flatten(self.module(*args, **kwargs))
-            results.append(to_device(leaves, self.output_device))
-            structures.append(structure)
+        results, structure = self._hooks.run(self._assignment, parts, inputs, self.output_device)
         if len(results) == 1:
-            return structures[0].unflatten(results[0])
+            return structure.unflatten(results[0])
         batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
-        return structures[0].unflatten(_joined(results, batched, weights, structures[0]))
+        return structure.unflatten(_joined(results, batched, weights, structure))
 
     @property
     def assignment(self) -> Assignment | None:
@@ -370,12 +362,13 @@ class DataFlow(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without captures and clones, which are made again when needed."""
         state = dict(self.__dict__)
-        state["_program"] = state["_plans"] = state["_clones"] = None
+        state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._program = Program(self.module)
+        self._hooks = HookPath(self.module)
         self._plans = {}
         self._clones = Clones(self.module, self._devices) if self.enable_clone else None
 

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.graph.capture import layer_graph
-from placer.graph.export import Exported, export, refuse_hooks
+from placer.graph.export import Exported, export, has_unsafe_hooks, refuse_hooks
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
@@ -42,9 +40,7 @@ class Program:
 
     def mode(self) -> Hashable:
         """What the graph depends on beside shapes: which modules train, and which have hooks."""
-        return tuple(
-            (child.training, any(child.__dict__.get(kind) for kind in _HOOKS)) for child in self.module.modules()
-        )
+        return tuple((child.training, has_unsafe_hooks(child)) for child in self.module.modules())
 
     def capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any], inputs: Structure

@@ -6,8 +6,7 @@ devices runs where its parameters are, else where the latest module ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -82,29 +81,56 @@ class Alignment(TorchFunctionMode):
         return next((place for tensor, place in zip(tensors, places, strict=True) if tensor.dim()), places[0])
 
 
-@contextmanager
-def aligned(modules: Mapping[nn.Module, torch.device], alignment: Alignment) -> Iterator[None]:
-    """Run what is inside with these modules on these devices; nothing of the model is changed after it.
+class Arrival:
+    """A forward pre-hook: moves what a module is given to the device that its state is on.
 
-    Args:
-        modules: module -> the device that its state is on.
-        alignment: aligns the operations between them.
+    A copy of the module is no part of the flow, so in a copy the hook does nothing.
     """
-    with ExitStack() as stack:
-        for module, device in modules.items():
-            hook = _arrive(device, alignment)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-            stack.callback(handle.remove)
-        stack.enter_context(alignment)
-        yield
 
+    def __init__(self, arrivals: Arrivals | None, device: torch.device) -> None:
+        self._arrivals = arrivals
+        self._device = device
 
-def _arrive(device: torch.device, alignment: Alignment) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        alignment.place = device
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Arguments and keyword arguments on the device; None, as they are, in a copy and while a graph is captured."""
+        if self._arrivals is None or not devices.observed():
+            return None
+        self._arrivals.note(self._device)
         tensors, structure = flatten((args, kwargs))
-        moved = [devices.move(tensor, device) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
-        arrived: tuple[tuple[Any, ...], dict[str, Any]] = structure.unflatten(moved)
-        return arrived
+        moved = [devices.move(tensor, self._device) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+        return structure.unflatten(moved)
 
-    return hook
+    def __deepcopy__(self, memo: dict[int, Any]) -> Arrival:
+        return Arrival(None, self._device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Arrival, (None, self._device)
+
+
+class Arrivals:
+    """The modules of a model on their devices, while it runs through hooks.
+
+    Attributes:
+        needed_later: whether a module ran without gradients inside a run with them, as in a checkpoint that runs it
+            again in the backward pass: then the hooks must stay until that is over.
+    """
+
+    def __init__(self, modules: Mapping[nn.Module, torch.device], alignment: Alignment) -> None:
+        self.needed_later = False
+        self._alignment = alignment
+        self._with_gradients = torch.is_grad_enabled()
+        self._handles = [
+            module.register_forward_pre_hook(Arrival(self, device), with_kwargs=True, prepend=True)
+            for module, device in modules.items()
+        ]
+
+    def note(self, device: torch.device) -> None:
+        """A module on this device is entered."""
+        self._alignment.place = device
+        if self._with_gradients and not torch.is_grad_enabled():
+            self.needed_later = True
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for handle in self._handles:
+            handle.remove()

@@ -33,7 +33,8 @@ REGIONS = "placer_regions"
 """Key in ``node.meta``: the regions around a node, outermost first: ``("grad", False)`` or ``("autocast", dtype,
 ...)``."""
 
-_SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm")
+_SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
@@ -152,13 +153,23 @@ def batch_size(tensors: Sequence[Any]) -> int:
 def refuse_hooks(module: nn.Module) -> None:
     """Raise a CaptureError if a module has hooks whose effects outside the graph would be lost."""
     for name, child in module.named_modules():
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            for hook in getattr(child, kind, {}).values():
-                if type(hook).__name__ not in _SAFE_HOOKS:
-                    raise CaptureError(
-                        f"module {name or '(the model)'!r} has {kind.strip('_').replace('_', ' ')}, "
-                        "which a captured graph would not run"
-                    )
+        for kind in _unsafe_hooks(child):
+            raise CaptureError(
+                f"module {name or '(the model)'!r} has {kind.strip('_').replace('_', ' ')}, "
+                "which a captured graph would not run"
+            )
+
+
+def has_unsafe_hooks(module: nn.Module) -> bool:
+    """Whether this module itself has hooks whose effects outside the graph would be lost."""
+    return next(_unsafe_hooks(module), None) is not None
+
+
+def _unsafe_hooks(module: nn.Module) -> Iterator[str]:
+    for kind in _HOOKS:
+        hooks = module.__dict__.get(kind)
+        if hooks and any(type(hook).__name__ not in _SAFE_HOOKS for hook in hooks.values()):
+            yield kind
 
 
 def _export(

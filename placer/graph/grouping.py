@@ -77,13 +77,21 @@ def _units(operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int])
             began.setdefault(unit, place[node])
     for node in reversed(operations):
         if node not in units:
-            readers = [reader for reader in node.users if reader in units]
+            readers = [reader for reader in (*node.users, *_beside(node)) if reader in units]
             if readers:
                 units[node] = units[min(readers, key=place.__getitem__)]
     first = next((units[node] for node in operations if node in units), MODEL)
     for node in operations:
         units.setdefault(node, first)
     return units
+
+
+def _beside(node: fx.Node) -> Iterator[fx.Node]:
+    """For the size of an input: what else reads the input, so that no layer is sent an input for its size alone."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        for source in node.all_input_nodes:
+            if source.op == "placeholder":
+                yield from source.users
 
 
 def _ordered(

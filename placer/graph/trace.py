@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from placer import devices
 from placer.errors import CaptureError
 from placer.graph import granularity as granularities
-from placer.graph.alignment import Alignment, aligned
+from placer.graph.alignment import Alignment
 from placer.graph.export import batch_size
 from placer.graph.granularity import Granularity, Opened
 from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_bytes
@@ -157,7 +157,7 @@ class _Watch:
             handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave))
         try:
-            with aligned({}, Alignment()):
+            with Alignment():
                 yield
         finally:
             for handle in handles:

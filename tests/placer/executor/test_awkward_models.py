@@ -417,6 +417,20 @@ def test_a_reentrant_checkpoint_is_not_captured_since_a_graph_would_train_nothin
     torch.testing.assert_close(y.detach(), reference(X).detach(), atol=1e-10, rtol=1e-10)
 
 
+def test_a_reentrant_checkpoint_over_two_devices_runs_again_on_both_in_the_backward_pass() -> None:
+    # The hooks were gone when the backward pass ran the blocks again, and their inputs stayed where they were.
+    model, reference = twins(lambda: Checkpointed(use_reentrant=True))
+    x = X.clone().requires_grad_()
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus["stem"] = 1
+        flow.update_flow()
+        split = step(flow, model, (x,), {})
+        flow.undo()
+    assert_same(split, step(reference, reference, (x,), {}))
+    assert not any(child._forward_pre_hooks for child in model.modules())
+
+
 def test_forward_hooks_of_the_user_run_on_every_call() -> None:
     model, reference = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     seen: list[Any] = []

@@ -5,6 +5,7 @@ from small_models import Skips
 from torch import Tensor, nn
 
 from placer.graph import capture
+from placer.zoo import gpt
 
 
 def test_an_operation_joins_the_layer_that_began_last_not_the_one_whose_by_product_was_made_last() -> None:
@@ -44,3 +45,9 @@ def test_every_value_is_made_before_it_is_read() -> None:
         assert set(layer.reads) <= made
         made |= set(layer.writes)
     assert set(graph.outputs) <= made
+
+
+def test_no_layer_is_sent_an_input_for_its_size_alone() -> None:
+    # The batch size, which every block reads, was asked of the tokens in a block: they went there besides the embedding.
+    graph = capture(gpt(layers=2, width=8, heads=2, context=4, vocabulary=5), torch.zeros(2, 4, dtype=torch.long))
+    assert [layer.name for layer in graph.layers if graph.inputs[0] in layer.reads] == ["token_embedding"]
