@@ -48,6 +48,6 @@ def test_every_value_is_made_before_it_is_read() -> None:
 
 
 def test_no_layer_is_sent_an_input_for_its_size_alone() -> None:
-    # The batch size, which every block reads, was asked of the tokens in a block: they went there besides the embedding.
+    # Every block asked the tokens for the batch size, so they went to the first block besides the embedding.
     graph = capture(gpt(layers=2, width=8, heads=2, context=4, vocabulary=5), torch.zeros(2, 4, dtype=torch.long))
     assert [layer.name for layer in graph.layers if graph.inputs[0] in layer.reads] == ["token_embedding"]
