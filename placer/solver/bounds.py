@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placer.solver import memory_rules
+from placer.solver.knots import knot_bound
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -16,7 +17,7 @@ def lower_bound(problem: Problem, nodes: Reduction) -> float:
         return _critical_path(problem)
     if objective == "memory":
         return _fair_share_of_memory(problem, nodes)
-    return _fair_share_of_work(problem, nodes)
+    return max(_fair_share_of_work(problem, nodes), knot_bound(problem, nodes))
 
 
 def _fair_share_of_work(problem: Problem, nodes: Reduction) -> float:

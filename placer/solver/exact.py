@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +38,12 @@ class Cut:
     Attributes:
         devices: by layer, its device; None if no cut meets the limits.
         bound: a proven lower bound on the objective of every contiguous placement; 0 where the cut proves none.
+        value: about what the cut reaches: it counts every cut value once and over the fastest link.
     """
 
     devices: list[int] | None
     bound: float
+    value: float = inf
 
 
 def best_cut(problem: Problem, nodes: Reduction, order: Sequence[int] | None = None) -> Cut:
@@ -59,7 +61,8 @@ def best_cut(problem: Problem, nodes: Reduction, order: Sequence[int] | None = N
     if not np.isfinite(best):
         return Cut(None, 0.0)
     only_order = exact and len(blocks) == len(nodes.nodes) and is_only_order(problem, nodes)
-    return Cut(table.read(counts), best if only_order and problem.request.objective != "latency" else 0.0)
+    proven = best if only_order and problem.request.objective != "latency" else 0.0
+    return Cut(table.read(counts), proven, best)
 
 
 def work_of_cut(problem: Problem, nodes: Reduction) -> int:

@@ -97,7 +97,7 @@ class Intervals:
     def _measure_transfers(self) -> None:
         """How many values enter and leave each interval, and their bytes; the same for gradients."""
         shape = (self._count + 1, self._count + 1)
-        tables = [np.zeros(shape) for _ in range(8)]
+        tables = [np.zeros((shape[0] + 1, shape[1] + 1)) for _ in range(8)]
         self._in, self._out = (tables[0], tables[1]), (tables[2], tables[3])
         self._gradient_in, self._gradient_out = (tables[4], tables[5]), (tables[6], tables[7])
         for value in self.problem.values:
@@ -112,6 +112,12 @@ class Intervals:
                 if weight or entering is self._in:
                     _add_entering(entering, source, readers, weight)
                     _add_leaving(leaving, source, readers, weight)
+        for table in tables:
+            np.cumsum(table, axis=0, out=table)
+            np.cumsum(table, axis=1, out=table)
+        self._in, self._out, self._gradient_in, self._gradient_out = (
+            (tables[i][:-1, :-1], tables[i + 1][:-1, :-1]) for i in (0, 2, 4, 6)
+        )
 
     def _memory(self, flight: int) -> Table:
         return self._fixed + flight * self._saved + self._moment
@@ -124,23 +130,26 @@ class Intervals:
         held = np.concatenate([[0.0], np.cumsum(state, dtype=np.float64)])
         self._fixed: Table = held[None, :] - held[:, None]
         self._saved, self._moment = np.zeros(shape), np.zeros(shape)
-        measure = self._measure_training if problem.training else self._measure_inference
-        for first in range(self._count):
-            measure(first)
+        if problem.training:
+            self._measure_training()
+        else:
+            for first in range(self._count):
+                self._measure_inference(first)
 
-    def _measure_training(self, first: int) -> None:
+    def _measure_training(self) -> None:
         problem = self.problem
-        kept: set[int] = set()
-        saved, workspace = 0, 0
-        for end in range(first + 1, self._count + 1):
-            for layer in self._layers[end - 1]:
-                saved += problem.layers[layer].saved_bytes
-                workspace = max(workspace, memory_rules.workspace_bytes(problem, problem.layers[layer]))
-                for value in self._kept_by[layer]:
-                    if value not in kept:
-                        kept.add(value)
-                        saved += problem.values[value].bytes
-            self._saved[first, end], self._moment[first, end] = saved, workspace
+        layers = problem.layers
+        saved = [sum(layers[layer].saved_bytes for layer in block) for block in self._layers]
+        done = np.concatenate([[0.0], np.cumsum(saved, dtype=np.float64)])
+        kept = (np.zeros((self._count + 2, self._count + 2)), np.zeros((self._count + 2, self._count + 2)))
+        for value in problem.values:
+            if value.keepers and value.bytes:
+                _add_entering(kept, -1, sorted({self._block_of[keeper] for keeper in value.keepers}), value.bytes)
+        self._saved = done[None, :] - done[:, None] + np.cumsum(np.cumsum(kept[1], axis=0), axis=1)[:-1, :-1]
+        need = [max(memory_rules.workspace_bytes(problem, layers[layer]) for layer in block) for block in self._layers]
+        needs = np.array(need, dtype=np.float64)
+        for first in range(self._count):
+            self._moment[first, first + 1 :] = np.maximum.accumulate(needs[first:])
 
     def _measure_inference(self, first: int) -> None:
         problem = self.problem
@@ -160,10 +169,6 @@ class Intervals:
             self._moment[first, end] = peak
 
     @cached_property
-    def _kept_by(self) -> dict[int, list[int]]:
-        return _by_layer((index, layer) for index, value in enumerate(self.problem.values) for layer in value.keepers)
-
-    @cached_property
     def _touched_by(self) -> dict[int, list[int]]:
         ends = ((index, (value.source, *value.readers)) for index, value in enumerate(self.problem.values))
         return _by_layer((index, layer) for index, layers in ends for layer in layers)
@@ -178,22 +183,31 @@ def _by_layer(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 def _add_entering(tables: tuple[Table, Table], source: int, readers: list[int], size: int) -> None:
     """A value enters the intervals that hold a reader, but not its source."""
-    amounts = list(zip(tables, (1.0, float(size)), strict=True))
+    end = len(tables[0]) - 1
     before = source
     for reader in (reader for reader in readers if reader > source):
-        for table, amount in amounts:
-            table[before + 1 : reader + 1, reader + 1 :] += amount
+        _add(tables, size, (before + 1, reader + 1), (reader + 1, end))
         before = reader
     after = source
     for reader in (reader for reader in reversed(readers) if reader < source):
-        for table, amount in amounts:
-            table[: reader + 1, reader + 1 : after + 1] += amount
+        _add(tables, size, (0, reader + 1), (reader + 1, after + 1))
         after = reader
 
 
 def _add_leaving(tables: tuple[Table, Table], source: int, readers: list[int], size: int) -> None:
     """A value leaves the intervals that hold its source, but not all of its readers."""
+    end = len(tables[0]) - 1
     first, last = min(source, readers[0]), max(source, readers[-1])
-    for table, amount in zip(tables, (1.0, float(size)), strict=True):
-        table[: source + 1, source + 1 :] += amount
-        table[: first + 1, last + 1 :] -= amount
+    _add(tables, size, (0, source + 1), (source + 1, end))
+    _add(tables, -size, (0, first + 1), (last + 1, end), -1.0)
+
+
+def _add(
+    tables: tuple[Table, Table], size: float, rows: tuple[int, int], columns: tuple[int, int], number: float = 1.0
+) -> None:
+    """Add to a rectangle of both tables, as differences: sums along both axes fill it in."""
+    for table, amount in zip(tables, (number, float(size)), strict=True):
+        table[rows[0], columns[0]] += amount
+        table[rows[1], columns[0]] -= amount
+        table[rows[0], columns[1]] -= amount
+        table[rows[1], columns[1]] += amount

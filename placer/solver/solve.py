@@ -17,6 +17,7 @@ from time import monotonic
 from placer.schema import Infeasibility, Placement, PlacementRequest
 from placer.solver import answer, bounds, costs, stages, starts
 from placer.solver.check import check
+from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.model import PlacementModel, worth_building
@@ -30,6 +31,11 @@ Progress = Callable[["Incumbent"], None]
 
 WORK = (16.0, inf, inf, inf)
 """Limits of the integer program's rounds: a better placement narrows the next one, and makes its steps finer."""
+
+
+MOST_TURNS = 300
+CLIMB_SHARE = 0.4
+"""How much of the time may be over when the search for better cuts ends."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,11 @@ class Search:
         staged = stages.applies(self.problem) and stages.worth_building(self.problem, self.nodes)
         if not staged and not worth_building(self.problem, self.nodes):
             return None
-        for work in WORK:
+        if staged and self.best is not None:
+            self._tie_knots()
+        for turn, work in enumerate(WORK if self._open() else ()):
+            if turn == 1:
+                self._climb()
             nodes = reduced(self.problem, self.value)
             upper = self._better() if self.best is not None else None
             result = self._model(nodes, upper).solve(self._limits(work))
@@ -130,7 +140,7 @@ class Search:
                 return searched_reason(self.problem, self.nodes, self._searcher())
             self._prove(self._nothing_below() if result.infeasible else result.bound)
             self._offer(result.devices, "integer program")
-            if not self._open() or self._left_s() <= 0 or (self.stop is not None and self.stop.is_set()):
+            if not self._open() or self._left_s() <= 0 or self._stopped():
                 break
         return None
 
@@ -141,6 +151,24 @@ class Search:
 
     def _limits(self, work: float) -> Limits:
         return Limits(self._left_s(), self.request.workers, self.request.seed, self.stop, self._found, work)
+
+    def _climb(self) -> None:
+        """Many more cuts, where the integer program was slow."""
+        if not self.problem.contiguous or self.request.objective != "throughput":
+            return
+        for start in starts.climb(self.problem, self.nodes, MOST_TURNS, seed=1):
+            self._offer(start.devices, start.method)
+            if not self._open() or self._stopped() or self._time_s() > CLIMB_SHARE * self.request.time_limit_s:
+                return
+
+    def _stopped(self) -> bool:
+        return self.stop is not None and self.stop.is_set()
+
+    def _tie_knots(self) -> None:
+        """A bound from the stage of one node."""
+        nodes = reduced(self.problem, self.value)
+        bound = convex_knot_bound(self.problem, nodes, self._better(), self.bound, self._limits(inf))
+        self._prove(min(bound, self._nothing_below()))
 
     def _better(self) -> float:
         """The objective from which a placement counts as better than the best so far."""

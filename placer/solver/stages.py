@@ -79,7 +79,7 @@ class StageModel:
         self.stages = range(problem.most_devices)
         self.classes = problem.alike_devices()
         self.steps_per_ms = TIME_STEPS / upper if upper > 0 else 1.0
-        self.windows = stage_windows(problem, nodes, upper)
+        self.windows = self._windows()
         self.possible = all(first <= last for first, last in self.windows)
         if not self.possible:
             return
@@ -98,6 +98,10 @@ class StageModel:
         return min(floor(time_ms * self.steps_per_ms), TIME_STEPS + 1)
 
     # Variables
+
+    def _windows(self) -> list[tuple[int, int]]:
+        """By node, the first and the last stage that it can be at."""
+        return stage_windows(self.problem, self.nodes, self.upper)
 
     def _choose_stages(self) -> None:
         self.y: list[list[Prefix]] = []

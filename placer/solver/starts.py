@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 
 from placer.solver import exact
@@ -11,8 +12,10 @@ from placer.solver.components import topological_order
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction, reduced
 
-MOST_ORDERS = 6
-MOST_WORK = 20_000_000
+MOST_ORDERS = 20
+FRESH_ORDERS = 4
+PATIENCE = 4
+MOST_WORK = 80_000_000
 """Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
 
 
@@ -45,17 +48,41 @@ def starts(problem: Problem, nodes: Reduction) -> Iterator[Start]:
 
 def _other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:
     """Cuts of random topological orders, as many as take little time."""
-    if exact.is_only_order(problem, nodes):
-        return
+    if not exact.is_only_order(problem, nodes):
+        turns = min(MOST_ORDERS, MOST_WORK // exact.work_of_cut(problem, nodes))
+        yield from climb(problem, nodes, turns, patience=PATIENCE)
+
+
+def climb(
+    problem: Problem, nodes: Reduction, turns: int, *, patience: int | None = None, seed: int = 0
+) -> Iterator[Start]:
+    """Cuts of random topological orders, the later ones made from the best of the earlier.
+
+    Args:
+        problem: what is asked, contiguity understood.
+        nodes: its layers in nodes.
+        turns: how many orders.
+        patience: after so many in a row that bring nothing better it ends.
+        seed: another one gives other orders.
+    """
     count = len(nodes.nodes)
     arcs = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
     arcs = {(source, reader) for source, reader in arcs if source != reader}
     neighbours = _neighbours(problem, nodes)
-    random = Random(problem.request.seed)
-    for turn in range(min(MOST_ORDERS, MOST_WORK // exact.work_of_cut(problem, nodes))):
-        rank = [random.random() for _ in range(count)]
-        order = topological_order(count, arcs, rank) if turn % 4 == 3 else _late_order(count, arcs, rank, neighbours)
-        yield Start(exact.best_cut(problem, nodes, order).devices, 0.0, "linear order")
+    random = Random(f"{problem.request.seed} {seed}")
+    best, best_rank = inf, [random.random() for _ in range(count)]
+    idle = 0
+    for turn in range(turns):
+        share = 1.0 if turn < FRESH_ORDERS else random.choice((0.02, 0.1, 0.3))
+        rank = [random.random() if random.random() < share else old for old in best_rank]
+        order = topological_order(count, arcs, rank) if turn == 1 else _late_order(count, arcs, rank, neighbours)
+        cut = exact.best_cut(problem, nodes, order)
+        idle = 0 if cut.value < best else idle + 1
+        if cut.value <= best:
+            best, best_rank = cut.value, rank
+        yield Start(cut.devices, 0.0, "linear order")
+        if patience is not None and idle >= patience:
+            return
 
 
 def _late_order(count: int, arcs: set[tuple[int, int]], rank: list[float], pulls: list[list[int]]) -> list[int]:

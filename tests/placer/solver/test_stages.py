@@ -11,7 +11,7 @@ from placer.solver.reduce import reduced
 from placer.solver.stages import StageModel
 
 SETTINGS = settings(
-    max_examples=400,
+    max_examples=250,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

@@ -1,0 +1,170 @@
+"""Knots: layers that keep every device that holds one busy, as parting from the rest costs as much as keeping it.
+
+The device of node v holds some set S of nodes with v in it. Its load is at least::
+
+    least(v) = min over S with v in S of
+               (sum of work(n) over n in S  +  sum of transfer(e) over nets e with a pin in S and a pin outside)
+
+which is a minimum cut between v and a sink, and the bottleneck is at least the largest least(v). It holds for free and
+for contiguous placements and for any number of devices.
+
+    v ──transfer(e)── u      a net of two pins is an edge; one of more pins is an arc that every pin feeds and
+    │                 │      that feeds every pin
+  work(v)          work(u)
+    └────▶ sink ◀─────┘
+
+Source: Lawler, "Cutsets and partitions of hypergraphs", 1973.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import floor, inf
+
+from ortools.graph.python import max_flow
+
+from placer.solver.problem import Problem, Value
+from placer.solver.reduce import Reduction
+
+STEPS = 2**40
+"""Into how many steps the work of all nodes is cut."""
+
+MOST_PINS = 20_000
+"""Nets with more pins in all than so many are not looked at."""
+
+MOST_CUTS = 400
+
+Pins = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Knot:
+    """A node and what is proven of its device.
+
+    Attributes:
+        node: the node.
+        least_ms: the load of its device is at least this.
+        alone_ms: or the node is on a device that pays for no transfer, and its load is at least this.
+    """
+
+    node: int
+    least_ms: float
+    alone_ms: float
+
+
+def knot_bound(problem: Problem, nodes: Reduction) -> float:
+    """A lower bound on the bottleneck from the tightest knot, in milliseconds; 0 where none is known."""
+    tightest = knots(problem, nodes)
+    return min(tightest[0].least_ms, tightest[0].alone_ms) if tightest else 0.0
+
+
+def knots(problem: Problem, nodes: Reduction) -> list[Knot]:
+    """Knots, the tightest first, each tighter than those that were looked at before it.
+
+    Args:
+        problem: what is asked, by objective ``throughput``.
+        nodes: its layers, joined where they must be together.
+    """
+    nets = _nets(problem, nodes)
+    if problem.request.transfers != "added" or not nets or sum(map(len, nets)) > MOST_PINS:
+        return []
+    work = [least_ms(problem, nodes, node) for node in range(len(nodes.nodes))]
+    alone = [_alone_ms(problem, nodes, node) for node in range(len(nodes.nodes))]
+    total = sum(time for time in work if time < inf)
+    return _tightening(work, alone, nets, STEPS / total)[::-1] if total > 0 else []
+
+
+def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float], steps_per_ms: float) -> list[Knot]:
+    """Knots of growing least(v); a set that was found for one node says of all in it that they are no tighter."""
+    most = [min(time, other) for time, other in zip(_isolated(work, nets), alone, strict=True)]
+    best, cuts = 0.0, 0
+    found: list[Knot] = []
+    cutter = _Cutter(work, nets, steps_per_ms)
+    for node in sorted(range(len(work)), key=lambda node: -most[node]):
+        if most[node] <= best or cuts >= MOST_CUTS:
+            continue
+        cuts += 1
+        value, members = cutter.least(node)
+        if min(value, alone[node]) > best:
+            best = min(value, alone[node])
+            found.append(Knot(node, value, alone[node]))
+        for member in members:
+            most[member] = min(most[member], value)
+    return found
+
+
+def _isolated(work: list[float], nets: dict[Pins, float]) -> list[float]:
+    """By node, the load of a device that holds it alone."""
+    load = list(work)
+    for pins, time_ms in nets.items():
+        for node in pins:
+            load[node] += time_ms
+    return load
+
+
+def _nets(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
+    """By pins, what a net that is cut costs every device that it touches, at the least."""
+    real = {(k.bandwidth_bytes_per_s, k.latency_s): k for row in problem.links for k in row if k is not None}.values()
+
+    def least(size: int) -> float:
+        return min((link.transfer_ms(size) for link in real), default=0.0)
+
+    def both(value: Value) -> float:
+        return least(value.bytes) + (least(value.gradient_bytes) if value.gradient_bytes else 0.0)
+
+    nets: dict[Pins, float] = defaultdict(float)
+    for value in problem.values:
+        pins = tuple(sorted(nodes.of((value.source, *value.readers))))
+        if len(pins) > 1:
+            nets[pins] += both(value)
+    return {pins: time_ms for pins, time_ms in nets.items() if time_ms > 0}
+
+
+def least_ms(problem: Problem, nodes: Reduction, node: int) -> float:
+    """The work of a node on the fastest device that pays for transfers."""
+    devices = [device for device in range(len(problem.devices)) if device not in problem.untaxed]
+    return min((sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf)
+
+
+def _alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
+    """The work of a node on the fastest device that pays for nothing; infinite if it may be on none."""
+    devices = problem.untaxed & nodes.allowed[node]
+    return min((sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf)
+
+
+class _Cutter:
+    """Minimum cuts in one network: nodes, two vertices for each net of many pins, and the sink."""
+
+    def __init__(self, work: list[float], nets: dict[Pins, float], steps_per_ms: float) -> None:
+        self._count, self._steps_per_ms = len(work), steps_per_ms
+        self._flow = max_flow.SimpleMaxFlow()
+        self._sink = len(work)
+        endless = 4 * STEPS
+        for node, time_ms in enumerate(work):
+            self._arc(node, self._sink, self._steps(time_ms))
+        vertex = self._sink + 1
+        for pins, time_ms in nets.items():
+            steps = self._steps(time_ms)
+            if len(pins) == 2:
+                self._arc(pins[0], pins[1], steps)
+                self._arc(pins[1], pins[0], steps)
+                continue
+            self._arc(vertex, vertex + 1, steps)
+            for pin in pins:
+                self._arc(pin, vertex, endless)
+                self._arc(vertex + 1, pin, endless)
+            vertex += 2
+
+    def _steps(self, time_ms: float) -> int:
+        return floor(min(time_ms * self._steps_per_ms, STEPS))
+
+    def _arc(self, tail: int, head: int, capacity: int) -> None:
+        self._flow.add_arc_with_capacity(tail, head, capacity)
+
+    def least(self, node: int) -> tuple[float, list[int]]:
+        """The least load of the node's device, in milliseconds, and the set S."""
+        status = self._flow.solve(node, self._sink)
+        assert status == self._flow.OPTIMAL
+        members = [other for other in self._flow.get_source_side_min_cut() if other < self._count]
+        return self._flow.optimal_flow() / self._steps_per_ms * (1 - 1e-12), members

@@ -1,0 +1,57 @@
+"""Bounds from what the device of one layer must do at the least."""
+
+from math import inf
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from placer.solver import stages
+from placer.solver.convex_knots import convex_knot_bound
+from placer.solver.cpsat import Limits
+from placer.solver.knots import knot_bound
+from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
+
+SETTINGS = settings(
+    max_examples=120,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+
+
+@SETTINGS
+@given(data=st.data())
+def test_no_assignment_is_below_the_bound(data, strategies, brute_force):
+    request = data.draw(strategies.requests(objectives=("throughput",)))
+    problem = Problem.from_request(request)
+    best = brute_force(request, problem.contiguous)
+    assume(best is not None)
+    assert knot_bound(problem, reduced(problem)) <= best * (1 + 1e-9)
+
+
+@SETTINGS
+@given(data=st.data())
+def test_no_contiguous_assignment_is_below_the_bound_for_contiguous_ones(data, strategies, brute_force):
+    request = data.draw(strategies.requests(objectives=("throughput",)))
+    problem = Problem.from_request(request)
+    assume(stages.applies(problem))
+    best = brute_force(request, True)
+    assume(best)
+    bound = convex_knot_bound(problem, reduced(problem), best * 1.1, 0.0, Limits(60))
+    assert bound <= best * (1 + 1e-9)
+    nothing = convex_knot_bound(problem, reduced(problem), best * 0.5, 0.0, Limits(60))
+    assert nothing <= best or nothing == inf
+
+
+def test_a_layer_whose_transfers_outweigh_its_neighbours_keeps_them(chain):
+    # l1 alone takes 3 + 4 + 4; with both neighbours, which nothing else holds, 3 + 1 + 1
+    problem = Problem.from_request(chain([1.0, 3.0, 1.0], devices=3, value_bytes=4))
+    assert knot_bound(problem, reduced(problem)) == pytest.approx(5.0)
+
+
+def test_cheap_transfers_leave_the_largest_layer_with_its_transfers(chain):
+    # l1 alone takes 3 + 1 + 1, and a neighbour more adds its 2 for the 1 that it saves
+    problem = Problem.from_request(chain([2.0, 3.0, 2.0], devices=3, value_bytes=1))
+    assert knot_bound(problem, reduced(problem)) == pytest.approx(5.0)
