@@ -46,14 +46,14 @@ say "built: $($run image inspect --format '{{.Size}}' "$image") bytes"
 
 case " ${RUN_FLAGS:-} " in *" host "* | *"=host "*) publish= ;; *) publish="-p 127.0.0.1:$port:$port" ;; esac
 # shellcheck disable=SC2086
-if timeout 60 $run run --rm ${RUN_FLAGS:-} -e PLACER_KEYS_FILE= "$image" >/dev/null 2>&1; then
+timeout 60 $run run --rm --no-healthcheck ${RUN_FLAGS:-} -e PLACER_KEYS_FILE= "$image" >"$keys/refused" 2>&1 &&
     fail "it starts without keys where others can reach it"
-fi
+grep -q 'without keys: set PLACER_KEYS_FILE' "$keys/refused" || { cat "$keys/refused"; fail "it does not say that it needs keys"; }
 # shellcheck disable=SC2086
-$run run --rm ${RUN_FLAGS:-} --entrypoint python3 "$image" -m placer_server.keys smoke read,solve,metrics \
-    >"$keys/file" 2>"$keys/told" || fail "no key was made"
+$run run --rm --no-healthcheck ${RUN_FLAGS:-} --entrypoint python3 "$image" -m placer_server.keys smoke read,solve,metrics \
+    >"$keys/file" 2>"$keys/told" || { cat "$keys/told"; fail "no key was made"; }
 chmod 644 "$keys/file"  # the service is another user; it holds hashes alone
-key=$(sed -n 's/.*: //p' "$keys/told")
+key=$(sed -n 's/^the key, shown this once: //p' "$keys/told")
 authorized="Authorization: Bearer $key"
 
 started=$(date +%s%N)
@@ -69,6 +69,7 @@ done
 [ -n "$ready" ] || fail "/readyz did not answer within 30 s"
 say "ready after $((($(date +%s%N) - started) / 1000000)) ms"
 
+[ "$($run inspect --format '{{.HostConfig.Memory}}' "$container")" -gt 0 ] || fail "its memory is not capped"
 [ "$($run exec "$container" id -u)" = 10001 ] || fail "it runs as root"
 if $run exec "$container" touch /opt/placer/x 2>/dev/null; then fail "its file system can be written"; fi
 
