@@ -26,10 +26,20 @@ MIGRATIONS = [
     );
     """,
     """
-    DROP INDEX IF EXISTS placements_by_age;
-    ALTER TABLE placements ADD COLUMN profile_id TEXT;
-    ALTER TABLE placements ADD COLUMN question BLOB NOT NULL DEFAULT x'7b7d';
-    ALTER TABLE placements ADD COLUMN summary BLOB NOT NULL DEFAULT x'7b7d';
+    CREATE TABLE answers (  -- what is large comes last, so that a search does not read it
+        id TEXT PRIMARY KEY,
+        version TEXT NOT NULL,
+        complete INTEGER NOT NULL,
+        created_s REAL NOT NULL,
+        profile_id TEXT,
+        summary BLOB NOT NULL,
+        question BLOB NOT NULL,
+        placement BLOB NOT NULL
+    );
+    INSERT INTO answers
+        SELECT id, version, complete, created_s, NULL, x'7b7d', x'7b7d', placement FROM placements ORDER BY rowid;
+    DROP TABLE placements;
+    ALTER TABLE answers RENAME TO placements;
     CREATE INDEX placements_by_profile ON placements (profile_id);
     CREATE TABLE profiles (id TEXT PRIMARY KEY, profile BLOB NOT NULL);
     CREATE TABLE jobs (
@@ -57,6 +67,7 @@ class Database:
         alone: whether no other service has the file open; that one then sees to the jobs in it.
         writer: the connection that writes.
         reader: one that reads: with a write-ahead log it is never held up by a writer that waits for the disk.
+        searcher: one for what takes long to read.
 
     Raises:
         ServerError: a later version of Placer made the file.
@@ -74,11 +85,13 @@ class Database:
             self.writer.connection.execute(f"PRAGMA {pragma}")
         _migrate(self.writer.connection, name)
         self.reader = Connection(name) if self.durable else self.writer
+        self.searcher = Connection(name) if self.durable else self.writer
         self._lock = _Lock(name + ".lock") if self.durable else None
         self.alone = self._lock is None or self._lock.held
 
     def close(self) -> None:
         """Write everything to the file and let go of it."""
+        self.searcher.connection.close()
         self.reader.connection.close()
         self.writer.connection.close()
         if self._lock is not None:

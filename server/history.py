@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Annotated, Any
@@ -80,7 +81,7 @@ async def list_placements(
     filters: dict[str, str] = {
         name: value for name, value in (("status", status), ("objective", objective)) if value is not None
     }
-    found = service.store.search(q, filters, _before(cursor), limit + 1)
+    found = await asyncio.to_thread(service.store.search, q, filters, _before(cursor), limit + 1)
     more = len(found) > limit
     rows = found[:limit]
     following = f"{rows[-1]['row']:x}" if more else None

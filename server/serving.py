@@ -41,6 +41,7 @@ class Server(uvicorn.Server):
             ssl_keyfile=settings.tls_key or None,
             timeout_graceful_shutdown=math.ceil(settings.stop_grace_s + 3),
         )
+        _load(config, settings)
         super().__init__(config)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -78,6 +79,21 @@ class Server(uvicorn.Server):
         """Why it did not start."""
         reason = getattr(self._app.state, "not_started", "its log says why")
         return ServerError(f"the service could not start: {reason}")
+
+
+def _load(config: uvicorn.Config, settings: Settings) -> None:
+    """Read the certificate, and what uvicorn needs beside.
+
+    Raises:
+        ServerError: the certificate or its key cannot be used.
+    """
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ServerError(
+            f"TLS cannot be turned on with PLACER_TLS_CERT {settings.tls_cert!r} and PLACER_TLS_KEY"
+            f" {settings.tls_key!r}: {error.strerror or error}"
+        ) from error
 
 
 def serve(app: FastAPI, settings: Settings) -> None:

@@ -123,9 +123,9 @@ class Store:
     ) -> None:
         if asked is not None:
             connection.execute("INSERT OR IGNORE INTO profiles VALUES (?, ?)", (asked.profile_id, asked.profile))
-        row = (key, answer.version, answer.complete, time.time(), answer.placement)
-        parts = (asked.profile_id, asked.question, asked.summary) if asked else (None, b"{}", b"{}")
-        connection.execute("INSERT OR REPLACE INTO placements VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*row, *parts))
+        parts = (asked.profile_id, asked.summary, asked.question) if asked else (None, b"{}", b"{}")
+        row = (key, answer.version, answer.complete, time.time(), *parts, answer.placement)
+        connection.execute("INSERT OR REPLACE INTO placements VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
         if settled:
             _remove_job(connection, key)
         self._prune(connection)
@@ -232,7 +232,7 @@ class Store:
         for name, value in filters.items():
             query += f" AND json_extract(summary, '$.{name}') = ?"
             values.append(value)
-        with self.database.reader as connection:
+        with self.database.searcher as connection:
             rows = connection.execute(f"{query} ORDER BY rowid DESC LIMIT ?", (*values, limit)).fetchall()
         return [
             {"row": row[0], "id": row[1], "profile_id": row[2], "complete": bool(row[3]), "version": row[4]}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -157,3 +159,24 @@ def test_a_solver_of_the_main_script_is_refused():
     solver.__module__ = "__main__"
     with pytest.raises(InputError, match="main script"):
         create_app(Settings(database=":memory:"), solver=solver)
+
+
+def test_the_service_speaks_tls_with_a_certificate(settings, tmp_path, solvers):
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    secured = settings.model_copy(update={"tls_cert": str(cert), "tls_key": str(key)})
+    with background(secured, solver=solvers.quick) as url:
+        assert url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=str(cert))
+        assert httpx.get(f"{url}/healthz", verify=trusting).status_code == 200
+
+
+def test_a_certificate_that_cannot_be_read_is_an_error_that_names_it(settings, tmp_path):
+    broken = settings.model_copy(update={"tls_cert": str(tmp_path / "absent.pem")})
+    with pytest.raises(ServerError, match="PLACER_TLS_CERT"), background(broken):
+        pass
