@@ -15,7 +15,7 @@ from math import inf
 from time import monotonic
 
 from placer.schema import Infeasibility, Placement, PlacementRequest
-from placer.solver import answer, bounds, costs, stages, starts
+from placer.solver import answer, bounds, costs, local, stages, starts
 from placer.solver.check import check
 from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits
@@ -36,6 +36,10 @@ WORK = (16.0, inf, inf, inf)
 MOST_TURNS = 300
 CLIMB_SHARE = 0.4
 """How much of the time may be over when the search for better cuts ends."""
+
+
+LOCAL_SHARE = 0.4
+"""How much of the time may be over when local search ends."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class Search:
         if reason is not None:
             return self._nothing(reason, "arithmetic")
         self._start()
+        if self._open() and self.best is not None and local.applies(self.problem):
+            self._move_layers(self.best)
         if self._open():
             reason = self._program()
         if self.best is None:
@@ -151,6 +157,15 @@ class Search:
 
     def _limits(self, work: float) -> Limits:
         return Limits(self._left_s(), self.request.workers, self.request.seed, self.stop, self._found, work)
+
+    def _move_layers(self, start: list[int]) -> None:
+        """Local search from the best start."""
+        limit_s = LOCAL_SHARE * self.request.time_limit_s
+
+        def over() -> bool:
+            return self._stopped() or self._time_s() > limit_s
+
+        self._offer(local.improved(self.problem, self.nodes, start, over), "local search")
 
     def _climb(self) -> None:
         """Many more cuts, where the integer program was slow."""

@@ -137,6 +137,8 @@ def _free_starts(problem: Problem) -> Iterator[Start]:
     nodes = reduced(contiguous)
     if all(nodes.allowed):
         yield Start(exact.best_cut(contiguous, nodes).devices, 0.0, "linear order")
+        if problem.request.objective == "throughput":
+            yield from _other_orders(contiguous, nodes)
     if problem.groups:
         apart = replace(contiguous, groups=())
         cut = exact.best_cut(apart, reduced(apart)).devices

@@ -1,0 +1,49 @@
+"""Local search over free placements."""
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from placer.schema import Constraints
+from placer.solver import costs, local
+from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
+
+SETTINGS = settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+
+
+@SETTINGS
+@given(data=st.data())
+def test_loads_kept_move_by_move_are_those_of_the_cost_model(data, strategies):
+    request = data.draw(strategies.requests(objectives=("throughput",)))
+    free = request.model_copy(update={"constraints": Constraints(contiguous=False), "transfers": "added"})
+    problem = Problem.from_request(free)
+    assume(problem.one_link is not None)
+    nodes = reduced(problem)
+    random = Random(data.draw(st.integers(0, 99)))
+    devices = [random.choice(sorted(allowed)) for allowed in nodes.allowed]
+    state = local._State(problem, nodes, list(devices))
+    for _ in range(5):
+        node, device = state.pick(random)
+        if device is not None:
+            state.move(node, device)
+    result = costs.evaluate(problem, nodes.spread(state.device))
+    assert state.load == pytest.approx(result.load_ms, abs=1e-9)
+
+
+def test_everything_on_one_device_is_shared_out(chain):
+    problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=Constraints(contiguous=False)))
+    devices = local.improved(problem, reduced(problem), [0] * 8, over=lambda: False)
+    assert costs.evaluate(problem, devices).objective_value == 2.0
+
+
+def test_a_search_that_is_over_returns_its_start(chain):
+    problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=Constraints(contiguous=False)))
+    assert local.improved(problem, reduced(problem), [0] * 8, over=lambda: True) == [0] * 8
