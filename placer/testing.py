@@ -57,15 +57,15 @@ def logical_devices(count: int) -> Iterator[list[torch.device]]:
         raise InputError(f"logical_devices({count!r}): give at least one device")
     tags = _Tags()
     leaves = _Leaves(tags)
-    devices._stand_ins.append(count)
-    devices._registries.append(tags)
+    devices.stand_ins.append(count)
+    devices.registries.append(tags)
     try:
         with _CopiesAndQueries(tags), _OneDevicePerOperation(tags, leaves):
             yield [torch.device("cpu", index) for index in range(count)]
     finally:
         leaves.release()
-        devices._stand_ins.pop()
-        devices._registries.pop()
+        devices.stand_ins.pop()
+        devices.registries.pop()
 
 
 class _Tags:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
+from placer.devices import Courier, Lane, Mark
 from placer.executor.pipeline import clock, scatter
 from placer.executor.segments import Segment, segments
 from placer.executor.stage import Head, Stage
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
-from placer.lanes import Courier, Lane, Mark
 from placer.schedule import orders, simulate
 from placer.schema import Schedule
 from placer.zero_bubble import Half, zero_bubble

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer import devices
+from placer.devices.moving import location
 
 Mark = Any
 """A point in a lane; None on a CPU stand-in, where everything issued is done."""
@@ -89,7 +89,7 @@ class Courier:
         Returns:
             When the copy is done, for both sides.
         """
-        here, there = devices.location(source), devices.location(target)
+        here, there = location(source), location(target)
         outgoing, incoming = self._pair(here, there, channel)
         outgoing.wait(ready)
         incoming.wait(ready, free)

@@ -1,0 +1,57 @@
+"""The one place that knows CUDA from CPU: names, streams, events, graphs, memory figures, copies.
+
+A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every other, a device by name alone, until
+``placer.testing.logical_devices`` makes it behave like one.
+"""
+
+from placer.devices.lanes import Courier, Lane, Mark
+from placer.devices.memory import context_bytes, library_bytes, memory_bytes, peak_bytes, release_cache
+from placer.devices.moving import copy, location, move, same
+from placer.devices.names import (
+    CPU,
+    DeviceLike,
+    available,
+    current,
+    default_kind,
+    parse,
+    require,
+    resolve,
+    synchronise,
+    type_name,
+)
+from placer.devices.recording import NotRecordable, keep_random_state, queued_ms, record
+from placer.devices.stand_ins import Registry, observed, registries, stand_ins, unobserved
+
+__all__ = [
+    "CPU",
+    "Courier",
+    "DeviceLike",
+    "Lane",
+    "Mark",
+    "NotRecordable",
+    "Registry",
+    "available",
+    "context_bytes",
+    "copy",
+    "current",
+    "default_kind",
+    "keep_random_state",
+    "library_bytes",
+    "location",
+    "memory_bytes",
+    "move",
+    "observed",
+    "parse",
+    "peak_bytes",
+    "queued_ms",
+    "record",
+    "registries",
+    "release_cache",
+    "require",
+    "resolve",
+    "same",
+    "stand_ins",
+    "synchronise",
+    "type_name",
+    "unobserved",
+]

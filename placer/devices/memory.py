@@ -1,0 +1,53 @@
+"""How much memory devices have, and how much of it work takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from placer.devices.recording import recorder
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Free and total memory of the device, in bytes; a stand-in shares the machine's memory with all others."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
+    """The most memory that ``run`` held beyond what was held before it, in bytes; None where no allocator counts it."""
+    if device.type != "cuda":
+        run()
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def context_bytes(device: torch.device) -> int:
+    """What the device holds that torch's allocator does not count, in bytes: contexts, kernels, other programs."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total) - int(free) - int(torch.cuda.memory_reserved(device)))
+
+
+def library_bytes(device: torch.device) -> int:
+    """What libraries keep of torch's memory once they have run forwards and backwards on one stream, in bytes."""
+    return recorder(device).library_bytes if device.type == "cuda" else 0
+
+
+def release_cache() -> None:
+    """Give cached, unused device memory back."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

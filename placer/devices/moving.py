@@ -1,0 +1,59 @@
+"""Tensors from device to device, and their gradients back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer.devices.names import CPU
+from placer.devices.stand_ins import registries, stand_ins
+
+
+def location(tensor: Tensor) -> torch.device:
+    """The device that holds the tensor, under ``logical_devices`` the stand-in."""
+    return registries[-1].device(tensor) if registries else tensor.device
+
+
+def same(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are one; outside ``logical_devices`` all CPU stand-ins hold each other's tensors."""
+    if a.type == CPU and b.type == CPU and not stand_ins:
+        return True
+    return a == b
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on that device; itself if it is there. Differentiable: the gradient moves back."""
+    source = location(tensor)
+    if same(source, device):
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        moved: Tensor = _Move.apply(tensor, source, device)  # type: ignore[no-untyped-call]
+        return moved
+    return copy(tensor, device)
+
+
+def copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of the tensor's data on that device, without a gradient."""
+    copied: Tensor = torch.ops.aten._to_copy.default(
+        tensor.detach(), device=device, non_blocking=device.type == "cuda" and tensor.device.type == "cuda"
+    )
+    if registries and device.type == CPU:
+        registries[-1].land(copied, device)
+    return copied
+
+
+class _Move(torch.autograd.Function):
+    """A copy forwards and a copy back; torch's own copy forgets which stand-in a tensor came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, source: torch.device, target: torch.device) -> Tensor:
+        ctx.source, ctx.target = source, target
+        return copy(tensor, target)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if registries:
+            registries[-1].expect(gradients[0], ctx.target)
+        return copy(gradients[0], ctx.source), None, None

@@ -1,0 +1,144 @@
+"""Work recorded as CUDA graphs, and timed on the device."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """A stream to record on, and what libraries took for it: cuBLAS keeps a workspace for each stream and thread."""
+
+    stream: torch.cuda.Stream
+    library_bytes: int
+
+
+@cache
+def recorder(device: torch.device) -> Recorder:
+    """One for each device: every further stream would cost another workspace."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        with torch.cuda.stream(stream), torch.enable_grad():
+            square = torch.ones(256, 256, device=device, requires_grad=True)
+            product = torch.nn.functional.linear(square, square, square[0])
+            gradient = torch.autograd.grad(product.sum(), square)
+        torch.cuda.synchronize(device)
+        del square, product, gradient
+        return Recorder(stream, max(0, int(torch.cuda.memory_allocated(device)) - before))
+
+
+@contextmanager
+def keep_random_state(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Give the random number generators of host and devices their states back afterwards."""
+    indices = [device.index or 0 for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=indices, device_type="cuda"):
+        yield
+
+
+class NotRecordable(Exception):
+    """The work synchronises with the host or does what a CUDA graph cannot hold."""
+
+
+def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Callable[[], None]]:
+    """Record each pass as a CUDA graph; the graphs share their memory, so they replay only in order, one after another.
+
+    Args:
+        passes: work on static tensors, the later on results of the earlier; each has run before.
+        device: where they run.
+
+    Returns:
+        What replays each.
+
+    Raises:
+        NotRecordable: a pass cannot be recorded.
+    """
+    with torch.cuda.device(device):  # a capture fails while another device is current
+        stream, before = recorder(device).stream, torch.cuda.current_stream(device)
+        try:
+            _warm_up(passes, stream)
+            pool = torch.cuda.graph_pool_handle()
+            graphs = []
+            for run in passes:
+                graph = torch.cuda.CUDAGraph()
+                with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
+                    warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
+                    run()
+                graphs.append(graph)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            torch.cuda.set_stream(before)  # a recording that fails may leave its own stream current
+            generator = torch.cuda.default_generators[device.index or 0]  # and random numbers expecting a recording
+            generator.graphsafe_set_state(generator.clone_state())
+            torch.cuda.synchronize(device)
+            raise NotRecordable(str(error)) from error
+    return [graph.replay for graph in graphs]
+
+
+def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> None:
+    """Run the passes three times on the stream that records; the last refuses what would spoil a recording."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    mode = torch.cuda.get_sync_debug_mode()
+    with torch.cuda.stream(stream):
+        for strict in (False, False, True):
+            _set_sync_debug_mode("error" if strict else mode)
+            try:
+                for run in passes:
+                    run()
+            finally:
+                _set_sync_debug_mode(mode)
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
+    torch.cuda.synchronize(stream.device)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that the mode does not detect everything: neither must it
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+_CYCLES_PER_S = 2e9  # about the clock of current GPUs: how long the device sleeps while its queue fills
+
+
+def queued_ms(passes: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> list[list[float]]:
+    """Device time of each pass, by events in a queue that is full before the device begins.
+
+    Args:
+        passes: run in this order, ``repeats`` times over.
+        device: a CUDA device.
+        repeats: how often.
+
+    Returns:
+        For each pass its ``repeats`` times in milliseconds.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for run in passes:
+            run()
+        launch_s = time.perf_counter() - began
+        torch.cuda.synchronize(device)
+        marks = [[_timing_event() for _ in range(len(passes) + 1)] for _ in range(repeats)]
+        asleep_s = min(0.2, 1.5 * repeats * launch_s + 1e-4)
+        torch.cuda._sleep(int(_CYCLES_PER_S * asleep_s))  # type: ignore[no-untyped-call]
+        for row in marks:
+            row[0].record()
+            for run, mark in zip(passes, row[1:], strict=True):
+                run()
+                mark.record()
+        torch.cuda.synchronize(device)
+        return [[float(row[i].elapsed_time(row[i + 1])) for row in marks] for i in range(len(passes))]
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

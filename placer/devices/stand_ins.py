@@ -1,0 +1,51 @@
+"""What ``placer.testing.logical_devices`` is told, and what it tells: where tensors are on CPU stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Registry(Protocol):
+    """Knows which stand-in each tensor is on."""
+
+    def device(self, tensor: Tensor) -> torch.device:
+        """Where the tensor is."""
+
+    def land(self, tensor: Tensor, device: torch.device) -> None:
+        """Note that the tensor was copied to the device."""
+
+    def expect(self, tensor: Tensor, device: torch.device) -> None:
+        """Raise a MixedDevicesError if the tensor, a gradient, is not there."""
+
+    def only(self, device: torch.device) -> AbstractContextManager[None]:
+        """Raise a MixedDevicesError if an operation inside meets tensors of another device."""
+
+
+# Set by placer.testing.logical_devices: how many stand-ins there are, innermost last, and who knows where tensors are.
+stand_ins: list[int] = []
+
+
+registries: list[Registry] = []
+
+
+_observed: list[bool] = [True]
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Let ``logical_devices`` look away: what runs inside (capture, measuring) is no part of the user's computation."""
+    _observed.append(False)
+    try:
+        yield
+    finally:
+        _observed.pop()
+
+
+def observed() -> bool:
+    """Whether ``logical_devices`` should look."""
+    return _observed[-1]
