@@ -23,8 +23,11 @@ __all__ = [
     "Device",
     "DeviceLoad",
     "Edge",
+    "Help",
     "Infeasibility",
     "Layer",
+    "Limiting",
+    "Limits",
     "Link",
     "MemoryUse",
     "Objective",
@@ -66,6 +69,7 @@ Objective = Literal["throughput", "latency", "memory"]
 
 Schedule = Literal["fill-drain", "1f1b"]
 Transfers = Literal["added", "overlapped"]
+Limiting = Literal["memory", "link", "layer", "work"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 
@@ -305,6 +309,8 @@ class PlacementRequest(_Wire):
         time_limit_s: after this the best answer so far and its bound are returned.
         seed: of the solver's random choices.
         workers: cores that the solver may use.
+        explain: whether the answer says what limits it and what would help, by solving changed questions in what is
+            left of the time; not under objective ``memory``.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION
@@ -319,6 +325,7 @@ class PlacementRequest(_Wire):
     time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     workers: Annotated[int, Field(ge=1, le=256)] = 2
+    explain: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -451,6 +458,35 @@ class Infeasibility(_Wire):
     short_bytes: Bytes = 0
 
 
+class Help(_Wire):
+    """A change that would make a placement better: the changed question was solved.
+
+    Attributes:
+        change: in words: ``2 GiB more on cuda:1``.
+        objective_value: what is reached with it; no promise that nothing better is.
+        speedup: the placement's objective over that.
+    """
+
+    change: str
+    objective_value: Annotated[float, Field(ge=0)]
+    speedup: Annotated[float, Field(ge=0)]
+
+
+class Limits(_Wire):
+    """What limits a placement.
+
+    Attributes:
+        kind: ``memory``: without its limits the answer is better; else what keeps the busiest device busy: its ``link``
+            (transfers, more than it computes), one ``layer``, or the ``work`` of several.
+        what: in words, with the values.
+        helps: what would help, the most first; only what was solved in time, and is better.
+    """
+
+    kind: Limiting
+    what: str
+    helps: tuple[Help, ...] = ()
+
+
 class Placement(_Wire):
     """The answer: where each layer runs, what that predicts, and what is proven about it.
 
@@ -477,6 +513,7 @@ class Placement(_Wire):
         single_device: the best that one device does.
         speedup: single_device.objective_value / objective_value, for times; None without a placement.
         infeasible: why there is none.
+        limits: what limits it, where the request asks to explain.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION
@@ -501,6 +538,7 @@ class Placement(_Wire):
     single_device: SingleDevice | None = None
     speedup: float | None = None
     infeasible: Infeasibility | None = None
+    limits: Limits | None = None
 
     def to_json(self) -> str:
         """The placement as readable JSON."""

@@ -47,6 +47,7 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     _check_loads(request, where, placement)
     _check_objective(request, where, placement)
     _check_single_device(request, placement)
+    _check_limits(request, placement)
 
 
 def _check_header(request: PlacementRequest, placement: Placement) -> None:
@@ -356,6 +357,13 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
     _equal("single_device.fits", single.fits, single.short_bytes == 0)
     if value and request.objective != "memory":
         _near("speedup", placement.speedup if placement.speedup is not None else inf, best / value)
+
+
+def _check_limits(request: PlacementRequest, placement: Placement) -> None:
+    _require(request.explain or placement.limits is None, "limits are given, but were not asked for")
+    for help in placement.limits.helps if placement.limits else ():
+        _near(f"speedup of {help.change}", help.speedup * help.objective_value, placement.objective_value or 0.0)
+        _require(help.speedup > 1, f"{help.change} is said to help, at a speedup of {help.speedup}")
 
 
 # Reading the request

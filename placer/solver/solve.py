@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from time import monotonic
 
 from placer.schema import Infeasibility, Placement, PlacementRequest
-from placer.solver import answer, bounds, costs, local, stages, starts
+from placer.solver import answer, bounds, costs, limits, local, stages, starts
 from placer.solver.check import check
 from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits
@@ -75,7 +76,11 @@ def solve(
     Raises:
         InputError: the request's figures are too large to add up.
     """
-    placement = Search(Problem.from_request(request), progress, stop).answer()
+    search = Search(Problem.from_request(request), progress, stop)
+    placement = search.answer()
+    if request.explain and request.objective != "memory" and placement.layer_devices:
+        found = limits.limits_of(request, placement, partial(solve, stop=stop), search.left_s())
+        placement = placement.model_copy(update={"limits": found})
     check(request, placement)
     return placement
 
@@ -146,7 +151,7 @@ class Search:
                 return searched_reason(self.problem, self.nodes, self._searcher())
             self._prove(self._nothing_below() if result.infeasible else result.bound)
             self._offer(result.devices, "integer program")
-            if not self._open() or self._left_s() <= 0 or self._stopped():
+            if not self._open() or self.left_s() <= 0 or self._stopped():
                 break
         return None
 
@@ -156,7 +161,7 @@ class Search:
         return PlacementModel(self.problem, nodes, upper=upper)
 
     def _limits(self, work: float) -> Limits:
-        return Limits(self._left_s(), self.request.workers, self.request.seed, self.stop, self._found, work)
+        return Limits(self.left_s(), self.request.workers, self.request.seed, self.stop, self._found, work)
 
     def _move_layers(self, start: list[int]) -> None:
         """Local search from the best start."""
@@ -217,7 +222,7 @@ class Search:
         return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
 
     def _searcher(self) -> Searcher:
-        return Searcher(self._left_s, self.request.workers, self.request.seed, self.stop)
+        return Searcher(self.left_s, self.request.workers, self.request.seed, self.stop)
 
     def _nothing(self, reason: Infeasibility | None, method: str) -> Placement:
         return answer.nothing(self.problem, reason, self.bound, method, self._time_s())
@@ -225,5 +230,6 @@ class Search:
     def _time_s(self) -> float:
         return monotonic() - self.began
 
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
+        """What is left of the time, in seconds."""
         return self.request.time_limit_s - self._time_s()
