@@ -193,19 +193,29 @@ class TrainingPipeline:
         """Make every stage's slots from one micro-batch, and record them; buffers and random numbers stay."""
         mutated = {name for layer in self.graph.layers for name in layer.mutated}
         kept = {name: self.graph.state[name].clone() for name in mutated}
-        known: dict[str, Any] = dict(zip(self.graph.inputs, part, strict=True))
-        with devices.keep_random_state(list(self.lanes)):
-            for index, stage in enumerate(self.stages):
-                known |= stage.open_slots(self.in_flight[index], known, goal)
-            for stage in self.stages:
-                devices.synchronise(stage.device)
-                stage.record()
-            if self.split:
-                self.order = self._balanced_order()
-        with torch.no_grad():
-            for name, value in kept.items():
-                self.graph.state[name].copy_(value)
+        try:
+            with devices.keep_random_state(list(self.lanes)):
+                self._open(part, goal)
+        except BaseException:
+            for stage in self.stages:  # the next batch begins anew
+                stage.slots.clear()
+            raise
+        finally:
+            with torch.no_grad():
+                for name, value in kept.items():
+                    self.graph.state[name].copy_(value)
         self._prepared = True
+
+    def _open(self, part: Sequence[Any], goal: Sequence[Any]) -> None:
+        """Give every stage its slots, one stage's results to the next, and record their passes."""
+        known: dict[str, Any] = dict(zip(self.graph.inputs, part, strict=True))
+        for index, stage in enumerate(self.stages):
+            known |= stage.open_slots(self.in_flight[index], known, goal)
+        for stage in self.stages:
+            devices.synchronise(stage.device)
+            stage.record()
+        if self.split:
+            self.order = self._balanced_order()
 
 
 class _Step:

@@ -176,6 +176,34 @@ def test_the_running_statistics_are_not_touched_by_preparing_the_pipeline() -> N
     assert model[1].num_batches_tracked.item() == 2  # type: ignore[operator,union-attr]
 
 
+def test_a_loss_that_fails_leaves_the_model_as_it_was_and_the_next_step_right() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    whole = copy.deepcopy(model)
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    fails = [True]
+
+    def loss_fn(output: Tensor, goal: Tensor) -> Tensor:
+        if fails.pop():
+            raise RuntimeError("the loss fails")
+        fails.append(False)
+        return functional.mse_loss(output, goal)
+
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus["2"] = 1
+        flow.update_flow()
+        step = flow.train_step(loss_fn)
+        with pytest.raises(RuntimeError, match="the loss fails"):
+            step(inputs, target, chunks=2)
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name].cpu(), value)
+        fails.append(False)
+        loss = step(inputs, target, chunks=2)
+    expected = sum(functional.mse_loss(whole(x), y) / 2 for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True))
+    torch.testing.assert_close(loss.cpu(), expected.detach())  # type: ignore[union-attr]
+
+
 def test_moving_the_layers_between_steps_keeps_training_right() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
