@@ -236,7 +236,11 @@ class DataFlow(nn.Module):
                 f"enable_clone needs a model that can be captured, and this one cannot: {self.not_captured_because}; "
                 "make the flow without enable_clone"
             )
-        results, structure = self._hooks.run(self._assignment, parts, inputs, self.output_device)
+        try:
+            results, structure = self._hooks.run(self._assignment, parts, inputs, self.output_device)
+        except Exception:
+            self._program.doubt_refusal()
+            raise
         if len(results) == 1:
             return structure.unflatten(results[0])
         batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]

@@ -47,14 +47,14 @@ class Program:
     ) -> Capture | None:
         """A capture that covers these inputs, or None where the model must run through hooks."""
         mode = self.mode()
-        if mode in self.refused:
-            return None
         shapes = tuple((tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
         key = (mode, inputs.key, shapes)
         if key not in self._seen:
             known = self._captures.setdefault((mode, inputs.key), [])
             fitting = next((capture for capture in known if capture.exported.covers(tensors)), None)
             if fitting is None:
+                if mode in self.refused:
+                    return None
                 try:
                     refuse_hooks(self.module)
                     fitting = Capture(export(self.module, args, kwargs))
@@ -64,6 +64,10 @@ class Program:
                 known.append(fitting)
             self._seen[key] = fitting
         return self._seen[key]
+
+    def doubt_refusal(self) -> None:
+        """The model itself failed on what was given: that torch.export failed on it too says nothing of the mode."""
+        self.refused.pop(self.mode(), None)
 
     def graph(self, capture: Capture, granularity: Granularity) -> LayerGraph:
         """The capture, cut into layers."""

@@ -316,3 +316,14 @@ def test_a_model_on_meta_that_is_refused_says_what_to_do() -> None:
 def test_an_error_of_the_model_itself_is_told() -> None:
     with pytest.raises(CaptureError, match="fails on the example inputs"):
         capture(nn.Linear(4, 4), torch.randn(2, 7))
+
+
+def test_an_input_that_the_model_refuses_itself_does_not_send_later_ones_through_hooks() -> None:
+    # The failed capture was held against the mode, and every later batch ran through hooks.
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), device_ids=["cpu:0"])
+    flow.update_flow()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            flow(torch.randn(2, 5))
+        flow(torch.randn(2, 4))
+        assert flow.not_captured_because == ""
