@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isclose
@@ -238,11 +238,11 @@ def judge(request: PlacementRequest, where: Map, best: Placement | None = None) 
         result = costs.evaluate(replace(problem, contiguous=False), assignment)
     if result is None:
         return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
-    busiest = max(result.load_ms)
+    busiest, held = max(result.load_ms), Counter(assignment)
     loads = tuple(
         DeviceLoad(
             device=device.name,
-            layers=assignment.count(number),
+            layers=held[number],
             compute_ms=result.compute_ms[number],
             send_ms=result.send_ms[number],
             receive_ms=result.receive_ms[number],

@@ -72,7 +72,7 @@ async def post_placement(
     job.wanted = job.wanted or on_disconnect == "keep"
     written = await job.is_written()
     await _wait(request, service, job, service.settings.default_wait_s if wait is None else wait, on_disconnect)
-    if not written and not job.finished.is_set():
+    if not written and job.answer is None and job.problem is None:
         raise _not_kept(job)
     return job_response(request, job)
 
