@@ -1,9 +1,12 @@
 """The portfolio: from a request to a checked placement, with its bound.
 
-reduce ─▶ plain reasons against it ─▶ best cut of the linear order ─▶ integer program ─▶ check
-                │                            │ proven                     │ infeasible
-                ▼                            ▼                            ▼
-            infeasible                    optimal                why, by lifting requirements
+reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear orders ─▶ integer program ─▶ check
+                │                    (work,      │ and, if free,                │ in rounds; between
+                ▼                     knots)     │ layers moved one by one      │ them more cuts
+            infeasible                           ▼                              ▼
+                                              optimal          infeasible: why, by lifting requirements
+
+The integer program is in stage-prefix form (``stages.py``) where it can be, else by node and device (``model.py``).
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ def solve(
     Returns:
         A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop`` was set), ``infeasible``
         with the reason, or ``unknown`` (the time ran out before any was found). The same for the same request unless
-        the time runs out. Every placement has passed ``check``.
+        the time runs out, or the share of it that local search and more cuts may use. Every placement has passed
+        ``check``.
 
     Raises:
         InputError: the request's figures are too large to add up.
