@@ -34,6 +34,10 @@ class Training:
     loss: Callable[[Tensor, Tensor], Tensor]
     chunks: tuple[int, ...]
 
+    def tried(self, count: int) -> tuple[int, ...]:
+        """The numbers of micro-batches for so many devices: two and four for each, where they are among ``chunks``."""
+        return tuple(chunks for chunks in self.chunks if chunks in (2 * count, 4 * count)) or self.chunks
+
     def model(self, place: torch.device) -> nn.Module:
         """The model on a device, its initial values always the same."""
         torch.manual_seed(0)
@@ -114,7 +118,7 @@ FULL = {
             zoo.resnet101,
             lambda: _images(256, 224),
             functional.cross_entropy,
-            (8, 16),
+            (4, 8, 16),
         ),
         Training(
             "gpt",
@@ -122,7 +126,7 @@ FULL = {
             lambda: _gpt(24, 2048, 16, 1024, 50304),
             lambda: _tokens(50304, 32, 1024),
             token_loss,
-            (8, 16),
+            (4, 8, 16),
         ),
         Training(
             "unet",
@@ -130,7 +134,7 @@ FULL = {
             zoo.unet,
             lambda: _pixels(256, 192),
             functional.cross_entropy,
-            (8, 16),
+            (4, 8, 16),
         ),
     )
 }

@@ -58,7 +58,7 @@ def work(rank: int, world: int, name: str, found: str, meeting: str) -> None:
         if rank >= count:
             break
         ends: list[int] = []
-        for chunks in case.chunks:
+        for chunks in case.tried(count):
             sample = attempt(name, ENGINE, count, chunks, partial(_step_times, case, chunks, place, group, ends))
             if rank == 0 or sample.failed:
                 append(sample, Path(found))

@@ -25,7 +25,7 @@ def train(case: Training) -> Iterator[Sample]:
     cases.prepare()
     model = case.model(cases.home())
     yield attempt(case.name, "eager", 1, 1, lambda: eager(copy.deepcopy(model), case.batch(cases.home()), case.loss))
-    for chunks in case.chunks:
+    for chunks in sorted({chunks for count in cases.counts() for chunks in case.tried(count)}):
         yield from _chunked(case, model, chunks)
 
 
@@ -44,6 +44,8 @@ def _chunked(case: Training, model: nn.Module, chunks: int) -> Iterator[Sample]:
         yield prepared
         return
     for count in cases.counts():
+        if chunks not in case.tried(count):
+            continue
 
         def run(count: int = count) -> dict[str, list[float]]:
             placement = placed(found[0], count, chunks)

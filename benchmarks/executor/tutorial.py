@@ -40,7 +40,7 @@ def train(case: Training) -> Iterator[Sample]:
     """At each number of devices and micro-batches."""
     cases.prepare()
     for count in cases.counts():
-        for chunks in case.chunks:
+        for chunks in case.tried(count):
 
             def run(count: int = count, chunks: int = chunks) -> dict[str, list[float]]:
                 batch = case.batch(cases.home())
