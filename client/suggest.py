@@ -37,6 +37,7 @@ def suggest(
     schedule: Schedule = "1f1b",
     transfers: Transfers = "added",
     time_limit_s: float = 30.0,
+    explain: bool = False,
     memory_bytes: int | Mapping[DeviceLike, int] | None = None,
     profile: Profile | None = None,
     progress: bool = True,
@@ -60,6 +61,7 @@ def suggest(
         schedule: how they are ordered.
         transfers: whether transfers add to a device's time, or overlap with its compute.
         time_limit_s: after so many seconds the best answer so far is returned.
+        explain: whether to find out, too, what limits the placement and what would help most.
         memory_bytes: what a placement may use, in bytes, of each device or by device; None for all of its memory.
         profile: an earlier profile of the model, to be placed without measuring again.
         progress: whether to show bars on a terminal.
@@ -96,6 +98,7 @@ def suggest(
         schedule=schedule,
         transfers=transfers,
         time_limit_s=time_limit_s,
+        explain=explain,
     )
     with _waiting("solving", progress):
         placement = _solve(request, server or os.environ.get("PLACER_URL"))

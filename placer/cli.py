@@ -22,6 +22,7 @@ from placer.cli_options import (
     Chunks,
     Contiguous,
     Devices,
+    Explain,
     Forbidden,
     Granularity,
     Inference,
@@ -108,6 +109,7 @@ def solve(
     max_devices: MaxDevices = None,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
+    explain: Explain = False,
     server: Server = None,
     output: Output = None,
     json: AsJson = False,
@@ -123,7 +125,7 @@ def solve(
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = limited(target, memory)
     limits = rules(target, pin, forbid, max_devices, contiguous)
-    request = request_for(subject, target, limits, objective, chunks, schedule, transfers, time_limit)
+    request = request_for(subject, target, limits, objective, chunks, schedule, transfers, time_limit, explain)
     _answer(request, server, output, json)
 
 
@@ -146,15 +148,17 @@ def suggest(
     max_devices: MaxDevices = None,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
+    explain: Explain = False,
     server: Server = None,
     output: Output = None,
     json: AsJson = False,
 ) -> None:
     """Profile a model here and find its best placement: profile and solve in one."""
     measured = _measure(model, arg, input, devices, memory, inference, optimizer, granularity)
-    assert measured.cluster is not None  # profile() measures the devices
-    limits = rules(measured.cluster, pin, forbid, max_devices, contiguous)
-    request = request_for(measured, measured.cluster, limits, objective, chunks, schedule, transfers, time_limit)
+    target = measured.cluster
+    assert target is not None  # profile() measures the devices
+    limits = rules(target, pin, forbid, max_devices, contiguous)
+    request = request_for(measured, target, limits, objective, chunks, schedule, transfers, time_limit, explain)
     _answer(request, server, output, json)
 
 

@@ -85,6 +85,7 @@ def request_for(
     schedule: str,
     transfers: str,
     time_limit_s: float,
+    explain: bool = False,
 ) -> PlacementRequest:
     """The request; its fields are those of ``PlacementRequest``.
 
@@ -100,4 +101,5 @@ def request_for(
         schedule=cast(Schedule, schedule),
         transfers=cast(Transfers, transfers),
         time_limit_s=time_limit_s,
+        explain=explain,
     )

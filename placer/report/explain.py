@@ -116,6 +116,12 @@ def _proven(placement: Placement) -> list[str]:
     lines.append(f"status      {placement.status}: {_STATUSES[placement.status]}")
     lines.append(f"solve time  {placement.solve_time_s:.3f} s{method}")
     lines.append(f"one device  {_single_text(placement)}")
+    if placement.limits is not None:
+        lines.append(f"limited by  {placement.limits.kind}: {placement.limits.what}")
+        lines += [
+            f"would help  {help.change}: {_value_text(placement, help.objective_value)}, {help.speedup:.2f}x"
+            for help in placement.limits.helps
+        ]
     return lines
 
 

@@ -10,8 +10,10 @@ from placer.schema import (
     Device,
     DeviceLoad,
     Edge,
+    Help,
     Infeasibility,
     Layer,
+    Limits,
     Link,
     MemoryUse,
     Placement,
@@ -205,3 +207,11 @@ def test_links_that_differ_are_listed_and_cut_short_with_their_number() -> None:
     text = explain(cluster.model_copy(update={"links": (faster, *cluster.links[1:])}))
     assert "9.00 GB/s" in text
     assert "and 8 more links" in text
+
+
+def test_what_limits_a_placement_and_what_would_help_is_shown_where_it_was_asked_for() -> None:
+    helps = (Help(change="2 GiB more on cuda:1", objective_value=13.1, speedup=1.07),)
+    text = explain(placement(limits=Limits(kind="memory", what="cuda:1 is full", helps=helps)))
+    assert "memory: cuda:1 is full" in row(text, "limited by")
+    assert "2 GiB more on cuda:1: 13.10 ms, 1.07x" in row(text, "would help")
+    assert "limited by" not in explain(placement())
