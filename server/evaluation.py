@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import isclose
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -221,7 +220,7 @@ def judge(request: PlacementRequest, where: Map, best: Placement | None = None) 
         best: the placement that is known for the request.
     """
     from placer.solver import costs
-    from placer.solver.answer import single_device
+    from placer.solver.answer import device_loads, single_device
     from placer.solver.problem import Problem as Indexed
 
     problem = Indexed.from_request(request)
@@ -238,21 +237,7 @@ def judge(request: PlacementRequest, where: Map, best: Placement | None = None) 
         result = costs.evaluate(replace(problem, contiguous=False), assignment)
     if result is None:
         return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
-    busiest, held = max(result.load_ms), Counter(assignment)
-    loads = tuple(
-        DeviceLoad(
-            device=device.name,
-            layers=held[number],
-            compute_ms=result.compute_ms[number],
-            send_ms=result.send_ms[number],
-            receive_ms=result.receive_ms[number],
-            load_ms=result.load_ms[number],
-            memory=result.memory[number],
-            limit_bytes=device.usable_bytes,
-            bottleneck=isclose(result.load_ms[number], busiest, rel_tol=1e-9),
-        )
-        for number, device in enumerate(problem.devices)
-    )
+    loads = device_loads(problem, assignment, result)
     faults += _memory(loads)
     value = result.objective_value
     known = best.objective_value if best is not None else None

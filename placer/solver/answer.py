@@ -36,7 +36,7 @@ def found(problem: Problem, assignment: costs.Assignment, bound: float, method: 
         gap=gap,
         layer_devices={layer.name: names[device] for layer, device in zip(problem.layers, assignment, strict=True)},
         stages=tuple(names[device] for device in result.stages),
-        devices=_device_loads(problem, assignment, result),
+        devices=device_loads(problem, assignment, result),
         single_device=single,
         speedup=single.objective_value / value if timed else None,
     )
@@ -86,7 +86,8 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
     }
 
 
-def _device_loads(problem: Problem, assignment: costs.Assignment, result: costs.Costs) -> tuple[DeviceLoad, ...]:
+def device_loads(problem: Problem, assignment: costs.Assignment, result: costs.Costs) -> tuple[DeviceLoad, ...]:
+    """What an assignment asks of each device, the busiest ones marked."""
     busiest = max(result.load_ms)
     layers = Counter(assignment)
     return tuple(
