@@ -23,7 +23,7 @@ from placer.executor.apply import Home, move_state, relocate
 from placer.executor.assignment import Assignment
 from placer.executor.clones import Clones
 from placer.executor.hooked import HookPath
-from placer.executor.pipeline import gather, run, scatter, to_device
+from placer.executor.pipeline import gather, run, scatter
 from placer.executor.program import Capture, Program
 from placer.executor.segments import MicroBatch, Segment, segments
 from placer.executor.train import Loss, Order
@@ -90,7 +90,7 @@ class DataFlow(nn.Module):
         self._optimizer: torch.optim.Optimizer | None = None
         self._program = Program(module)
         self._assignment: Assignment | None = None
-        self._plans: dict[int, tuple[LayerGraph, list[Segment]]] = {}
+        self._plans: dict[Capture, tuple[LayerGraph, list[Segment]]] = {}
         self._hooks = HookPath(module)
         if inference_only:
             module.requires_grad_(False)
@@ -141,6 +141,7 @@ class DataFlow(nn.Module):
         self._granularity = "fine" if self.fine_grained else "submodule"
         self.layer_gpus = self._default_map()
         self.chunks = 1
+        self.schedule = "1f1b"
 
     def construct_module(
         self, layer_gpus: Mapping[str, DeviceLike] | None = None, module: nn.Module | None = None
@@ -218,7 +219,7 @@ class DataFlow(nn.Module):
         batches = [MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)]
         run([pipeline for _, pipeline in plans], batches)
         results = [
-            to_device([batch.read(name, self.output_device) for name in graph.outputs], self.output_device)
+            [batch.read(name, self.output_device) for name in graph.outputs]
             for (graph, _), batch in zip(plans, batches, strict=True)
         ]
         structure = captures[0].exported.outputs
@@ -271,10 +272,10 @@ class DataFlow(nn.Module):
             self._refuse_training()
             if self._clones.refresh():
                 self._plans.clear()
-        if id(capture) not in self._plans:
+        if capture not in self._plans:
             graph, places = self.layers(capture)
-            self._plans[id(capture)] = (graph, segments(graph, places, self._lookup(graph)))
-        return self._plans[id(capture)]
+            self._plans[capture] = (graph, segments(graph, places, self._lookup(graph)))
+        return self._plans[capture]
 
     def _settle(self, graph: LayerGraph, places: Sequence[torch.device]) -> None:
         """Move state whose layer was not known before the capture (a root's own parameters) to its first layer."""

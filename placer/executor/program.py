@@ -16,7 +16,7 @@ from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 
 
-@dataclass
+@dataclass(eq=False)
 class Capture:
     """One capture and the layer graphs that were cut from it, by granularity."""
 

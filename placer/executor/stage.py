@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,21 +134,25 @@ class Stage:
             slot = Slot({name: self._static(inputs[name]) for name in self.reads})
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
-            slot.forward = self._pass(self._forward, slot)
-            slot.backward = self._pass(self._backward, slot)
-            slot.weights = self._pass(self._weights, slot)
+            slot.forward = partial(self._forward, slot)
+            slot.backward = partial(self._backward, slot)
+            slot.weights = partial(self._weights, slot)
             self.slots.append(slot)
         first = self.slots[0]
         first.forward()
         made = {name: first.outputs[name] for name in self.writes}
         for slot in self.slots:
             for name, readers in self.writes.items():
-                if self._flows_back(name, made[name]):
+                if _flows_back(made[name]):
                     for reader in readers:
                         slot.gradients[name, reader] = torch.zeros_like(made[name])
         # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
         first.leaves, first.outputs, first.roots = {}, {}, []
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in made.items()}
+
+    def slot(self, micro_batch: int) -> Slot:
+        """The slot that a micro-batch goes through."""
+        return self.slots[micro_batch % len(self.slots)]
 
     def record(self) -> None:
         """Turn the passes of every slot into CUDA graphs, where the device has them and the layers allow it."""
@@ -172,9 +177,6 @@ class Stage:
         times = devices.queued_ms([slot.forward, slot.backward, slot.weights], self.device, 3)
         forward, backward, weights = (sorted(row)[1] for row in times)
         return forward, backward, weights
-
-    def _pass(self, run: Callable[[Slot], None], slot: Slot) -> Callable[[], None]:
-        return lambda: run(slot)
 
     def _static(self, example: Any) -> Any:
         if not isinstance(example, Tensor):
@@ -224,6 +226,6 @@ class Stage:
             add()
         slot.deferred.clear()
 
-    @staticmethod
-    def _flows_back(name: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.requires_grad
+
+def _flows_back(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

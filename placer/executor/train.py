@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from placer.zero_bubble import Half, zero_bubble
 
 Loss = Callable[[Any, Any], Tensor]
 Order = Schedule | Literal["zero-bubble"]
+SCHEDULES: tuple[str, ...] = (*get_args(Schedule), "zero-bubble")
 
 
 @dataclass
@@ -250,12 +251,11 @@ class _Step:
             elif phase == "backward":
                 self._backward(stage, micro_batch)
             else:
-                slot = self._stages[stage].slots[micro_batch % len(self._stages[stage].slots)]
-                self._run(stage, "weights", micro_batch, slot.weights, [])
+                self._run(stage, "weights", micro_batch, self._stages[stage].slot(micro_batch).weights, [])
 
     def _forward(self, index: int, chunk: int) -> None:
         stage = self._stages[index]
-        slot = stage.slots[chunk % len(stage.slots)]
+        slot = stage.slot(chunk)
         free = self._done.get((index, self._last, chunk - len(stage.slots)), self._start[stage.device])
         arrived = []
         for name in stage.reads:
@@ -269,7 +269,7 @@ class _Step:
                 )
                 continue
             source = self._stages[maker]
-            made = source.slots[chunk % len(source.slots)].outputs[name]
+            made = source.slot(chunk).outputs[name]
             mark = self._courier.send(made.detach(), self._done[maker, "forward", chunk], static, free, "forward")
             self._fetched.setdefault((maker, "forward", chunk), []).append(mark)
             arrived.append(mark)
@@ -281,7 +281,7 @@ class _Step:
 
     def _backward(self, index: int, chunk: int) -> None:
         stage = self._stages[index]
-        slot = stage.slots[chunk % len(stage.slots)]
+        slot = stage.slot(chunk)
         sent_before = self._fetched.get((index, "backward", chunk - len(stage.slots)), [])
         self._run(index, "backward", chunk, slot.backward, [*self._landed.pop((index, chunk), []), *sent_before])
         # Gradients leave at once: the slot that waits for them is theirs until its backward pass, this one is not.
@@ -290,7 +290,7 @@ class _Step:
             if maker is None:
                 continue
             source = self._stages[maker]
-            target = source.slots[chunk % len(source.slots)].gradients.get((name, index))
+            target = source.slot(chunk).gradients.get((name, index))
             if target is None:
                 continue
             free = self._done.get((maker, "backward", chunk - len(source.slots)), self._start[source.device])

@@ -11,7 +11,7 @@ from placer.errors import InputError
 from placer.executor.assignment import Assignment
 from placer.executor.pipeline import scatter
 from placer.executor.program import Capture
-from placer.executor.train import Loss, Order, TrainingPipeline
+from placer.executor.train import SCHEDULES, Loss, Order, TrainingPipeline
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
@@ -46,9 +46,16 @@ class TrainStep:
         loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
         optimizer: stepped after every batch; None to leave that to the caller.
         schedule: the order of micro-batches.
+
+    Raises:
+        InputError: the loss is no function, or the schedule is not known.
     """
 
     def __init__(self, flow: Flow, loss_fn: Loss, optimizer: torch.optim.Optimizer | None, schedule: Order) -> None:
+        if not callable(loss_fn):
+            raise InputError(f"loss_fn is {loss_fn!r}; give a function of the output and the target")
+        if schedule not in SCHEDULES:
+            raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
         self.flow = flow
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -69,7 +76,8 @@ class TrainStep:
             The mean loss, detached.
 
         Raises:
-            InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode.
+            InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode, or the target is of
+                another size than the batch.
         """
         self._refuse()
         args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
@@ -77,6 +85,7 @@ class TrainStep:
         tensors, structure = flatten((args, kwargs))
         goals, target_structure = flatten(target)
         size = batch_size(tensors)
+        _refuse_other_sizes(goals, size)
         count = _equal_chunks(self.flow.chunks if chunks is None else chunks, size)
         pipeline = self._pipeline(tensors, structure, target_structure, count, size)
         if pipeline is None:
@@ -109,7 +118,7 @@ class TrainStep:
         capture = flow.captured(scatter(tensors, chunks, size)[0], inputs)
         if capture is None:
             return None
-        key = (id(capture), chunks, size, target.key)
+        key = (capture, chunks, size, target.key)
         if key not in self._pipelines:
             graph, places = flow.layers(capture)
             self._pipelines[key] = TrainingPipeline(
@@ -130,6 +139,15 @@ class TrainStep:
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         return torch.stack(losses).sum()
+
+
+def _refuse_other_sizes(targets: list[Any], size: int) -> None:
+    for target in targets:
+        if isinstance(target, Tensor) and target.dim() and target.shape[0] != size:
+            raise InputError(
+                f"a target of shape {tuple(target.shape)} goes with a batch of {size}; "
+                "its first dimension must be the batch"
+            )
 
 
 def _equal_chunks(wanted: int, size: int) -> int:

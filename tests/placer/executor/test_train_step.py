@@ -255,3 +255,36 @@ def test_a_wrong_number_of_micro_batches_is_named(chunks: Any) -> None:
     flow.update_flow()
     with pytest.raises(InputError, match=f"chunks={chunks}"):
         flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(2, 2), chunks=chunks)
+
+
+def test_an_unknown_schedule_is_named() -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+    with pytest.raises(InputError, match="'gpipe' is not known; give one of fill-drain, 1f1b, zero-bubble"):
+        flow.train_step(functional.mse_loss, schedule="gpipe")  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_no_function_is_named() -> None:
+    with pytest.raises(InputError, match="loss_fn is 'mse'"):
+        DataFlow(nn.Sequential(nn.Linear(4, 2))).train_step("mse")  # type: ignore[arg-type]
+
+
+def test_a_target_of_another_size_than_the_batch_is_named() -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+    flow.update_flow()
+    with pytest.raises(InputError, match=r"target of shape \(3, 2\) goes with a batch of 2"):
+        flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(3, 2))
+
+
+def test_weights_that_are_assigned_between_steps_are_those_that_train() -> None:
+    # Pipelines were told apart by the address of their capture, which a later capture may take over.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2)).double()
+    inputs, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    flow = DataFlow(model)
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss)
+    for scale in (1.0, 2.0, 3.0):
+        new = {name: torch.full_like(value, scale) for name, value in model.state_dict().items()}
+        flow.load_state_dict(new, assign=True)
+        expected = functional.mse_loss(torch.nn.functional.linear(inputs, *new.values()), target)
+        torch.testing.assert_close(step(inputs, target), expected)
