@@ -1,0 +1,40 @@
+"""The wire types: what is profiled, what is asked, what is answered.
+
+    Profile + Cluster  ->  PlacementRequest  ->  Placement
+
+Every quantity carries its unit in its name: ``_ms`` milliseconds, ``_s`` seconds, ``_bytes`` bytes. Unknown fields,
+NaN, infinities and negative quantities are refused. The types are immutable; ``model_copy(update=...)`` makes a
+changed copy.
+"""
+
+from __future__ import annotations
+
+from placer.schema.base import SCHEMA_VERSION, Limiting, Objective, Schedule, Status, Transfers
+from placer.schema.cluster import Cluster, Device, Link
+from placer.schema.placement import DeviceLoad, Help, Infeasibility, Limits, MemoryUse, Placement, SingleDevice
+from placer.schema.profile import Edge, Layer, Profile
+from placer.schema.request import Constraints, PlacementRequest
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Cluster",
+    "Constraints",
+    "Device",
+    "DeviceLoad",
+    "Edge",
+    "Help",
+    "Infeasibility",
+    "Layer",
+    "Limiting",
+    "Limits",
+    "Link",
+    "MemoryUse",
+    "Objective",
+    "Placement",
+    "PlacementRequest",
+    "Profile",
+    "Schedule",
+    "SingleDevice",
+    "Status",
+    "Transfers",
+]

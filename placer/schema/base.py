@@ -1,0 +1,65 @@
+"""What every wire type shares: its configuration, the names and units of its fields, and the checks of lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, StringConstraints
+
+SCHEMA_VERSION: Literal["1"] = "1"
+"""The version of every wire type; a reader refuses one that it does not know."""
+
+V = TypeVar("V")
+
+MAX_LAYERS = 100_000
+MAX_DEVICES = 1_024
+
+FIRST = FailFast()
+"""Of a list, only the first faulty element is reported: a million faults would take a gigabyte to describe."""
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
+Bytes = Annotated[int, Field(ge=0, le=2**60)]
+
+
+def in_order(named: dict[str, V]) -> dict[str, V]:
+    """Sorted by name, so that equal questions are written, and hashed, alike."""
+    return named if len(named) < 2 else dict(sorted(named.items()))
+
+
+IN_ORDER = AfterValidator(in_order)
+TimesMs = Annotated[dict[Name, Milliseconds], Field(max_length=64), IN_ORDER]
+
+Objective = Literal["throughput", "latency", "memory"]
+"""What is made small: the bottleneck (ms), one sample's critical path (ms), or the largest memory use (bytes)."""
+
+Schedule = Literal["fill-drain", "1f1b"]
+Transfers = Literal["added", "overlapped"]
+Limiting = Literal["memory", "link", "layer", "work"]
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+
+class Wire(BaseModel):
+    """A type that travels: unknown fields and numbers that are none are refused; it never changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def refuse_duplicates(kind: str, names: Sequence[str]) -> None:
+    """Raises ValueError for the first name that is listed twice."""
+    if len(set(names)) == len(names):
+        return
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{kind} {name!r} is listed twice")
+        seen.add(name)
+
+
+def refuse_unknown(where: str, names: Iterable[str], known: Iterable[str], kind: str = "layer") -> None:
+    """Raises ValueError for the first name that is not among the known ones."""
+    known = known if isinstance(known, (dict, set)) else set(known)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{where}: there is no {kind} {name!r}")

@@ -1,0 +1,85 @@
+"""The devices that a model is placed on, and the links between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from placer.schema.base import (
+    FIRST,
+    MAX_DEVICES,
+    Bytes,
+    Name,
+    Wire,
+    refuse_duplicates,
+)
+
+
+class Device(Wire):
+    """One accelerator, or one CPU stand-in.
+
+    Attributes:
+        name: as torch names it: ``cuda:0``, ``cpu:1``.
+        type: the key into a layer's times: ``NVIDIA H200``, ``cpu``.
+        memory_bytes: the limit; what a placement may use is this less the reserve.
+        reserve_bytes: kept free of the placement: context, library workspaces, other programs.
+        host: the machine that the device is in.
+    """
+
+    name: Name
+    type: Name
+    memory_bytes: Bytes
+    reserve_bytes: Bytes = 0
+    host: Annotated[str, StringConstraints(max_length=512)] = ""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a placement may use, in bytes."""
+        return self.memory_bytes - self.reserve_bytes
+
+    @model_validator(mode="after")
+    def _limit_above_reserve(self) -> Self:
+        if self.memory_bytes < self.reserve_bytes:
+            raise ValueError(
+                f"device {self.name!r}: memory_bytes {self.memory_bytes} is below reserve_bytes {self.reserve_bytes}"
+            )
+        return self
+
+
+class Link(Wire):
+    """A directed way between two devices: a transfer of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``."""
+
+    source: Name
+    target: Name
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    latency_s: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+
+    def transfer_ms(self, size_bytes: int) -> float:
+        """The time that ``size_bytes`` take over this link, in milliseconds."""
+        return 1e3 * (self.latency_s + size_bytes / self.bandwidth_bytes_per_s)
+
+
+class Cluster(Wire):
+    """The devices and the links between them; two devices without a link cannot exchange values."""
+
+    devices: Annotated[tuple[Device, ...], Field(min_length=1, max_length=MAX_DEVICES), FIRST]
+    links: Annotated[tuple[Link, ...], FIRST] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [device.name for device in self.devices]
+        refuse_duplicates("device", names)
+        known = set(names)
+        for link in self.links:
+            for end in (link.source, link.target):
+                if end not in known:
+                    raise ValueError(f"link {link.source!r} -> {link.target!r}: there is no device {end!r}")
+            if link.source == link.target:
+                raise ValueError(f"link {link.source!r} -> {link.target!r} joins a device with itself")
+        refuse_duplicates("link", [f"{link.source} -> {link.target}" for link in self.links])
+        return self
+
+    def link(self, source: str, target: str) -> Link | None:
+        """The link from ``source`` to ``target``, or None where there is none."""
+        return next((link for link in self.links if (link.source, link.target) == (source, target)), None)

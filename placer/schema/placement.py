@@ -1,0 +1,188 @@
+"""What is answered: where each layer runs, and what is proven of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from placer.schema.base import (
+    SCHEMA_VERSION,
+    Bytes,
+    Limiting,
+    Milliseconds,
+    Name,
+    Objective,
+    Schedule,
+    Status,
+    Wire,
+)
+
+
+class MemoryUse(Wire):
+    """What a device holds at its worst moment, by kind, in bytes."""
+
+    param_bytes: Bytes = 0
+    grad_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+    buffer_bytes: Bytes = 0
+    activation_bytes: Bytes = 0
+    workspace_bytes: Bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it, in bytes."""
+        return (
+            self.param_bytes
+            + self.grad_bytes
+            + self.optimizer_bytes
+            + self.buffer_bytes
+            + self.activation_bytes
+            + self.workspace_bytes
+        )
+
+
+class DeviceLoad(Wire):
+    """What a placement asks of one device for one micro-batch.
+
+    Attributes:
+        device: its name.
+        layers: how many layers it holds.
+        compute_ms: forward and, in training, backward time of its layers.
+        send_ms: time of the values and gradients that it sends.
+        receive_ms: time of those that it receives.
+        load_ms: compute and transfers as the request joins them.
+        memory: by kind, at the worst moment.
+        limit_bytes: what it may use.
+        bottleneck: whether no device is busier.
+    """
+
+    device: Name
+    layers: Annotated[int, Field(ge=0)]
+    compute_ms: Milliseconds
+    send_ms: Milliseconds
+    receive_ms: Milliseconds
+    load_ms: Milliseconds
+    memory: MemoryUse
+    limit_bytes: Bytes
+    bottleneck: bool = False
+
+
+class SingleDevice(Wire):
+    """The best that one device alone does: the answer to whether to split at all.
+
+    Attributes:
+        device: the fastest device on which the model fits, or, where it fits on none, the fastest.
+        objective_value: the objective there, in the objective's unit.
+        fits: whether it fits there.
+        short_bytes: what is missing if it does not.
+    """
+
+    device: Name
+    objective_value: Annotated[float, Field(ge=0)]
+    fits: bool
+    short_bytes: Bytes = 0
+
+
+class Infeasibility(Wire):
+    """Requirements that cannot hold together.
+
+    Attributes:
+        reason: in words, with the values.
+        layers: the layers concerned.
+        devices: the devices concerned.
+        short_bytes: the bytes missing, where memory is the reason.
+    """
+
+    reason: str
+    layers: tuple[Name, ...] = ()
+    devices: tuple[Name, ...] = ()
+    short_bytes: Bytes = 0
+
+
+class Help(Wire):
+    """A change that would make a placement better: the changed question was solved.
+
+    Attributes:
+        change: in words: ``2 GiB more on cuda:1``.
+        objective_value: what is reached with it; no promise that nothing better is.
+        speedup: the placement's objective over that.
+    """
+
+    change: str
+    objective_value: Annotated[float, Field(ge=0)]
+    speedup: Annotated[float, Field(ge=0)]
+
+
+class Limits(Wire):
+    """What limits a placement.
+
+    Attributes:
+        kind: ``memory``: without its limits the answer is better; else what keeps the busiest device busy: its ``link``
+            (transfers, more than it computes), one ``layer``, or the ``work`` of several.
+        what: in words, with the values.
+        helps: what would help, the most first; only what was solved in time, and is better.
+    """
+
+    kind: Limiting
+    what: str
+    helps: tuple[Help, ...] = ()
+
+
+class Placement(Wire):
+    """The answer: where each layer runs, what that predicts, and what is proven about it.
+
+    Attributes:
+        id: the content hash of the request.
+        status: ``optimal``: proven; ``feasible``: the best found in time; ``infeasible``: proven to be none;
+            ``unknown``: none found in time.
+        objective: what was made small.
+        objective_value: its value, ms or bytes; None without a placement.
+        bound: a proven lower bound on it.
+        gap: (objective_value - bound) / objective_value.
+        method: what found and proved it.
+        solve_time_s: how long that took.
+        layer_devices: layer -> device, in execution order; empty without a placement.
+        granularity: of the profile, taken over by ``update_flow``.
+        training: whether a training step was placed.
+        batch_size: samples in a micro-batch.
+        chunks: micro-batches in a batch.
+        schedule: the order of micro-batches.
+        contiguous: whether the stages are contiguous.
+        stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in which every value
+            runs forwards, and in which their memory was reckoned; else by their first layer.
+        devices: the load of each device.
+        single_device: the best that one device does.
+        speedup: single_device.objective_value / objective_value, for times; None without a placement.
+        infeasible: why there is none.
+        limits: what limits it, where the request asks to explain.
+    """
+
+    schema_version: Literal["1"] = SCHEMA_VERSION
+    id: Annotated[str, StringConstraints(max_length=128)] = ""
+    status: Status
+    objective: Objective
+    objective_value: Annotated[float, Field(ge=0)] | None = None
+    bound: Annotated[float, Field(ge=0)] | None = None
+    gap: Annotated[float, Field(ge=0, le=1)] | None = None
+    method: str = ""
+    solve_time_s: Annotated[float, Field(ge=0)] = 0.0
+    model: str = ""
+    layer_devices: dict[Name, Name] = {}
+    granularity: int | str = "auto"
+    training: bool = False
+    batch_size: int = 1
+    chunks: int = 1
+    schedule: Schedule = "1f1b"
+    contiguous: bool = True
+    stages: tuple[Name, ...] = ()
+    devices: tuple[DeviceLoad, ...] = ()
+    single_device: SingleDevice | None = None
+    speedup: float | None = None
+    infeasible: Infeasibility | None = None
+    limits: Limits | None = None
+
+    def to_json(self) -> str:
+        """The placement as readable JSON."""
+        return json.dumps(self.model_dump(mode="json"), indent=1)

@@ -1,0 +1,193 @@
+"""What was measured of a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from placer.schema.base import (
+    FIRST,
+    IN_ORDER,
+    MAX_LAYERS,
+    SCHEMA_VERSION,
+    Bytes,
+    Name,
+    TimesMs,
+    Wire,
+    refuse_duplicates,
+    refuse_unknown,
+)
+from placer.schema.cluster import Cluster
+
+
+class Layer(Wire):
+    """One layer, measured alone on one micro-batch.
+
+    Attributes:
+        name: the layer's name, unique in its profile: a module path, with ``@1``, ``@2`` for later calls.
+        module: the class of the module, for people.
+        forward_ms: device time of the forward pass by device type.
+        backward_ms: device time of the backward pass by device type; empty in an inference profile.
+        host_ms: time the host takes to launch one forward and backward, by device type; not part of any cost.
+        param_bytes: parameters; a parameter that several layers share counts in the first of them alone.
+        grad_bytes: gradients of the parameters that require one.
+        optimizer_bytes: the optimizer's state for them.
+        buffer_bytes: buffers.
+        saved_bytes: tensors made inside the layer and kept for its backward pass; values that cross the layer's border
+            are not counted here but on their edge, see ``Edge.saved_by``.
+        forward_workspace_bytes: the most that a forward pass holds beyond all of those.
+        backward_workspace_bytes: the same for a backward pass: gradients of what the layer reads and writes, and those
+            of its parameters until they are added to the ones of earlier micro-batches.
+    """
+
+    name: Name
+    module: Annotated[str, StringConstraints(max_length=512)] = ""
+    forward_ms: TimesMs
+    backward_ms: TimesMs = {}
+    host_ms: TimesMs = {}
+    param_bytes: Bytes = 0
+    grad_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+    buffer_bytes: Bytes = 0
+    saved_bytes: Bytes = 0
+    forward_workspace_bytes: Bytes = 0
+    backward_workspace_bytes: Bytes = 0
+
+
+class Edge(Wire):
+    """One value and the layers that read it; it is sent once to each device that reads it.
+
+    Attributes:
+        source: the layer that makes the value.
+        targets: the layers that read it.
+        bytes: its size for one micro-batch.
+        gradient_bytes: the size of its gradient, sent back from each reading device in training.
+        saved_by: those of the source and the targets that keep the value for their backward pass.
+    """
+
+    source: Name
+    targets: Annotated[tuple[Name, ...], Field(min_length=1), FIRST]
+    bytes: Bytes
+    gradient_bytes: Bytes = 0
+    saved_by: Annotated[tuple[Name, ...], FIRST] = ()
+
+
+class Profile(Wire):
+    """What was measured of one model: its layers in execution order, the values between them, and the devices.
+
+    Attributes:
+        model: the name of the model's class.
+        graph_hash: the same for the same graph, shapes and types.
+        training: whether backward times and training memory were measured.
+        optimizer: the optimizer whose state was measured, in training.
+        batch_size: samples in the micro-batch that was measured.
+        granularity: how the layers were cut: ``auto``, ``submodule``, ``fine``, a depth, or ``custom``.
+        captured: whether the graph was captured; if not, execution goes through hooks, and ``not_captured_because``
+            says why.
+        layers: in execution order: every edge runs forwards.
+        edges: the values that cross layers.
+        colocated: groups of layers that share state and so one device.
+        cluster: the devices and links that were measured; None in a profile that is to be merged with a cluster later.
+        versions: of python, torch and placer.
+    """
+
+    schema_version: Literal["1"] = SCHEMA_VERSION
+    model: Annotated[str, StringConstraints(max_length=512)] = ""
+    graph_hash: Annotated[str, StringConstraints(max_length=128)] = ""
+    training: bool = False
+    optimizer: Annotated[str, StringConstraints(max_length=128)] | None = None
+    batch_size: Annotated[int, Field(ge=1, le=2**31)] = 1
+    granularity: Annotated[int, Field(ge=1, le=1000)] | Annotated[str, StringConstraints(max_length=64)] = "auto"
+    captured: bool = True
+    not_captured_because: Annotated[str, StringConstraints(max_length=4096)] = ""
+    layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=MAX_LAYERS), FIRST]
+    edges: Annotated[tuple[Edge, ...], FIRST] = ()
+    colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
+    cluster: Cluster | None = None
+    versions: Annotated[dict[str, str], IN_ORDER] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [layer.name for layer in self.layers]
+        refuse_duplicates("layer", names)
+        place = {name: index for index, name in enumerate(names)}
+        for edge in self.edges:
+            self._check_edge(edge, place)
+        for group in self.colocated:
+            refuse_unknown("colocated", group, place)
+        return self
+
+    def _check_edge(self, edge: Edge, place: dict[str, int]) -> None:
+        if not _runs_well(edge, place):
+            self._refuse_edge(edge, place)
+
+    def _refuse_edge(self, edge: Edge, place: dict[str, int]) -> None:
+        """Say what is wrong with an edge."""
+        label = f"edge from {edge.source!r}"
+        refuse_unknown(label, (edge.source, *edge.targets, *edge.saved_by), place)
+        for target in edge.targets:
+            if place[target] <= place[edge.source]:
+                raise ValueError(f"{label} to {target!r} {self._backwards(edge.source, target)}")
+        for keeper in edge.saved_by:
+            if keeper != edge.source and keeper not in edge.targets:
+                raise ValueError(f"{label}: saved_by names {keeper!r}, which neither makes nor reads the value")
+
+    def _backwards(self, source: str, target: str) -> str:
+        successors: dict[str, list[str]] = {}
+        for edge in self.edges:
+            successors.setdefault(edge.source, []).extend(edge.targets)
+        path = _path(successors, target, source)
+        if path:
+            return f"closes a cycle: {' -> '.join([source, *path])}"
+        return "runs against the order of the layers; list the layers in execution order"
+
+    def to_json(self) -> str:
+        """The profile as JSON with one layer, edge, device or link a line: readable, diffable and small."""
+        return _lines(self.model_dump(mode="json", exclude_defaults=True) | {"schema_version": self.schema_version})
+
+
+def _runs_well(edge: Edge, place: dict[str, int]) -> bool:
+    """Whether an edge is as it must be: the quick way, as a service checks many profiles of many edges."""
+    start = place.get(edge.source, MAX_LAYERS)
+    for target in edge.targets:
+        if place.get(target, -1) <= start:
+            return False
+    for keeper in edge.saved_by:
+        if keeper not in edge.targets and keeper != edge.source:
+            return False
+    return True
+
+
+def _path(successors: dict[str, list[str]], start: str, goal: str) -> list[str]:
+    """A path from ``start`` to ``goal``, both included, or nothing."""
+    came_from: dict[str, str | None] = {start: None}
+    stack = [start]
+    while stack:
+        here = stack.pop()
+        if here == goal:
+            path = [here]
+            while (before := came_from[path[-1]]) is not None:
+                path.append(before)
+            return path[::-1]
+        for there in successors.get(here, ()):
+            if there not in came_from:
+                came_from[there] = here
+                stack.append(there)
+    return []
+
+
+def _lines(content: dict[str, Any], depth: int = 0) -> str:
+    """JSON in which every element of a list, and every scalar of an outer object, is a line of its own."""
+    pad = " " * (depth + 1)
+    rows = []
+    for key, value in content.items():
+        if isinstance(value, dict) and any(isinstance(item, list) for item in value.values()):
+            text = _lines(value, depth + 1)
+        elif isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"{pad} {json.dumps(item)}" for item in value) + f"\n{pad}]"
+        else:
+            text = json.dumps(value)
+        rows.append(f"{pad}{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(rows) + "\n" + " " * depth + "}"

@@ -1,0 +1,128 @@
+"""What is asked: a profile, devices, an objective and constraints."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from placer.schema.base import (
+    FIRST,
+    IN_ORDER,
+    MAX_DEVICES,
+    SCHEMA_VERSION,
+    Name,
+    Objective,
+    Schedule,
+    Transfers,
+    Wire,
+    refuse_unknown,
+)
+from placer.schema.cluster import Cluster, Device
+from placer.schema.profile import Profile
+
+
+class Constraints(Wire):
+    """What a placement must respect, beside memory.
+
+    Attributes:
+        contiguous: each stage is a set of layers with no path that leaves it and comes back (the quotient graph over
+            devices is acyclic). None: contiguous, unless a group of colocated layers would then pull the whole model
+            onto one device, as tied embeddings do; then free.
+        pinned: layer -> the device that it must be on.
+        forbidden: layer -> devices that it must not be on. A layer of ``*`` stands for every layer.
+        colocated: groups of layers that must share a device, beside those of the profile.
+        max_devices: use at most so many devices.
+    """
+
+    contiguous: bool | None = None
+    pinned: Annotated[dict[Name, Name], IN_ORDER] = {}
+    forbidden: Annotated[dict[Name, Annotated[tuple[Name, ...], FIRST]], IN_ORDER] = {}
+    colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
+    max_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
+
+
+class PlacementRequest(Wire):
+    """A question: where should the layers of this profile run?
+
+    Attributes:
+        profile: what was measured.
+        cluster: the devices to place on; the profile's own if None.
+        objective: what is made small, see ``Objective``.
+        constraints: what must be respected.
+        training: whether a training step or inference is placed; as profiled if None.
+        chunks: micro-batches in a batch.
+        schedule: how micro-batches are ordered, which sets how many are in flight at a stage in training: all of them
+            for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` (contiguous placements; else all of them).
+        transfers: ``added``: a device computes and transfers one after the other; ``overlapped``: its load is the
+            largest of its compute, its sends and its receives.
+        time_limit_s: after this the best answer so far and its bound are returned.
+        seed: of the solver's random choices.
+        workers: cores that the solver may use.
+        explain: whether the answer says what limits it and what would help, by solving changed questions in what is
+            left of the time; not under objective ``memory``.
+    """
+
+    schema_version: Literal["1"] = SCHEMA_VERSION
+    profile: Profile
+    cluster: Cluster | None = None
+    objective: Objective = "throughput"
+    constraints: Constraints = Constraints()
+    training: bool | None = None
+    chunks: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    schedule: Schedule = "1f1b"
+    transfers: Transfers = "added"
+    time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    workers: Annotated[int, Field(ge=1, le=256)] = 2
+    explain: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        cluster = self.cluster or self.profile.cluster
+        if cluster is None:
+            raise ValueError("neither the request nor its profile has a cluster: give the devices to place on")
+        if self.is_training and not self.profile.training:
+            raise ValueError("training is asked for, but the profile was made with training=False")
+        layers = {layer.name for layer in self.profile.layers}
+        devices = {device.name for device in cluster.devices}
+        rules = self.constraints
+        refuse_unknown("constraints.pinned", rules.pinned, layers)
+        refuse_unknown("constraints.pinned", rules.pinned.values(), devices, "device")
+        refuse_unknown("constraints.forbidden", (name for name in rules.forbidden if name != "*"), layers)
+        for banned in rules.forbidden.values():
+            refuse_unknown("constraints.forbidden", banned, devices, "device")
+        for group in rules.colocated:
+            refuse_unknown("constraints.colocated", group, layers)
+        self._check_times(cluster)
+        return self
+
+    def _check_times(self, cluster: Cluster) -> None:
+        for kind in {device.type for device in cluster.devices}:
+            for layer in self.profile.layers:
+                if kind not in layer.forward_ms:
+                    raise ValueError(f"layer {layer.name!r} has no forward_ms for device type {kind!r}")
+                if self.is_training and kind not in layer.backward_ms:
+                    raise ValueError(f"layer {layer.name!r} has no backward_ms for device type {kind!r}")
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a training step is placed."""
+        return self.profile.training if self.training is None else self.training
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices to place on."""
+        return self.placed_on.devices
+
+    @property
+    def placed_on(self) -> Cluster:
+        """The cluster to place on: the request's, else the profile's."""
+        cluster = self.cluster or self.profile.cluster
+        assert cluster is not None  # the validator refused it
+        return cluster
+
+    def content_hash(self) -> str:
+        """The same for the same question, whatever the order or spelling of its JSON: 32 hexadecimal digits."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32]
