@@ -21,6 +21,8 @@ from placer.schema.base import (
 )
 from placer.schema.cluster import Cluster
 
+Shares = Annotated[dict[Name, Annotated[float, Field(ge=0, le=1e9)]], Field(max_length=64), IN_ORDER]
+
 
 class Layer(Wire):
     """One layer, measured alone on one micro-batch.
@@ -30,6 +32,11 @@ class Layer(Wire):
         module: the class of the module, for people.
         forward_ms: device time of the forward pass by device type.
         backward_ms: device time of the backward pass by device type; empty in an inference profile.
+        weights_ms: the part of ``backward_ms`` that gradients of parameters take, and nobody waits for, by device type:
+            the half that zero-bubble schedules do later.
+        optimizer_ms: time of the optimizer's step on the layer's parameters, once a batch, by device type.
+        spread: how far timings of one pass forwards and backwards were apart, by device type: half of the range that
+            holds their middle half, over their median.
         host_ms: time the host takes to launch one forward and backward, by device type; not part of any cost.
         param_bytes: parameters; a parameter that several layers share counts in the first of them alone.
         grad_bytes: gradients of the parameters that require one.
@@ -46,6 +53,9 @@ class Layer(Wire):
     module: Annotated[str, StringConstraints(max_length=512)] = ""
     forward_ms: TimesMs
     backward_ms: TimesMs = {}
+    weights_ms: TimesMs = {}
+    optimizer_ms: TimesMs = {}
+    spread: Shares = {}
     host_ms: TimesMs = {}
     param_bytes: Bytes = 0
     grad_bytes: Bytes = 0
