@@ -1,0 +1,15 @@
+"""The command ``placer``: the composition root; it may import everything, and does when a command needs it.
+
+command.py    the commands put together, errors as exit codes
+profiling.py  profile
+solving.py    solve, suggest
+showing.py    show
+machine.py    serve, doctor, demo
+options.py    the options that several commands share
+files.py      JSON in and out
+terminal.py   what goes to stderr
+"""
+
+from placer.cli.command import main
+
+__all__ = ["main"]

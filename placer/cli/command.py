@@ -1,0 +1,103 @@
+"""The commands put together, and their errors as one or two lines and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+from pydantic import ValidationError
+from rich.markup import escape
+
+import placer
+from placer import errors
+from placer.cli import machine, profiling, showing, solving
+from placer.cli.terminal import err
+from placer.errors import PlacerError
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 2 bad input; 3 infeasible: no placement is possible; 4 the time limit passed before a "
+    "placement was found; 5 the server could not be reached or failed; 1 anything else."
+)
+
+app = typer.Typer(
+    help=f"Find where each layer of a PyTorch model should run.\n\n{EXIT_CODES}",
+    epilog="JSON goes to stdout when it is piped, with --json or with -o; tables are for people on a terminal.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+for command in (
+    profiling.profile,
+    solving.solve,
+    solving.suggest,
+    showing.show,
+    machine.serve,
+    machine.doctor,
+    machine.demo,
+):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(placer.__version__)
+        raise typer.Exit(0)
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, help="print the version")] = False,
+) -> None:
+    """What goes before a command."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command; errors become one or two lines and an exit code.
+
+    Args:
+        arguments: of the command line; ``sys.argv`` if None.
+    """
+    try:
+        try:
+            app(args=arguments)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has left can still be told
+    except PlacerError as error:
+        _fail(str(error), _exit_code(error))
+    except ValidationError as error:
+        _fail(_first_fault(error), 2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again at its end
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get("PLACER_DEBUG"):
+            raise
+        _fail(f"{type(error).__name__}: {error} (PLACER_DEBUG=1 shows where)", 1)
+
+
+def _exit_code(error: PlacerError) -> int:
+    kinds = {
+        errors.InputError: 2,
+        errors.CaptureError: 2,  # the model fails on the inputs
+        errors.InfeasibleError: 3,
+        errors.SolveLimitError: 4,
+        errors.ServerError: 5,
+    }
+    return next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    first, *rest = message.strip().splitlines() or ["failed"]
+    err.print(f"[bold red]error:[/] {escape(first)}", soft_wrap=True, highlight=False)
+    if rest:
+        err.print(escape(rest[0]), soft_wrap=True, highlight=False)
+    sys.exit(code)
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    return f"{error.title}{' at ' if where else ''}{where[:200]}: {fault['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,83 @@
+"""``placer profile``: measure a model here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from placer.cli.files import emit
+from placer.cli.options import (
+    Arguments,
+    AsJson,
+    Devices,
+    Granularity,
+    Inference,
+    Inputs,
+    Memory,
+    Model,
+    Optimizer,
+    Output,
+)
+from placer.cli.terminal import extra
+from placer.errors import InputError
+from placer.request_spec import limited
+from placer.schema import Profile
+
+
+def profile(
+    model: Model,
+    arg: Arguments = [],  # noqa: B006
+    input: Inputs = [],  # noqa: B006
+    devices: Devices = None,
+    memory: Memory = [],  # noqa: B006
+    inference: Inference = False,
+    optimizer: Optimizer = "adam",
+    granularity: Granularity = "auto",
+    output: Output = None,
+    json: AsJson = False,
+) -> None:
+    """Measure a model's layers on the devices: times, memory, and the bytes between them."""
+    measured = measure(model, arg, input, devices, memory, inference, optimizer, granularity)
+    emit(measured, output, json)
+
+
+def measure(
+    model: str,
+    arguments: list[str],
+    inputs: list[str],
+    devices: str | None,
+    memory: list[str],
+    inference: bool,
+    optimizer: str,
+    granularity: str,
+) -> Profile:
+    """Profile the model that the words of a command line name."""
+    with extra("torch"):
+        from placer.model_spec import load_model, parse_inputs
+        from placer.profiler.profile import profile as profile_here
+    module = load_model(model, arguments)
+    measured = profile_here(
+        module,
+        parse_inputs(inputs) if inputs else _carried(module),
+        _devices(devices),
+        training=not inference,
+        optimizer=None if optimizer == "none" else optimizer,
+        granularity=int(granularity) if granularity.isdecimal() else granularity,
+    )
+    assert measured.cluster is not None  # profile() measures the devices
+    return measured.model_copy(update={"cluster": limited(measured.cluster, memory)})
+
+
+def _carried(module: Any) -> Any:
+    from placer_client.suggest import _carried_inputs
+
+    try:
+        return _carried_inputs(module)
+    except InputError as error:
+        kind = type(module).__name__
+        raise InputError(f"{kind} carries no example inputs; give each with --input, as in 8x3x224x224") from error
+
+
+def _devices(text: str | None) -> int | list[str] | None:
+    if text is None:
+        return None
+    return int(text) if text.isdecimal() else [name.strip() for name in text.split(",")]

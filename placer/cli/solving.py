@@ -1,0 +1,133 @@
+"""``placer solve`` and ``placer suggest``: find a placement, here or on a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from placer import errors
+from placer.cli.files import emit, load, read
+from placer.cli.options import (
+    Arguments,
+    AsJson,
+    Chunks,
+    Contiguous,
+    Devices,
+    Explain,
+    Forbidden,
+    Granularity,
+    Inference,
+    Inputs,
+    MaxDevices,
+    Memory,
+    Model,
+    ObjectiveOption,
+    Optimizer,
+    Output,
+    Pins,
+    ScheduleOption,
+    Server,
+    TimeLimit,
+    TransfersOption,
+)
+from placer.cli.profiling import measure
+from placer.cli.terminal import spinner
+from placer.errors import InputError
+from placer.request_spec import limited, request_for, rules
+from placer.schema import Cluster, Placement, PlacementRequest, Profile
+
+
+def solve(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="[FILE|-]", help="a profile, or a whole request, which stands as it is; - for stdin"),
+    ] = "-",
+    cluster: Annotated[
+        Path | None, typer.Option(help="JSON of the devices to place on; the profile's own else")
+    ] = None,
+    memory: Memory = [],  # noqa: B006
+    objective: ObjectiveOption = "throughput",
+    chunks: Chunks = 1,
+    schedule: ScheduleOption = "1f1b",
+    transfers: TransfersOption = "added",
+    pin: Pins = [],  # noqa: B006
+    forbid: Forbidden = [],  # noqa: B006
+    max_devices: MaxDevices = None,
+    contiguous: Contiguous = None,
+    time_limit: TimeLimit = 30.0,
+    explain: Explain = False,
+    server: Server = None,
+    output: Output = None,
+    json: AsJson = False,
+) -> None:
+    """Find the best placement for a profile, and how good any could be."""
+    subject = load(file)
+    if isinstance(subject, PlacementRequest):
+        answer(subject, server, output, json)
+    if not isinstance(subject, Profile):
+        raise InputError(f"{file} holds a {type(subject).__name__.lower()}; solve needs a profile")
+    target = Cluster.model_validate_json(read(str(cluster))) if cluster else subject.cluster
+    if target is None:
+        raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
+    target = limited(target, memory)
+    limits = rules(target, pin, forbid, max_devices, contiguous)
+    request = request_for(subject, target, limits, objective, chunks, schedule, transfers, time_limit, explain)
+    answer(request, server, output, json)
+
+
+def suggest(
+    model: Model,
+    arg: Arguments = [],  # noqa: B006
+    input: Inputs = [],  # noqa: B006
+    devices: Devices = None,
+    memory: Memory = [],  # noqa: B006
+    inference: Inference = False,
+    optimizer: Optimizer = "adam",
+    granularity: Granularity = "auto",
+    objective: ObjectiveOption = "throughput",
+    chunks: Chunks = 1,
+    schedule: ScheduleOption = "1f1b",
+    transfers: TransfersOption = "added",
+    pin: Pins = [],  # noqa: B006
+    forbid: Forbidden = [],  # noqa: B006
+    max_devices: MaxDevices = None,
+    contiguous: Contiguous = None,
+    time_limit: TimeLimit = 30.0,
+    explain: Explain = False,
+    server: Server = None,
+    output: Output = None,
+    json: AsJson = False,
+) -> None:
+    """Profile a model here and find its best placement: profile and solve in one."""
+    measured = measure(model, arg, input, devices, memory, inference, optimizer, granularity)
+    target = measured.cluster
+    assert target is not None  # profile() measures the devices
+    limits = rules(target, pin, forbid, max_devices, contiguous)
+    request = request_for(measured, target, limits, objective, chunks, schedule, transfers, time_limit, explain)
+    answer(request, server, output, json)
+
+
+def answer(request: PlacementRequest, server: str | None, output: str | None, as_json: bool) -> NoReturn:
+    """Solve, print the placement, and leave with the code that tells its status."""
+    with spinner(f"asking {server}" if server else "solving"):
+        placement = ask(request, server)
+    emit(placement, output, as_json)
+    if placement.infeasible is not None:
+        raise errors.InfeasibleError(placement.infeasible.reason)
+    if not placement.layer_devices:
+        raise errors.SolveLimitError(f"no placement was found within {request.time_limit_s} s; allow more --time-limit")
+    raise typer.Exit(0)
+
+
+def ask(request: PlacementRequest, server: str | None) -> Placement:
+    """Solve here, or ask the server."""
+    if server is None:
+        from placer.solver.solve import solve as solve_here
+
+        return solve_here(request)
+    from placer_client.client import Client
+
+    with Client(server) as client:
+        return client.place(request)
