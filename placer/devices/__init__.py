@@ -19,7 +19,7 @@ from placer.devices.names import (
     synchronise,
     type_name,
 )
-from placer.devices.recording import NotRecordable, keep_random_state, queued_ms, record
+from placer.devices.recording import NotRecordable, cache_bytes, keep_random_state, queued_ms, record, replay_ms
 from placer.devices.stand_ins import Registry, observed, registries, stand_ins, unobserved
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "NotRecordable",
     "Registry",
     "available",
+    "cache_bytes",
     "context_bytes",
     "copy",
     "current",
@@ -47,6 +48,7 @@ __all__ = [
     "record",
     "registries",
     "release_cache",
+    "replay_ms",
     "require",
     "resolve",
     "same",

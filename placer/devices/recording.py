@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -110,34 +111,75 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 _CYCLES_PER_S = 2e9  # about the clock of current GPUs: how long the device sleeps while its queue fills
 
 
-def queued_ms(passes: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> list[list[float]]:
+def queued_ms(
+    passes: Sequence[Callable[[], Any]],
+    device: torch.device,
+    repeats: int,
+    before: Sequence[Callable[[], Any]] = (),
+) -> list[list[float]]:
     """Device time of each pass, by events in a queue that is full before the device begins.
 
     Args:
         passes: run in this order, ``repeats`` times over.
         device: a CUDA device.
         repeats: how often.
+        before: for each pass, work that runs before it each time and is not timed; none if empty.
 
     Returns:
         For each pass its ``repeats`` times in milliseconds.
     """
+    before = before or [_nothing] * len(passes)
+    work = list(zip(before, passes, strict=True))
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        for run in passes:
+        for prepare, run in work:
+            prepare()
             run()
         launch_s = time.perf_counter() - began
         torch.cuda.synchronize(device)
-        marks = [[_timing_event() for _ in range(len(passes) + 1)] for _ in range(repeats)]
+        marks = [[(_timing_event(), _timing_event()) for _ in passes] for _ in range(repeats)]
         asleep_s = min(0.2, 1.5 * repeats * launch_s + 1e-4)
         torch.cuda._sleep(int(_CYCLES_PER_S * asleep_s))  # type: ignore[no-untyped-call]
         for row in marks:
-            row[0].record()
-            for run, mark in zip(passes, row[1:], strict=True):
+            for (prepare, run), (began_mark, ended_mark) in zip(work, row, strict=True):
+                prepare()
+                began_mark.record()
                 run()
-                mark.record()
+                ended_mark.record()
         torch.cuda.synchronize(device)
-        return [[float(row[i].elapsed_time(row[i + 1])) for row in marks] for i in range(len(passes))]
+        return [[float(row[i][0].elapsed_time(row[i][1])) for row in marks] for i in range(len(passes))]
+
+
+def _nothing() -> None:
+    return
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The bytes of the cache that all of a device's cores share (L2 on CUDA); 0 where it is not known."""
+    if device.type != "cuda":
+        return 0
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+
+
+@cache
+def replay_ms(device: torch.device) -> float:
+    """The time that the replay of a graph takes beyond its kernels, in milliseconds; 0 but on CUDA.
+
+    Inside a larger graph, a layer's kernels follow those of the layer before without it. It is what a line through the
+    times of graphs of one and of eleven equal kernels leaves for none.
+    """
+    if device.type != "cuda":
+        return 0.0
+    number = torch.zeros(1, device=device)
+
+    def kernels(count: int) -> None:
+        for _ in range(count):
+            number.add_(1)
+
+    replays = [record([partial(kernels, count)], device)[0] for count in (1, 11)]
+    one, eleven = (statistics.median(times) for times in queued_ms(replays, device, 50))
+    return max(0.0, one - (eleven - one) / 10)
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -40,8 +40,8 @@ class LayerMemory:
         forward_workspace_bytes: in training: the peak of the forward pass beyond state, reads, and all that is kept for
             the backward pass, plus the reads that are not kept. In inference: the peak beyond state, reads and writes.
         backward_workspace_bytes: the peak of the backward pass beyond state, the gradients that the parameters have,
-            and all that was kept for it. The gradients of writes and reads are part of it, and those of parameters
-            until they are added to the ones that an earlier micro-batch left. 0 in inference.
+            and all that was kept for it. The gradients of writes, until they were used, and of reads are part of it,
+            and those of parameters until they are added to the ones that an earlier micro-batch left. 0 in inference.
     """
 
     saved_bytes: int = 0
@@ -100,16 +100,15 @@ def _training_memory(trial: Trial, log: _StorageLog, saved: set[int], forward_ex
     log.begin({*inside, *kept_writes})
     log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
     with log:
-        backward_peak = devices.peak_bytes(trial.device, trial.accumulate)
+        backward_peak = devices.peak_bytes(trial.device, trial.accumulate_alone)
     trial.set_gradients(present=False)
-    gradient_bytes = sum(gradient.untyped_storage().nbytes() for gradient in trial.write_gradients)
     backward_extra = max(0, backward_peak - log.peak_bytes()) if backward_peak is not None else 0
     return LayerMemory(
         saved_bytes=sum(inside.values()) + rest,
         saved_reads=saved_reads,
         saved_writes=saved_writes,
         forward_workspace_bytes=forward_workspace,
-        backward_workspace_bytes=gradient_bytes + log.peak_bytes() + backward_extra,
+        backward_workspace_bytes=log.peak_bytes() + backward_extra,
     )
 
 
@@ -149,8 +148,7 @@ class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = trial.device.type
         self.state = {_key(tensor) for tensor in trial.state}
-        given = [*trial.reads, *trial.write_gradients]
-        self._known = self.state | {_key(tensor) for tensor in given if isinstance(tensor, Tensor)}
+        self._known = self.state | {_key(tensor) for tensor in trial.reads if isinstance(tensor, Tensor)}
         self._made: dict[int, _Made] = {}
         self._changes: list[int] = []  # the size of what was made, minus that of what was freed
         self._count = 0

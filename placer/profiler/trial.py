@@ -65,17 +65,40 @@ class Trial:
             ]
             self.writes = tuple(self._function(self.device, self.state, reads))
 
+    @property
+    def flows(self) -> bool:
+        """Whether gradients flow back through the layer, once it ran forwards."""
+        return bool(self._ends() and self._leaves)
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether its backward pass makes gradients both of parameters and of what the layer reads."""
+        return self.flows and 0 < len(self.parameters) < len(self._leaves)
+
     def backward(self) -> None:
         """Run the layer backwards, from random gradients of its writes to those of its parameters and reads."""
-        ends = self._ends()
-        if ends and self._leaves:
-            self.gradients = torch.autograd.grad(ends, self._leaves, self._write_gradients, allow_unused=True)
+        if self.flows:
+            self.gradients = torch.autograd.grad(self._ends(), self._leaves, self._starts(), allow_unused=True)
+
+    def backward_to_reads(self) -> None:
+        """Run backwards to the gradients of the reads alone; another backward pass may follow."""
+        leaves = self._leaves[len(self.parameters) :]
+        self.gradients = torch.autograd.grad(
+            self._ends(), leaves, self._starts(), allow_unused=True, retain_graph=True
+        )
 
     def accumulate(self) -> None:
         """Run the layer backwards as training does, adding to the gradients that the parameters have."""
-        ends = self._ends()
-        if ends and self._leaves:
-            torch.autograd.backward(ends, self._write_gradients, inputs=self._leaves)
+        if self.flows:
+            self._forget_read_gradients()
+            torch.autograd.backward(self._ends(), self._starts(), inputs=self._leaves)
+
+    def accumulate_alone(self) -> None:
+        """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a next layer's are."""
+        if self.flows:
+            self._forget_read_gradients()
+            arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
+            torch.autograd.backward(arrival, torch.empty_like(arrival), inputs=self._leaves)
 
     def set_gradients(self, present: bool) -> None:
         """Give the parameters gradients of zeros, or take all gradients away."""
@@ -86,10 +109,16 @@ class Trial:
 
     def _ends(self) -> list[Tensor]:
         """The writes that gradients come back to."""
-        ends = [write for write in self.writes if isinstance(write, Tensor) and write.requires_grad]
+        return [write for write in self.writes if isinstance(write, Tensor) and write.requires_grad]
+
+    def _starts(self) -> list[Tensor]:
         if self._write_gradients is None:
-            self._write_gradients = [torch.randn_like(end) for end in ends]
-        return ends
+            self._write_gradients = [torch.randn_like(end) for end in self._ends()]
+        return self._write_gradients
+
+    def _forget_read_gradients(self) -> None:
+        for leaf in self._leaves[len(self.parameters) :]:
+            leaf.grad = None
 
     def _tensors(self) -> list[Tensor]:
         return [read for read in self.reads if isinstance(read, Tensor)]
@@ -134,6 +163,20 @@ def _differentiable(tensor: Tensor) -> bool:
 def _alias(tensor: Tensor) -> Tensor:
     alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
     return alias
+
+
+class _Arrival(torch.autograd.Function):
+    """Nothing forwards; backwards, gradients that nobody else holds: each is freed when it was used."""
+
+    @staticmethod
+    def forward(ctx: Any, *ends: Tensor) -> Tensor:
+        ctx.device = ends[0].device
+        ctx.likes = [torch.empty_like(end, device="meta") for end in ends]
+        return torch.empty(0, device=ctx.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.ones_like(like, device=ctx.device) for like in ctx.likes)
 
 
 class _Alias(torch.autograd.Function):

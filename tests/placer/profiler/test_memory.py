@@ -64,6 +64,11 @@ def test_a_new_gradient_is_freed_before_the_next_is_made(make_trial: Any) -> Non
     assert memory.backward_workspace_bytes < 4 * (2 * size * size)
 
 
+def test_the_gradient_of_what_a_layer_writes_is_freed_once_it_was_used(make_trial: Any) -> None:
+    chain = make_trial(lambda x: x.neg().neg().neg(), [_tensor(BATCH, INSIDE)])
+    assert measure_memory(chain, training=True).backward_workspace_bytes == 2 * 4 * BATCH * INSIDE  # not 3
+
+
 def test_a_chain_keeps_what_is_between_its_operations_once(make_trial: Any) -> None:
     def chain(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return functional.linear(functional.relu(functional.linear(x, first)), second)
