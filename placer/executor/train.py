@@ -8,17 +8,17 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
 from placer.executor.pipeline import clock, scatter
 from placer.executor.segments import Segment, segments
 from placer.executor.stage import Head, Stage
+from placer.executor.weights import Weights
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 from placer.schedule import orders, simulate
@@ -28,69 +28,6 @@ from placer.zero_bubble import Half, zero_bubble
 Loss = Callable[[Any, Any], Tensor]
 Order = Schedule | Literal["zero-bubble"]
 SCHEDULES: tuple[str, ...] = (*get_args(Schedule), "zero-bubble")
-
-
-@dataclass
-class Weights:
-    """Aliases of the model's parameters that the passes differentiate by, with gradients that stay in place.
-
-    An alias shares its parameter's storage but none of its history, so a loss that the user keeps does not disturb a
-    recording. A parameter that layers on several devices use has a replica on each further one.
-    """
-
-    aliases: dict[tuple[str, torch.device], Tensor]
-    parameters: dict[str, nn.Parameter]
-
-    @classmethod
-    def of(cls, graph: LayerGraph) -> Weights:
-        """For a graph's parameters; aliases are made when they are looked up."""
-        return cls({}, {name: item for name, item in graph.state.items() if isinstance(item, nn.Parameter)})
-
-    def lookup(self, graph: LayerGraph) -> Callable[[str, torch.device], Tensor]:
-        """What the layers of a graph use for their state."""
-
-        def find(name: str, place: torch.device) -> Tensor:
-            if name not in self.parameters:
-                tensor = graph.state[name]
-                return devices.move(tensor.detach(), place) if name in graph.constants else tensor
-            if (name, place) not in self.aliases:
-                parameter = self.parameters[name]
-                alias = devices.move(parameter.detach(), place).requires_grad_(parameter.requires_grad)
-                if parameter.requires_grad:
-                    alias.grad = torch.zeros_like(alias, requires_grad=False)
-                self.aliases[name, place] = alias
-            return self.aliases[name, place]
-
-        return find
-
-    def owned(self, name: str, place: torch.device) -> bool:
-        """Whether an alias is its parameter's own storage, not a replica."""
-        return devices.same(devices.location(self.parameters[name]), place)
-
-    @torch.no_grad()
-    def begin(self, lanes: Mapping[torch.device, Lane]) -> None:
-        """Clear the gradients, and bring replicas up to date."""
-        for place, lane in lanes.items():
-            with lane:
-                mine = [alias for (_, where), alias in self.aliases.items() if where == place]
-                gradients = [alias.grad for alias in mine if alias.grad is not None]
-                if gradients:
-                    torch._foreach_zero_(gradients)
-                for (name, where), alias in self.aliases.items():
-                    if where == place and not self.owned(name, where):
-                        alias.copy_(self.parameters[name])
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Add the gradients of replicas up, and hand every parameter its gradient."""
-        for (name, place), alias in self.aliases.items():
-            if self.owned(name, place):
-                self.parameters[name].grad = alias.grad
-        for (name, place), alias in self.aliases.items():
-            parameter = self.parameters[name]
-            if not self.owned(name, place) and alias.grad is not None:
-                gradient = devices.copy(alias.grad, devices.location(parameter))
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 class Pass(NamedTuple):

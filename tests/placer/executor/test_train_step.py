@@ -288,3 +288,20 @@ def test_weights_that_are_assigned_between_steps_are_those_that_train() -> None:
         flow.load_state_dict(new, assign=True)
         expected = functional.mse_loss(torch.nn.functional.linear(inputs, *new.values()), target)
         torch.testing.assert_close(step(inputs, target), expected)
+
+
+def test_a_tied_weight_on_two_plain_cpu_stand_ins_has_the_gradients_of_both() -> None:
+    # Stand-ins share memory outside logical_devices: each had an alias of the same weight, and the last one's won.
+    make, data, loss_fn = MODELS["tied gpt"]
+    torch.manual_seed(0)
+    model = make().double()
+    whole = copy.deepcopy(model)
+    inputs, target = data()
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    for index, layer in enumerate(flow.layer_gpus):
+        flow.layer_gpus[layer] = index % 2
+    flow.update_flow()
+    flow.train_step(loss_fn)(inputs, target, chunks=2)
+    loss_fn(whole(inputs), target).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-10, rtol=1e-10)

@@ -1,0 +1,137 @@
+"""The parameters as the passes of a pipeline see them: aliases on each device, with gradients that stay in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.devices import Lane
+from placer.graph.layers import LayerGraph
+
+
+@dataclass
+class _Held:
+    """What one device has of the parameters.
+
+    Attributes:
+        own: the parameters that belong there, and their aliases.
+        replicas: those that belong elsewhere, and their aliases here.
+    """
+
+    own: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    replicas: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Weights:
+    """Aliases of the model's parameters that the passes differentiate by, with gradients that stay in place.
+
+    An alias shares its parameter's storage but none of its history, so a loss that the user keeps does not disturb a
+    recording. A parameter that layers on several devices use has a replica on each further one.
+    """
+
+    aliases: dict[tuple[str, torch.device], Tensor]
+    parameters: dict[str, nn.Parameter]
+
+    @classmethod
+    def of(cls, graph: LayerGraph) -> Weights:
+        """For a graph's parameters; aliases are made when they are looked up."""
+        return cls({}, {name: item for name, item in graph.state.items() if isinstance(item, nn.Parameter)})
+
+    def lookup(self, graph: LayerGraph) -> Callable[[str, torch.device], Tensor]:
+        """What the layers of a graph use for their state."""
+
+        def find(name: str, place: torch.device) -> Tensor:
+            if name not in self.parameters:
+                tensor = graph.state[name]
+                return devices.move(tensor.detach(), place) if name in graph.constants else tensor
+            for (known, where), alias in self.aliases.items():
+                if known == name and devices.same(where, place):
+                    return alias
+            return self._alias(name, place)
+
+        return find
+
+    def _alias(self, name: str, place: torch.device) -> Tensor:
+        parameter = self.parameters[name]
+        alias = devices.move(parameter.detach(), place).requires_grad_(parameter.requires_grad)
+        if parameter.requires_grad:
+            alias.grad = torch.zeros_like(alias, requires_grad=False)
+        self.aliases[name, place] = alias
+        return alias
+
+    def owned(self, name: str, place: torch.device) -> bool:
+        """Whether an alias is its parameter's own storage, not a replica."""
+        return devices.same(devices.location(self.parameters[name]), place)
+
+    def stale(self) -> bool:
+        """Whether a parameter's data is another tensor now than when its alias was made."""
+        return any(
+            parameter.data_ptr() != alias.data_ptr() for held in self._held.values() for parameter, alias in held.own
+        )
+
+    @cached_property
+    def _held(self) -> dict[torch.device, _Held]:
+        held: dict[torch.device, _Held] = {}
+        for (name, place), alias in self.aliases.items():
+            here = held.setdefault(place, _Held())
+            (here.own if self.owned(name, place) else here.replicas).append((self.parameters[name], alias))
+        return held
+
+    @cached_property
+    def _guests(self) -> list[nn.Parameter]:
+        """Parameters that no layer uses where they belong: their gradients are replicas' alone."""
+        own = {id(parameter) for held in self._held.values() for parameter, _ in held.own}
+        return [self.parameters[name] for name, _ in self.aliases if id(self.parameters[name]) not in own]
+
+    @torch.no_grad()
+    def begin(self, lanes: Mapping[torch.device, Lane], keep: bool = False) -> None:
+        """Make the gradients ready for a batch, and bring replicas up to date.
+
+        Args:
+            lanes: of each device.
+            keep: whether the batch adds to the gradients that the parameters have; else they begin at zero.
+        """
+        if not keep:
+            for parameter in self._guests:
+                parameter.grad = None
+        for place, held in self._held.items():
+            with lanes[place]:
+                own = [alias.grad for parameter, alias in held.own if not (keep and _adopt(parameter, alias))]
+                cleared = [gradient for gradient in own if gradient is not None]
+                cleared += [alias.grad for _, alias in held.replicas if alias.grad is not None]
+                if cleared:
+                    torch._foreach_zero_(cleared)
+                for parameter, alias in held.replicas:
+                    alias.copy_(parameter)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Add the gradients of replicas up, and hand every parameter its gradient."""
+        for held in self._held.values():
+            for parameter, alias in held.own:
+                parameter.grad = alias.grad
+        for held in self._held.values():
+            for parameter, alias in held.replicas:
+                if alias.grad is not None:
+                    gradient = devices.copy(alias.grad, devices.location(parameter))
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def drop(self) -> None:
+        """Leave no parameter with a gradient: a batch failed on its way."""
+        for name, _ in self.aliases:
+            self.parameters[name].grad = None
+
+
+def _adopt(parameter: nn.Parameter, alias: Tensor) -> bool:
+    """Bring the gradient that a parameter has into its place; False where it has none."""
+    if alias.grad is None or parameter.grad is None:
+        return False
+    if parameter.grad is not alias.grad:
+        alias.grad.copy_(parameter.grad)
+    return True
