@@ -7,6 +7,7 @@
     ├── CaptureError          the model's layer graph could not be had, the hook path included
     ├── ProfilingError        a layer or link could not be measured
     ├── MixedDevicesError     under logical_devices, an operation met tensors of two devices (also a RuntimeError)
+    ├── StageError            a layer failed while a pipeline ran it (also a RuntimeError)
     ├── InfeasibleError       no placement meets the requirements
     ├── SolveLimitError       the time ran out before any placement was found
     ├── ServerError           the service answered with a problem
@@ -31,6 +32,7 @@ __all__ = [
     "ProfilingError",
     "ServerError",
     "SolveLimitError",
+    "StageError",
     "TimeoutExceeded",
     "UnreachableError",
 ]
@@ -62,6 +64,20 @@ class ProfilingError(PlacerError):
 
 class MixedDevicesError(PlacerError, RuntimeError):
     """An operation met tensors of two devices, under ``placer.testing.logical_devices``."""
+
+
+class StageError(PlacerError, RuntimeError):
+    """A layer failed while a pipeline ran it; ``__cause__`` is what it raised.
+
+    Attributes:
+        device: where it ran.
+        layer: its name; None where the failure belongs to no layer.
+        batch: the number of the batch, or of the micro-batch, from 0.
+    """
+
+    def __init__(self, message: str, device: str, layer: str | None, batch: int) -> None:
+        super().__init__(message)
+        self.device, self.layer, self.batch = device, layer, batch
 
 
 class InfeasibleError(PlacerError):
