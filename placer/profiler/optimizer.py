@@ -48,6 +48,25 @@ class OptimizerState:
         options = self._options.get(id(parameter), {})
         return self._at(_folded(parameter.shape), parameter.dtype, options)
 
+    def step(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> Callable[[], None]:
+        """What steps this optimizer on copies of the model's parameters.
+
+        Args:
+            parameters: the model's own; each copy is stepped with the options of its parameter.
+            copies: of those, in their order, which have gradients when the step is called.
+        """
+        groups: dict[str, tuple[dict[str, Any], list[Tensor]]] = {}
+        for parameter, copied in zip(parameters, copies, strict=True):
+            options = self._options.get(id(parameter), {})
+            groups.setdefault(repr(sorted(options.items())), (options, []))[1].append(copied)
+        optimizers = [self._make(members, **options) for options, members in groups.values()]
+
+        def run() -> None:
+            for optimizer in optimizers:
+                optimizer.step(lambda: 0.0)
+
+        return run
+
     def _at(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
         """The bytes at any shape: exact at the corners of a small box, and on the plane through them elsewhere."""
         corners = [(size,) if size <= _LARGE else (_SMALL, _LARGE) for size in shape]
@@ -74,7 +93,9 @@ class OptimizerState:
             parameter.grad = gradient
             try:
                 with torch.enable_grad():
-                    optimizer = self._make([parameter], **options)
+                    # On the host a fused or captured step is refused by some versions; its state is of the same size.
+                    on_host = {name: False for name in ("fused", "capturable") if options.get(name)}
+                    optimizer = self._make([parameter], **{**options, **on_host})
                     optimizer.step(lambda: 0.0)
             except Exception as error:  # whatever the user's optimizer may raise
                 failure = failure or error
@@ -137,8 +158,6 @@ def _options(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     options: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         of_group = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        # On the host a fused or captured step is refused by some versions; the state has the same size without.
-        of_group |= {name: False for name in ("fused", "capturable") if of_group.get(name)}
         options.update((id(parameter), of_group) for parameter in group["params"])
     return options
 

@@ -1,15 +1,24 @@
 """The time that a device needs for one layer, apart from the time that the host needs to launch it.
 
-On CUDA the forward and the backward pass are recorded as CUDA graphs and replayed, so that launches do not count; what
-cannot be recorded is timed by events in a queue that is full before the device begins. A CPU is host and device in one.
+On CUDA every pass is recorded as a CUDA graph and replayed, so that launches do not count; what cannot be recorded is
+timed by events in a queue that is full before the device begins. Before each pass the device's cache is emptied, and
+then what a neighbour would just have made (the values that are read, or the gradients that come back) is written again:
+
+    clear ─ write reads ─ ▮forward▮ ─ clear ─ write gradients ─ ▮backward▮ ─ ...        ▮ is timed
+
+So weights, and what was kept for the backward pass, come from memory, as they do in a step of the whole model. A CPU is
+host and device in one, and its caches are left as they are.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from placer import devices
 from placer.profiler.trial import Trial
@@ -18,6 +27,10 @@ _ENOUGH_S = 0.5
 """A layer that has taken so long on a CPU is not timed again: its noise is small beside it."""
 
 _LAUNCHES = 3
+_WARM_S = 0.03
+"""How long a device works on a layer before it is timed, so that its clocks are those of work."""
+
+_MOST_WARM_UPS = 200
 
 
 @dataclass(frozen=True)
@@ -26,13 +39,19 @@ class LayerTime:
 
     Attributes:
         forward_ms: device time of the forward pass.
-        backward_ms: device time of the backward pass; 0 in inference, and where no gradient flows.
+        backward_ms: device time of the backward pass, which adds to gradients that are there; 0 in inference, and where
+            no gradient flows.
         host_ms: time of the host to launch both, operation by operation.
+        weights_ms: the part of ``backward_ms`` that gradients of parameters take: what a backward pass to the reads
+            alone does not.
+        spread: half of the range that holds the middle half of the timings of both passes, over their median.
     """
 
     forward_ms: float
     backward_ms: float
     host_ms: float
+    weights_ms: float = 0.0
+    spread: float = 0.0
 
 
 def measure_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
@@ -43,53 +62,141 @@ def measure_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
         training: whether the backward pass is timed too.
         repeats: how often each is timed, at least once.
     """
-    if trial.device.type != "cuda":
-        return _cpu_time(trial, training, repeats)
-    trial.forward()
-    if training:
-        trial.backward()
-    flows = training and len(trial.gradients) > 0
-    passes: list[Callable[[], None]] = [trial.forward, trial.backward] if flows else [trial.forward]
-    host_ms = statistics.median(_launch_ms(trial, passes) for _ in range(_LAUNCHES))
-    times = [statistics.median(column) for column in _cuda_times(trial, passes, repeats)]
-    return LayerTime(times[0], times[1] if flows else 0.0, host_ms)
+    try:
+        return _measure_time(trial, training, repeats, halves=training and trial.has_halves)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        # Some operations (those of torch.compile) refuse to run backwards twice: then the halves are not told apart.
+        if not (training and trial.has_halves):
+            raise
+        return _measure_time(trial, training, repeats, halves=False)
 
 
-def _cuda_times(trial: Trial, passes: list[Callable[[], None]], repeats: int) -> list[list[float]]:
+def _measure_time(trial: Trial, training: bool, repeats: int, halves: bool) -> LayerTime:
+    flows = training and trial.flows
+    passes: list[Callable[[], None]] = [trial.forward]
+    if halves:
+        passes.append(trial.backward_to_reads)
+    if flows:
+        passes.append(trial.accumulate)
+        trial.set_gradients(present=True)
+    try:
+        on_cuda = trial.device.type == "cuda"
+        columns, host_ms = _cuda_times(trial, passes, repeats) if on_cuda else _cpu_times(passes, repeats)
+    finally:
+        trial.set_gradients(present=False)
+    return _summary(columns, flows, halves, bool(trial.parameters), host_ms)
+
+
+def _summary(
+    columns: Sequence[Sequence[float]], flows: bool, halves: bool, has_parameters: bool, host_ms: float
+) -> LayerTime:
+    """The medians of every pass's times, and what follows from them."""
+    medians = [statistics.median(column) for column in columns]
+    backward_ms = medians[-1] if flows else 0.0
+    weights_ms = backward_ms if flows and has_parameters else 0.0
+    if halves:
+        weights_ms = max(0.0, backward_ms - medians[1])
+    both = [sum(pair) for pair in zip(columns[0], columns[-1], strict=True)] if flows else columns[0]
+    return LayerTime(medians[0], backward_ms, host_ms, weights_ms, spread(both))
+
+
+def measure_step(trial: Trial, step: Callable[[], None], repeats: int) -> float:
+    """Time an optimizer's step on the trial's parameters, which are given gradients for it.
+
+    Args:
+        trial: the layer.
+        step: steps the optimizer of ``trial.parameters``.
+        repeats: how often it is timed, at least once.
+
+    Returns:
+        The median in milliseconds.
+    """
+    trial.writes = trial.gradients = ()
+    trial.set_gradients(present=True)
+    try:
+        step()  # the first one makes the optimizer's state
+        if trial.device.type != "cuda":
+            return statistics.median(_cpu_times([step], repeats)[0][0])
+        return statistics.median(devices.queued_ms([step], trial.device, repeats)[0])
+    finally:
+        trial.set_gradients(present=False)
+
+
+def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int) -> tuple[list[list[float]], float]:
+    """The times of every pass, and the median time to launch a forward and a backward pass."""
+    whole = [passes[0], *passes[1:][-1:]]
+    host_ms = statistics.median(_launch_ms(trial.device, whole) for _ in range(_LAUNCHES))
+    # A cache may keep what is used often in a way that one pass through it does not push out: twice its size does.
+    cache = torch.empty(2 * devices.cache_bytes(trial.device), dtype=torch.uint8, device=trial.device)
+    before = [_rewriting(cache, trial, forward=run is passes[0]) for run in passes]
     try:
         # A backward pass reuses memory of the forward pass, so that each backward needs its own forward before it.
-        return devices.queued_ms(devices.record(passes, trial.device), trial.device, repeats)
+        replays = devices.record(passes, trial.device)
     except devices.NotRecordable:
         trial.writes = trial.gradients = ()
-        return devices.queued_ms(passes, trial.device, repeats)
+        _warm_up(trial.device, passes)
+        return devices.queued_ms(passes, trial.device, repeats, before), host_ms
+    extra_ms = devices.replay_ms(trial.device)
+    _warm_up(trial.device, replays)
+    columns = devices.queued_ms(replays, trial.device, repeats, before)
+    return [[max(0.0, value - extra_ms) for value in column] for column in columns], host_ms
 
 
-def _launch_ms(trial: Trial, passes: list[Callable[[], None]]) -> float:
-    devices.synchronise(trial.device)
+def _rewriting(cache: Tensor, trial: Trial, forward: bool) -> Callable[[], None]:
+    """What leaves in the device's cache no more than a neighbour would."""
+
+    @torch.no_grad()
+    def rewrite() -> None:
+        cache.zero_()
+        for tensor in trial.reads if forward else trial.write_gradients:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                tensor.data.mul_(1)
+
+    return rewrite
+
+
+def _warm_up(device: torch.device, passes: Sequence[Callable[[], None]]) -> None:
+    """Let the device work until its clocks are up."""
+    devices.synchronise(device)
+    began = time.perf_counter()
+    for _ in range(_MOST_WARM_UPS):
+        for run in passes:
+            run()
+        devices.synchronise(device)
+        if time.perf_counter() - began > _WARM_S:
+            return
+
+
+def _launch_ms(device: torch.device, passes: Sequence[Callable[[], None]]) -> float:
+    devices.synchronise(device)
     began = time.perf_counter()
     for run in passes:
         run()
     launched = time.perf_counter()
-    devices.synchronise(trial.device)
+    devices.synchronise(device)
     return 1e3 * (launched - began)
 
 
-def _cpu_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
-    forward: list[float] = []
-    backward: list[float] = []
-    spent = 0.0
-    while len(forward) < repeats and spent < _ENOUGH_S:
-        began = time.perf_counter()
-        trial.forward()
-        middle = time.perf_counter()
-        if training:
-            trial.backward()
-        ended = time.perf_counter()
-        forward.append(1e3 * (middle - began))
-        backward.append(1e3 * (ended - middle) if trial.gradients else 0.0)
-        spent += ended - began
-    host = [sum(pair) for pair in zip(forward, backward, strict=True)]
-    return LayerTime(statistics.median(forward), statistics.median(backward), statistics.median(host))
+def _cpu_times(passes: Sequence[Callable[[], None]], repeats: int) -> tuple[list[list[float]], float]:
+    columns: list[list[float]] = [[] for _ in passes]
+    began = time.perf_counter()
+    while len(columns[0]) < repeats and (not columns[0] or time.perf_counter() - began < _ENOUGH_S):
+        for run, column in zip(passes, columns, strict=True):
+            started = time.perf_counter()
+            run()
+            column.append(1e3 * (time.perf_counter() - started))
+    whole = [columns[0], *columns[1:][-1:]]
+    return columns, statistics.median(sum(times) for times in zip(*whole, strict=True))
+
+
+def spread(times: Sequence[float]) -> float:
+    """Half of the range that holds the middle half of these times, over their median; 0 for a single one."""
+    if len(times) < 2 or not (middle := statistics.median(times)):
+        return 0.0
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / 2 / middle
 
 
 def significant(value: float, digits: int = 4) -> float:
@@ -97,4 +204,4 @@ def significant(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-__all__ = ["LayerTime", "measure_time", "significant"]
+__all__ = ["LayerTime", "measure_step", "measure_time", "significant", "spread"]

@@ -52,8 +52,10 @@ class Trial:
 
     @property
     def write_gradients(self) -> list[Tensor]:
-        """What the backward pass starts from; made by the first one."""
-        return self._write_gradients or []
+        """What the backward pass starts from: random gradients of the writes, made once the layer ran forwards."""
+        if self._write_gradients is None:
+            self._write_gradients = [torch.randn_like(end) for end in self._ends()]
+        return self._write_gradients
 
     def forward(self) -> None:
         """Run the layer forwards; in training with what its backward pass needs."""
@@ -78,20 +80,20 @@ class Trial:
     def backward(self) -> None:
         """Run the layer backwards, from random gradients of its writes to those of its parameters and reads."""
         if self.flows:
-            self.gradients = torch.autograd.grad(self._ends(), self._leaves, self._starts(), allow_unused=True)
+            self.gradients = torch.autograd.grad(self._ends(), self._leaves, self.write_gradients, allow_unused=True)
 
     def backward_to_reads(self) -> None:
         """Run backwards to the gradients of the reads alone; another backward pass may follow."""
         leaves = self._leaves[len(self.parameters) :]
         self.gradients = torch.autograd.grad(
-            self._ends(), leaves, self._starts(), allow_unused=True, retain_graph=True
+            self._ends(), leaves, self.write_gradients, allow_unused=True, retain_graph=True
         )
 
     def accumulate(self) -> None:
         """Run the layer backwards as training does, adding to the gradients that the parameters have."""
         if self.flows:
             self._forget_read_gradients()
-            torch.autograd.backward(self._ends(), self._starts(), inputs=self._leaves)
+            torch.autograd.backward(self._ends(), self.write_gradients, inputs=self._leaves)
 
     def accumulate_alone(self) -> None:
         """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a next layer's are."""
@@ -110,11 +112,6 @@ class Trial:
     def _ends(self) -> list[Tensor]:
         """The writes that gradients come back to."""
         return [write for write in self.writes if isinstance(write, Tensor) and write.requires_grad]
-
-    def _starts(self) -> list[Tensor]:
-        if self._write_gradients is None:
-            self._write_gradients = [torch.randn_like(end) for end in self._ends()]
-        return self._write_gradients
 
     def _forget_read_gradients(self) -> None:
         for leaf in self._leaves[len(self.parameters) :]:
