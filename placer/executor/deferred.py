@@ -72,7 +72,8 @@ def _add_linear(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
     rows = gradient.reshape(-1, gradient.shape[-1])
     weight.grad.addmm_(rows.t(), x.reshape(-1, x.shape[-1]))  # type: ignore[union-attr]
     if bias is not None and bias.grad is not None:
-        bias.grad.add_(rows.sum(0))
+        # As a product with ones: a sum's kernel clears counters first, and every such fill cuts a CUDA graph in two.
+        bias.grad.addmv_(rows.t(), rows.new_ones(rows.shape[0]))
 
 
 class _Convolution(torch.autograd.Function):

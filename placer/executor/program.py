@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.graph.capture import layer_graph
-from placer.graph.export import Exported, export, has_unsafe_hooks, refuse_hooks
+from placer.graph.export import Exported, export, modes, refuse_hooks
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
@@ -40,7 +40,7 @@ class Program:
 
     def mode(self) -> Hashable:
         """What the graph depends on beside shapes: which modules train, and which have hooks."""
-        return tuple((child.training, has_unsafe_hooks(child)) for child in self.module.modules())
+        return tuple(modes(self.module))
 
     def capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any], inputs: Structure

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
@@ -153,21 +153,31 @@ def batch_size(tensors: Sequence[Any]) -> int:
 def refuse_hooks(module: nn.Module) -> None:
     """Raise a CaptureError if a module has hooks whose effects outside the graph would be lost."""
     for name, child in module.named_modules():
-        for kind in _unsafe_hooks(child):
+        for kind in _unsafe_hooks(child.__dict__):
             raise CaptureError(
                 f"module {name or '(the model)'!r} has {kind.strip('_').replace('_', ' ')}, "
                 "which a captured graph would not run"
             )
 
 
-def has_unsafe_hooks(module: nn.Module) -> bool:
-    """Whether this module itself has hooks whose effects outside the graph would be lost."""
-    return next(_unsafe_hooks(module), None) is not None
+def modes(module: nn.Module) -> list[tuple[bool, bool]]:
+    """Of every module, whether it trains, and whether it has hooks whose effects outside the graph would be lost.
+
+    Every call of a flow asks for it, so it costs as little as can be: a module that is used twice is listed twice.
+    """
+    found, waiting = [], [module]
+    while waiting:
+        child = waiting.pop()
+        fields = child.__dict__
+        hooked = any([fields.get(kind) for kind in _HOOKS]) and next(_unsafe_hooks(fields), None) is not None
+        found.append((child.training, hooked))
+        waiting += [inner for inner in child._modules.values() if inner is not None]
+    return found
 
 
-def _unsafe_hooks(module: nn.Module) -> Iterator[str]:
+def _unsafe_hooks(fields: Mapping[str, Any]) -> Iterator[str]:
     for kind in _HOOKS:
-        hooks = module.__dict__.get(kind)
+        hooks = fields.get(kind)
         if hooks and any(type(hook).__name__ not in _SAFE_HOOKS for hook in hooks.values()):
             yield kind
 
