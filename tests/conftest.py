@@ -1,8 +1,12 @@
-"""What all tests share: tests marked ``gpu`` are skipped, visibly, where there are no CUDA devices."""
+"""What all tests share: no cache of measurements; tests marked ``gpu`` are skipped, visibly, without CUDA devices."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ["PLACER_CACHE"] = "off"  # for the processes that tests start, too
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

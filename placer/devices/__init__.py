@@ -4,6 +4,7 @@ A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every 
 ``placer.testing.logical_devices`` makes it behave like one.
 """
 
+from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import Courier, Lane, Mark
 from placer.devices.memory import context_bytes, library_bytes, memory_bytes, peak_bytes, release_cache
 from placer.devices.moving import copy, location, move, same
@@ -31,11 +32,13 @@ __all__ = [
     "NotRecordable",
     "Registry",
     "available",
+    "boot_id",
     "cache_bytes",
     "context_bytes",
     "copy",
     "current",
     "default_kind",
+    "host_name",
     "keep_random_state",
     "library_bytes",
     "location",
@@ -44,6 +47,7 @@ __all__ = [
     "observed",
     "parse",
     "peak_bytes",
+    "place",
     "queued_ms",
     "record",
     "registries",
@@ -52,6 +56,7 @@ __all__ = [
     "require",
     "resolve",
     "same",
+    "speed_facts",
     "stand_ins",
     "synchronise",
     "type_name",

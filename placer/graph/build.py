@@ -203,6 +203,7 @@ class Builder:
             function=self._function(draft),
             signature=self._signature(draft),
             random=any(draws_random(node) for node in draft.group.nodes),
+            told_by_signature=all(_is_known(node.target) for node in draft.group.nodes),
         )
 
     def _module_type(self, path: str) -> str:
@@ -339,4 +340,18 @@ def _shape_of(value: Any, flag: bool) -> str:
     if not isinstance(value, Tensor):
         return "number"
     shape = tuple(hint(size) for size in value.shape)
-    return f"{shape}{value.dtype}{value.requires_grad}{flag}"
+    return f"{shape}{_steps(value, shape)}{value.dtype}{value.requires_grad}{flag}"
+
+
+def _steps(value: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The distances in memory between neighbours, where there are any: channels-last costs something else."""
+    if value.layout != torch.strided:
+        return ()
+    return tuple(hint(step) for step, size in zip(value.stride(), shape, strict=True) if size > 1)
+
+
+def _is_known(target: Any) -> bool:
+    """Whether an operation is torch's own and all of it stands in the node: no custom operator, no nested graph."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in ("aten", "prims")
+    return not isinstance(target, torch._ops.HigherOrderOperator)

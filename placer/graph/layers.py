@@ -58,6 +58,8 @@ class Layer:
         function: computes ``writes`` from ``state`` and ``reads`` on one device.
         signature: equal for two layers that do the same operations on the same shapes, dtypes and state shapes.
         random: whether it draws random numbers.
+        told_by_signature: whether its signature says all that it does, so that what was measured of one such layer
+            holds for every other, also in another run; not where modules, custom operators or nested graphs run.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Layer:
     function: LayerFunction
     signature: str
     random: bool = False
+    told_by_signature: bool = True
 
 
 @dataclass

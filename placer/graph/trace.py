@@ -279,6 +279,7 @@ class _Watch:
             # Two modules of one class may run different code, so no two layers count as identical here.
             signature=hashlib.sha256("\n".join([draft.name, *shapes]).encode()).hexdigest()[:24],
             random=True,
+            told_by_signature=False,
         )
 
 

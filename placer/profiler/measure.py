@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,26 +13,34 @@ from torch import Tensor
 from placer import devices
 from placer.errors import ProfilingError
 from placer.graph.layers import Layer, LayerGraph, tensor_bytes
-from placer.profiler.memory import LayerMemory, measure_memory
+from placer.profiler.measurement import Measurement
+from placer.profiler.memory import measure_memory
+from placer.profiler.optimizer import OptimizerState
 from placer.profiler.progress import Step
-from placer.profiler.timing import LayerTime, measure_time
+from placer.profiler.remembered import Remembered, layers_to_run
+from placer.profiler.timing import measure_step, measure_time
 from placer.profiler.trial import Trial, bring_input, bring_state
 
+__all__ = ["Measurement", "measure_layers"]
 
-@dataclass(frozen=True)
-class Measurement:
-    """What was measured of one layer on one type of device."""
-
-    time: LayerTime
-    memory: LayerMemory
+_STEPS = 3
+"""How often an optimizer's step is timed: it makes no choices that depend on the data."""
 
 
 def measure_layers(
-    graph: LayerGraph, inputs: Sequence[Any], device: torch.device, training: bool, repeats: int, step: Step
+    graph: LayerGraph,
+    inputs: Sequence[Any],
+    device: torch.device,
+    training: bool,
+    repeats: int,
+    step: Step,
+    optimizer: OptimizerState | None = None,
+    remembered: Remembered | None = None,
 ) -> list[Measurement]:
     """Measure every layer of a graph on one device; layers with the same signature once.
 
-    The device holds one layer's state at a time, and the values that later layers still read.
+    The device holds one layer's state at a time, and the values that later layers still read. What is remembered is not
+    measured again; a layer whose results nobody needs then does not even run.
 
     Args:
         graph: the layers.
@@ -40,7 +48,9 @@ def measure_layers(
         device: where the layers run.
         training: whether backward passes are measured.
         repeats: how often each pass is timed.
-        step: told the name of each layer as it begins.
+        step: told the name of each layer that is measured as it begins.
+        optimizer: whose step is measured, in training; None for none.
+        remembered: what is known of the layers; each measurement is added to it as soon as it is there.
 
     Returns:
         One measurement for each layer, in their order.
@@ -48,27 +58,34 @@ def measure_layers(
     Raises:
         ProfilingError: a layer failed or did not fit; the message names it.
     """
-    values = {name: bring_input(value, device) for name, value in zip(graph.inputs, inputs, strict=True)}
+    remembered = remembered or Remembered()
+    missing = {layer.name for layer in remembered.missing(graph.layers)}
+    running = layers_to_run(graph, (graph[name] for name in missing))
+    brought = zip(graph.inputs, inputs, strict=True)
+    values = {name: bring_input(value, device) for name, value in brought} if running else {}
     last_reader = {name: index for index, layer in enumerate(graph.layers) for name in layer.reads}
-    seen: dict[str, Measurement] = {}
-    results = []
     for index, layer in enumerate(graph.layers):
-        step(layer.name)
+        if layer.name not in running:
+            continue
         with _blaming(layer, graph, device), devices.current(device):
             state = bring_state(layer, graph.state, device)
             reads = [values[name] for name in layer.reads]
             writes, mutated = _values(layer, device, state, reads)
-            if layer.signature not in seen:
+            if layer.name in missing:
+                step(layer.name)
                 trial = Trial(layer, device, state, reads, graph.values, training, mutated)
-                seen[layer.signature] = _measure(trial, training, repeats)
+                measured = _measure(trial, training, repeats)
+                if training and optimizer is not None:
+                    trained = [graph.state[name] for name in layer.state if graph.state[name].requires_grad]
+                    measured = replace(measured, optimizer_ms=_step_ms(trial, trained, optimizer, repeats))
+                remembered.put(layer, measured)
                 del trial
-        results.append(seen[layer.signature])
         values.update(zip(layer.writes, writes, strict=True))
         done = {name for name in (*layer.reads, *layer.writes) if last_reader.get(name, -1) <= index}
         values = {name: value for name, value in values.items() if name not in done}
         del state, reads, writes
     devices.release_cache()
-    return results
+    return [known for layer in graph.layers if (known := remembered.get(layer)) is not None]
 
 
 def _values(
@@ -88,6 +105,19 @@ def _measure(trial: Trial, training: bool, repeats: int) -> Measurement:
         trial.backward()
     memory = measure_memory(trial, training)
     return Measurement(measure_time(trial, training, repeats), memory)
+
+
+def _step_ms(trial: Trial, parameters: Sequence[Tensor], optimizer: OptimizerState, repeats: int) -> float | None:
+    """The time of the optimizer's step on the layer's parameters; None where it cannot be had."""
+    if optimizer.name is None:
+        return None
+    if not trial.parameters:
+        return 0.0
+    try:
+        with torch.enable_grad():
+            return measure_step(trial, optimizer.step(parameters, trial.parameters), min(repeats, _STEPS))
+    except Exception:  # whatever a user's optimizer raises, or too little memory for its state: the rest is measured
+        return None
 
 
 @contextmanager

@@ -18,11 +18,14 @@ from placer.graph.capture import capture
 from placer.graph.granularity import Granularity
 from placer.graph.layers import Layer, LayerGraph, tensor_bytes
 from placer.profiler import inputs
+from placer.profiler.cache import Cache, CacheLike, open_cache
 from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
+from placer.profiler.conditions import conditions, optimizer_facts
 from placer.profiler.links import links_to_measure
 from placer.profiler.measure import Measurement, measure_layers
 from placer.profiler.optimizer import OptimizerLike, OptimizerState
 from placer.profiler.progress import Shown, progress_bar
+from placer.profiler.remembered import Remembered
 from placer.profiler.timing import significant
 
 
@@ -37,6 +40,7 @@ def profile(
     progress: Shown = True,
     repeats: int = 10,
     memory_bytes: MemoryLimit = None,
+    cache: CacheLike = True,
 ) -> schema.Profile:
     """Measure a model's layers, the values between them, the devices and the links.
 
@@ -55,6 +59,9 @@ def profile(
         progress: whether to show a bar on stderr: where it is a terminal, ``"always"``, or not.
         repeats: how often each pass is timed at most; medians are kept.
         memory_bytes: what a placement may use of each device, in bytes, or by device; None for all of its memory.
+        cache: whether layers and links that were measured before, under the same conditions, are taken from the cache:
+            in the folder that ``PLACER_CACHE`` names or the user's own, in a given folder, or not at all. What is
+            measured goes there at once, so that a run that was interrupted goes on where it was.
 
     Returns:
         The profile, with its cluster.
@@ -69,6 +76,7 @@ def profile(
     args, kwargs = inputs.split(example_inputs)
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
+    folder = open_cache(cache)
     state = OptimizerState(optimizer if training else None)
     by_type: dict[str, torch.device] = {}
     for device in found:
@@ -78,14 +86,25 @@ def profile(
         graph = capture(model, args, kwargs, granularity=granularity)
         if not graph.layers:
             raise ProfilingError(f"{type(model).__name__} has no operations, so there is nothing to place")
-        steps = len(graph.layers) * len(by_type) + links_to_measure(found)
+        known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
+        steps = sum(len(of_kind.missing(graph.layers)) for of_kind in known.values()) + links_to_measure(found)
         with progress_bar(progress, steps) as step:
             measured = {
-                name: measure_layers(graph, tensors, device, training, repeats, step)
-                for name, device in by_type.items()
+                kind: measure_layers(graph, tensors, device, training, repeats, step, state, known[kind])
+                for kind, device in by_type.items()
             }
             cluster = measure(found, limits, step)
     return write(graph, measured, training, state, cluster)
+
+
+def _remembered(
+    folder: Cache | None, device: torch.device, training: bool, optimizer: OptimizerLike, repeats: int
+) -> Remembered:
+    """What is known of layers under the conditions of this device, here and now."""
+    steps = optimizer_facts(optimizer if training else None)
+    if folder is None or steps is None:
+        return Remembered()
+    return Remembered(folder, conditions(device) | {"training": training, "optimizer": steps}, repeats)
 
 
 def write(
@@ -110,6 +129,7 @@ def write(
     }
     edges = _edges(graph, kept, training)
     held = _state_bytes(graph, training, optimizer)
+    owned = _owned(graph)
     unsent = _unsent(graph, kept, {edge.name for edge in edges})
     layers = []
     for index, layer in enumerate(graph.layers):
@@ -121,6 +141,13 @@ def write(
                 module=layer.module_type,
                 forward_ms={kind: significant(row.time.forward_ms) for kind, row in rows.items()},
                 backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()} if training else {},
+                weights_ms={kind: significant(row.time.weights_ms) for kind, row in rows.items()} if training else {},
+                optimizer_ms={
+                    kind: significant(row.optimizer_ms * owned[layer.name])
+                    for kind, row in rows.items()
+                    if row.optimizer_ms is not None
+                },
+                spread={kind: significant(row.time.spread, 2) for kind, row in rows.items()},
                 host_ms={kind: significant(row.time.host_ms) for kind, row in rows.items()},
                 saved_bytes=max(memory.saved_bytes for memory in memories) + unsent[layer.name],
                 forward_workspace_bytes=max(memory.forward_workspace_bytes for memory in memories),
@@ -207,6 +234,18 @@ def _state_bytes(graph: LayerGraph, training: bool, optimizer: OptimizerState) -
             "buffer_bytes": _total([tensor for tensor in own if not isinstance(tensor, nn.Parameter)]),
         }
     return held
+
+
+def _owned(graph: LayerGraph) -> dict[str, float]:
+    """The share of each layer's trained parameters, in bytes, that no layer before it has: the optimizer steps once."""
+    counted: set[int] = set()
+    shares = {}
+    for layer in graph.layers:
+        trained = [graph.state[name] for name in layer.state if graph.state[name].requires_grad]
+        own = [tensor for tensor in trained if id(tensor) not in counted]
+        counted.update(id(tensor) for tensor in own)
+        shares[layer.name] = _total(own) / max(1, _total(trained))
+    return shares
 
 
 def _total(tensors: Sequence[Tensor]) -> int:

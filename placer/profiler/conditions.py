@@ -1,0 +1,135 @@
+"""What a measurement depends on beside the layer: device, driver, libraries, settings, and how Placer measures.
+
+Two runs under equal conditions may share their measurements. What is not here makes no difference to a layer's time, or
+cannot be told (see ``devices.speed_facts``): then ``placer cache clear``, or ``cache=False``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import platform
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from placer import devices
+from placer.profiler.optimizer import OptimizerLike
+
+_ENVIRONMENT = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+
+
+def conditions(device: torch.device) -> dict[str, Any]:
+    """What measurements on this device depend on here and now, as facts for a key."""
+    return {
+        "type": devices.type_name(device),
+        "device": devices.speed_facts(device),
+        "versions": _versions(),
+        "settings": {name: _setting(read) for name, read in _settings(device).items()},
+        "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+        "measured_by": _code(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    cudnn: Any = torch.backends.cudnn
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
+        "hip": str(torch.version.hip),
+        "cudnn": str(cudnn.version()) if torch.version.cuda else "none",
+    }
+
+
+def _settings(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """The switches of torch that choose kernels, by name."""
+    cudnn: Any = torch.backends.cudnn
+    attention, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+    return {
+        "matmul_precision": torch.get_float32_matmul_precision,
+        "matmul_tf32": torch._C._get_cublas_allow_tf32,
+        "cudnn_tf32": torch._C._get_cudnn_allow_tf32,
+        "fp32_precision": lambda: (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision),
+        "half_sums": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        "bfloat16_sums": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        "fp16_accumulation": lambda: matmul.allow_fp16_accumulation,
+        "cudnn": lambda: (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "mkldnn": torch._C._get_mkldnn_enabled,
+        "flash": attention.flash_sdp_enabled,
+        "memory_efficient": attention.mem_efficient_sdp_enabled,
+        "math": attention.math_sdp_enabled,
+        "cudnn_attention": attention.cudnn_sdp_enabled,
+        "deterministic": torch.are_deterministic_algorithms_enabled,
+        "autocast": lambda: torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        "autocast_cache": torch.is_autocast_cache_enabled,
+    }
+
+
+def _setting(read: Callable[[], Any]) -> str:
+    try:
+        return repr(read())
+    except Exception:  # torch refuses to read an old switch once a new one was set, and lacks some in some versions
+        return "not told"
+
+
+def optimizer_facts(optimizer: OptimizerLike) -> Any:
+    """What the time of an optimizer's step depends on, as a fact for a key; None where that cannot be told.
+
+    Numbers count as zero or not: a learning rate changes no kernel, momentum or none does.
+    """
+    if optimizer is None or isinstance(optimizer, str):
+        return [str(optimizer).lower()]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = [
+            {name: _option(value) for name, value in group.items() if name not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ]
+        of_kind = optimizer_facts(type(optimizer))
+        return None if of_kind is None else [of_kind, groups]
+    if isinstance(optimizer, partial):
+        inner = optimizer_facts(optimizer.func)
+        options = {name: _option(value) for name, value in optimizer.keywords.items()}
+        return None if inner is None or optimizer.args else [inner, options]
+    name = f"{getattr(optimizer, '__module__', '')}.{getattr(optimizer, '__qualname__', '')}"
+    if name.startswith("torch.optim."):
+        return [name]
+    if not isinstance(optimizer, type):  # a function may use anything
+        return None
+    try:
+        return [
+            name,
+            *(inspect.getsource(kind) for kind in optimizer.__mro__ if kind.__module__ == optimizer.__module__),
+        ]
+    except (OSError, TypeError):  # typed in by hand
+        return None
+
+
+def _option(value: Any) -> str:
+    if isinstance(value, (bool, str, type(None))):
+        return repr(value)
+    if isinstance(value, (int, float)):
+        return f"{type(value).__name__} {'not ' if value else ''}zero"
+    return type(value).__name__
+
+
+@cache
+def _code() -> str:
+    """A hash of the sources that measure: better measuring makes what was measured before out of date."""
+    folders = (Path(__file__).parent, Path(devices.__file__).parent)
+    total = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+        total.update(path.name.encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:16]
