@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import Cluster, Constraints, DataFlow, Placement, PlacementRequest, Profile, profile, solve
-from placer.zero_bubble import zero_bubble
+from placer.schedule import Pipeline, plan, step_ms
 
 from . import cases, timing
 from .cases import Training
@@ -141,11 +141,9 @@ def predicted_ms(found: Profile, placement: Placement) -> float:
     assert found.cluster is not None
     types = {device.name: device.type for device in found.cluster.devices}
     forward, backward = (_by_stage(found, placement, types, kind) for kind in ("forward_ms", "backward_ms"))
-    held = [min(placement.chunks, 2 * len(forward) - 1)] * len(forward)
     transfer_ms = max(load.send_ms for load in placement.devices) / 2
-    halves = [value / 2 for value in backward]
-    tasks = zero_bubble(forward, halves, halves, placement.chunks, held, transfer_ms)
-    return max(task.end_ms for task in tasks)
+    order = plan("zero-bubble", range(len(forward)), placement.chunks, forward_ms=forward, backward_ms=backward)
+    return step_ms(Pipeline.chain(forward, backward, transfer_ms=transfer_ms, gradient_ms=transfer_ms), order)
 
 
 def _by_stage(found: Profile, placement: Placement, types: dict[str, str], kind: str) -> Sequence[float]:

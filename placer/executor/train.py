@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ from placer.executor.stage import Head, Stage
 from placer.executor.weights import Weights
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
-from placer.schedule import orders, simulate
+from placer.schedule import Phase as Half
+from placer.schedule import plan
 from placer.schema import Schedule
-from placer.zero_bubble import Half, zero_bubble
 
 Loss = Callable[[Any, Any], Tensor]
-Order = Schedule | Literal["zero-bubble"]
-SCHEDULES: tuple[str, ...] = (*get_args(Schedule), "zero-bubble")
+Order = Schedule
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 class Pass(NamedTuple):
@@ -124,8 +124,10 @@ class TrainingPipeline:
     def _balanced_order(self) -> list[tuple[int, Half, int]]:
         """Zero-bubble by the stages' own times."""
         forward, backward, weights = zip(*(stage.pass_ms() for stage in self.stages), strict=True)
-        tasks = zero_bubble(forward, backward, weights, self.chunks, self.in_flight)
-        return [(task.stage, task.phase, task.micro_batch) for task in tasks]
+        whole = [one + other for one, other in zip(backward, weights, strict=True)]
+        places = range(len(self.stages))
+        found = plan("zero-bubble", places, self.chunks, forward_ms=forward, backward_ms=whole, weights_ms=weights)
+        return list(found.issue)
 
     def _prepare(self, part: Sequence[Any], goal: Sequence[Any]) -> None:
         """Make every stage's slots from one micro-batch, and record them; buffers and random numbers stay."""
@@ -270,8 +272,7 @@ def _stages(graph: LayerGraph, parts: Sequence[Segment], head: Head, split: bool
 def _issue_order(count: int, schedule: Schedule | None, chunks: int) -> list[tuple[int, Half, int]]:
     """Every pass of a step, after all that it waits for."""
     if schedule is not None:
-        timeline = simulate(orders(schedule, count, chunks), [1.0] * count, [2.0] * count)
-        return [(task.stage, task.phase, task.micro_batch) for task in timeline.tasks]
+        return list(plan(schedule, range(count), chunks).issue)
     return list(_fill_drain(count, chunks))
 
 

@@ -34,7 +34,9 @@ TimesMs = Annotated[dict[Name, Milliseconds], Field(max_length=64), IN_ORDER]
 Objective = Literal["throughput", "latency", "memory"]
 """What is made small: the bottleneck (ms), one sample's critical path (ms), or the largest memory use (bytes)."""
 
-Schedule = Literal["fill-drain", "1f1b"]
+Schedule = Literal["fill-drain", "1f1b", "zero-bubble", "interleaved"]
+"""The order of micro-batches in training, drawn in ``placer.schedule``."""
+
 Transfers = Literal["added", "overlapped"]
 Limiting = Literal["memory", "link", "layer", "work"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]

@@ -1,0 +1,106 @@
+"""Orders that devices find for themselves: whenever one is free, it takes the most urgent pass that is ready.
+
+The most urgent is a backward pass (a stage waits for its input half), then a forward pass where there is room for
+another micro-batch, then a weight half (nobody waits for it). So unlike stages are balanced as well as they can be
+without foresight. Of several stages of one device, the one that is nearest to the end goes first.
+
+It never gets stuck: micro-batches keep their order, and the first that is not done has room everywhere.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the greedy rule here in place of their fixed orders.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from placer.schedule.passes import Pass, Phase, TimelineTask
+
+Arrivals = dict[Phase, list[float]]
+
+
+def greedy(
+    places: Sequence[int],
+    times: dict[Phase, Sequence[float]],
+    chunks: int,
+    room: Sequence[int],
+    transfer_ms: float = 0.0,
+) -> list[TimelineTask]:
+    """The passes of a step through a chain of stages, by their start.
+
+    Args:
+        places: by stage, its device.
+        times: by phase, then stage; with phase ``weights`` backward passes are in two halves.
+        chunks: micro-batches in a batch, at least 1.
+        room: by stage, for how many micro-batches at once, at least 1.
+        transfer_ms: of a value or a gradient between stages.
+    """
+    return _Greedy(places, times, chunks, room, transfer_ms).run()
+
+
+class _Greedy:
+    def __init__(
+        self,
+        places: Sequence[int],
+        times: dict[Phase, Sequence[float]],
+        chunks: int,
+        room: Sequence[int],
+        transfer_ms: float,
+    ) -> None:
+        self._places, self._times, self._room, self._transfer_ms = places, times, room, transfer_ms
+        self._last: Phase = "weights" if "weights" in times else "backward"
+        self._done: list[dict[Phase, int]] = [{"forward": 0, "backward": 0, "weights": 0} for _ in places]
+        self._there: list[Arrivals] = [{"forward": [], "backward": []} for _ in places]
+        self._there[0]["forward"] = [0.0] * chunks
+        self._stages: dict[int, list[int]] = {}
+        for stage in reversed(range(len(places))):
+            self._stages.setdefault(places[stage], []).append(stage)
+
+    def run(self) -> list[TimelineTask]:
+        """Play the step."""
+        free = dict.fromkeys(self._stages, 0.0)
+        wake = [(0.0, device) for device in free]
+        heapq.heapify(wake)
+        tasks: list[TimelineTask] = []
+        while wake:
+            now, device = heapq.heappop(wake)
+            chosen = self._most_urgent(device, now) if now >= free[device] else None
+            if chosen is None:
+                continue
+            stage, phase, micro_batch = chosen
+            end = free[device] = now + self._times[phase][stage]
+            self._done[stage][phase] += 1
+            tasks.append(TimelineTask(stage, phase, micro_batch, now, end, device))
+            heapq.heappush(wake, (end, device))
+            for woken in self._hand_on(stage, phase, end):
+                heapq.heappush(wake, woken)
+        return sorted(tasks, key=lambda task: (task.start_ms, task.end_ms))
+
+    def _most_urgent(self, device: int, now: float) -> Pass | None:
+        stages = self._stages[device]
+        phases: tuple[Phase, ...] = ("backward", "forward", "weights")
+        for phase in phases:
+            for stage in stages:
+                if self._is_ready(stage, phase, now):
+                    return Pass(stage, phase, self._done[stage][phase])
+        return None
+
+    def _is_ready(self, stage: int, phase: Phase, now: float) -> bool:
+        done = self._done[stage]
+        if phase == "weights":
+            return self._last == "weights" and done["weights"] < done["backward"]
+        if phase == "forward" and done["forward"] - done[self._last] >= self._room[stage]:
+            return False
+        arrivals = self._there[stage][phase]
+        return done[phase] < len(arrivals) and arrivals[done[phase]] <= now
+
+    def _hand_on(self, stage: int, phase: Phase, end: float) -> list[tuple[float, int]]:
+        """Tell the stage that waits for a pass; when to look at its device."""
+        last = len(self._places) - 1
+        if phase == "weights" or (phase == "backward" and stage == 0):
+            return []
+        goal = min(stage + 1, last) if phase == "forward" else stage - 1
+        kind: Phase = "backward" if phase == "backward" or stage == last else "forward"
+        there = end + (self._transfer_ms if self._places[goal] != self._places[stage] else 0.0)
+        self._there[goal][kind].append(there)
+        return [(there, self._places[goal])]

@@ -1,0 +1,183 @@
+"""The order of passes under each schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from placer.errors import InputError
+from placer.schedule.greedy import greedy
+from placer.schedule.passes import Pass, Phase, Plan, most_held
+from placer.schema import Schedule
+
+
+def in_flight(schedule: Schedule, stages: int, stage: int, chunks: int) -> int:
+    """The most micro-batches that a stage holds at once in training, where each device has one stage.
+
+    Args:
+        schedule: the schedule.
+        stages: how many stages there are.
+        stage: counted from 0 in pipeline order.
+        chunks: micro-batches in a batch.
+    """
+    if schedule == "fill-drain":
+        return chunks
+    if schedule == "zero-bubble":
+        return min(chunks, 2 * stages - 1)
+    return min(chunks, stages - stage)
+
+
+def plan(
+    schedule: Schedule,
+    places: Sequence[int],
+    chunks: int,
+    *,
+    forward_ms: Sequence[float] | None = None,
+    backward_ms: Sequence[float] | None = None,
+    weights_ms: Sequence[float] | None = None,
+    training: bool = True,
+) -> Plan:
+    """Which pass follows which on each device.
+
+    Where a device has several stages, ``1f1b`` and ``zero-bubble`` do not apply, and ``fill-drain`` is planned.
+    ``interleaved`` is Megatron's order where the stages go round the devices equally often and the micro-batches come
+    in whole rounds; else devices take what is ready (see ``greedy``). Where no device has several it is ``1f1b``.
+
+    Args:
+        schedule: the schedule.
+        places: by stage in pipeline order, the index of its device.
+        chunks: micro-batches in a batch, at least 1.
+        forward_ms: by stage; asked by ``zero-bubble`` and ``interleaved``, whose orders follow unlike stages. All equal
+            if left out.
+        backward_ms: by stage, both halves; twice the forward pass if left out.
+        weights_ms: by stage, the weight half; half of the backward pass if left out.
+        training: without it there are forward passes alone, in the order of micro-batches.
+
+    Raises:
+        InputError: no stages, no micro-batches, or times for another number of stages.
+
+    Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019; Narayanan et al., "Efficient
+    Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2; Qi et al., ICLR 2024.
+    """
+    places = tuple(places)
+    if not places or chunks < 1:
+        raise InputError(f"a schedule needs a stage and a micro-batch; got stages={len(places)}, chunks={chunks}")
+    count = len(places)
+    forward = [1.0] * count if forward_ms is None else forward_ms
+    backward = [2 * time for time in forward] if backward_ms is None else backward_ms
+    weights = [time / 2 for time in backward] if weights_ms is None else weights_ms
+    for name, times in (("forward_ms", forward), ("backward_ms", backward), ("weights_ms", weights)):
+        if len(times) != count:
+            raise InputError(f"{name} has {len(times)} entries for {count} stages")
+    if not training:
+        passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]
+        return Plan(places, chunks, tuple(passes), (1,) * count, training=False)
+    alone = len(set(places)) == count
+    if schedule == "zero-bubble" and alone:
+        room = [in_flight(schedule, count, stage, chunks) for stage in range(count)]
+        inputs = [whole - half for whole, half in zip(backward, weights, strict=True)]
+        return _greedy(places, {"forward": forward, "backward": inputs, "weights": weights}, chunks, room)
+    if schedule == "interleaved" and not alone:
+        return _interleaved(places, {"forward": forward, "backward": backward}, chunks)
+    if schedule == "fill-drain" or not alone:
+        passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]
+        passes += [Pass(count - 1 - s, "backward", m) for s, m in _clock(count, chunks)]
+        return Plan(places, chunks, tuple(passes), (chunks,) * count)
+    return _one_forward_one_backward(places, chunks)
+
+
+def _one_forward_one_backward(places: tuple[int, ...], chunks: int) -> Plan:
+    room = tuple(in_flight("1f1b", len(places), stage, chunks) for stage in range(len(places)))
+    return Plan(places, chunks, merged([list(_fill_turn_drain(s, held, chunks)) for s, held in enumerate(room)]), room)
+
+
+def _fill_turn_drain(stage: int, held: int, chunks: int) -> Iterator[Pass]:
+    """Fill up to so many micro-batches, then one backward pass for every forward pass, then drain."""
+    for micro_batch in range(held):
+        yield Pass(stage, "forward", micro_batch)
+    for micro_batch in range(chunks):
+        yield Pass(stage, "backward", micro_batch)
+        if micro_batch + held < chunks:
+            yield Pass(stage, "forward", micro_batch + held)
+
+
+def _clock(stages: int, chunks: int) -> Iterator[tuple[int, int]]:
+    """Stage and micro-batch, tick by tick, the latest stage first within a tick."""
+    for tick in range(stages + chunks - 1):
+        for stage in reversed(range(max(0, tick - chunks + 1), min(stages, tick + 1))):
+            yield stage, tick - stage
+
+
+def _greedy(places: tuple[int, ...], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]) -> Plan:
+    split = "weights" in times
+    passes = tuple(Pass(*task[:3]) for task in greedy(places, times, chunks, room))
+    return Plan(places, chunks, passes, tuple(room), split=split)
+
+
+def _interleaved(places: tuple[int, ...], times: dict[Phase, Sequence[float]], chunks: int) -> Plan:
+    count = len(places)
+    devices = len(set(places))
+    if places == places[:devices] * (count // devices) and chunks % devices == 0:
+        passes = merged([list(_megatron(rank, devices, count // devices, chunks)) for rank in range(devices)])
+        return Plan(places, chunks, passes, most_held(passes, count, "backward"))
+    room = [in_flight("interleaved", count, stage, chunks) for stage in range(count)]
+    found = _greedy(places, times, chunks, room)
+    return Plan(places, chunks, found.issue, most_held(found.issue, count, "backward"))
+
+
+def _megatron(rank: int, devices: int, per_device: int, chunks: int) -> Iterator[Pass]:
+    """The passes of one device: rounds of as many micro-batches as devices go through its stages in turn.
+
+    Before the first backward pass it runs two forward passes for each device behind it and a round for each further
+    stage of its own, then one forward and one backward in turn.
+    """
+    total = chunks * per_device
+
+    def nth(number: int, phase: Phase) -> Pass:
+        turn, place = divmod(number, devices * per_device)
+        nth_stage, within = divmod(place, devices)
+        if phase == "backward":
+            nth_stage = per_device - 1 - nth_stage
+        return Pass(nth_stage * devices + rank, phase, turn * devices + within)
+
+    ahead = min(2 * (devices - rank - 1) + (per_device - 1) * devices, total)
+    for number in range(ahead):
+        yield nth(number, "forward")
+    for number in range(total):
+        if ahead + number < total:
+            yield nth(ahead + number, "forward")
+        yield nth(number, "backward")
+
+
+def merged(orders: Sequence[Sequence[Pass]]) -> tuple[Pass, ...]:
+    """One order of all passes, each after what it waits for, from the order on each device.
+
+    A forward pass waits for that of the stage before, a backward pass for that of the stage behind, the last stage's
+    for its own forward pass.
+
+    Raises:
+        InputError: some wait for each other for ever.
+    """
+    stages = 1 + max((item.stage for order in orders for item in order), default=0)
+    done: set[Pass] = set()
+    issue: list[Pass] = []
+    place = [0] * len(orders)
+    while len(issue) < sum(map(len, orders)):
+        heads = [(index, order[place[index]]) for index, order in enumerate(orders) if place[index] < len(order)]
+        ready = [(index, item) for index, item in heads if _is_ready(item, stages, done)]
+        if not ready:
+            stage, phase, micro_batch = heads[0][1]
+            raise InputError(f"stage {stage} waits for ever: the input of {phase} {micro_batch} is never made")
+        for index, item in ready:
+            done.add(item)
+            issue.append(item)
+            place[index] += 1
+    return tuple(issue)
+
+
+def _is_ready(item: Pass, stages: int, done: set[Pass]) -> bool:
+    stage, phase, micro_batch = item
+    if phase == "forward":
+        return not stage or Pass(stage - 1, "forward", micro_batch) in done
+    if stage == stages - 1:
+        return Pass(stage, "forward", micro_batch) in done
+    return Pass(stage + 1, "backward", micro_batch) in done

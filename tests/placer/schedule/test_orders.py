@@ -1,0 +1,105 @@
+"""Orders against what a schedule must be."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placer.errors import InputError
+from placer.schedule import Pass, in_flight, merged, plan
+
+SCHEDULES = st.sampled_from(["fill-drain", "1f1b", "zero-bubble", "interleaved"])
+ONE_EACH = st.sampled_from(["fill-drain", "1f1b", "zero-bubble"])
+SIZES = st.integers(1, 7)
+PLACES = st.lists(st.integers(0, 3), min_size=1, max_size=7)
+
+
+@given(schedule=SCHEDULES, places=PLACES, chunks=SIZES)
+def test_every_stage_runs_every_micro_batch_once_each_way(schedule, places, chunks):
+    found = plan(schedule, places, chunks)
+    phases = ["forward", "backward", "weights"] if found.split else ["forward", "backward"]
+    wanted = {Pass(s, phase, m) for s in range(len(places)) for phase in phases for m in range(chunks)}
+    assert len(found.issue) == len(wanted) and set(found.issue) == wanted
+
+
+@given(schedule=SCHEDULES, places=PLACES, chunks=SIZES, data=st.data())
+def test_a_pass_is_issued_after_all_that_it_waits_for(schedule, places, chunks, data):
+    times = data.draw(st.lists(st.integers(0, 9), min_size=len(places), max_size=len(places)))
+    place = {item: number for number, item in enumerate(plan(schedule, places, chunks, forward_ms=times).issue)}
+    for stage, phase, m in place:
+        if phase == "forward" and stage:
+            assert place[stage - 1, "forward", m] < place[stage, "forward", m]
+        if phase == "backward":
+            before = (stage + 1, "backward", m) if stage + 1 < len(places) else (stage, "forward", m)
+            assert place[before] < place[stage, "backward", m]
+        if phase == "weights":
+            assert place[stage, "backward", m] < place[stage, "weights", m]
+
+
+@given(schedule=SCHEDULES, places=PLACES, chunks=SIZES)
+def test_no_stage_begins_a_micro_batch_that_it_has_no_room_for(schedule, places, chunks):
+    found = plan(schedule, places, chunks)
+    last = "weights" if found.split else "backward"
+    held = [0] * len(places)
+    for stage, phase, _ in found.issue:
+        held[stage] += {"forward": 1, last: -1}.get(phase, 0)
+        assert held[stage] <= found.in_flight[stage] <= chunks
+
+
+@given(schedule=ONE_EACH, stages=SIZES, chunks=SIZES)
+def test_with_one_stage_a_device_there_is_the_room_that_memory_is_reckoned_by(schedule, stages, chunks):
+    wanted = tuple(in_flight(schedule, stages, stage, chunks) for stage in range(stages))
+    assert plan(schedule, range(stages), chunks).in_flight == wanted
+
+
+def test_1f1b_holds_fewer_micro_batches_the_later_the_stage():
+    assert [in_flight("1f1b", 4, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+
+
+def test_fill_drain_holds_all_micro_batches_everywhere():
+    assert [in_flight("fill-drain", 4, stage, 8) for stage in range(4)] == [8, 8, 8, 8]
+
+
+def test_zero_bubble_holds_two_for_every_stage_but_one():
+    assert [in_flight("zero-bubble", 4, stage, 8) for stage in range(4)] == [7, 7, 7, 7]
+
+
+@given(stages=SIZES, chunks=SIZES)
+def test_interleaving_one_stage_a_device_is_1f1b(stages, chunks):
+    assert plan("interleaved", range(stages), chunks) == plan("1f1b", range(stages), chunks)
+
+
+def test_interleaved_holds_what_megatron_does():
+    """Of 4 devices with 2 stages each, device r runs 2 (3 - r) + 4 passes ahead, and one more before it goes back."""
+    found = plan("interleaved", (0, 1, 2, 3) * 2, 8)
+    for device, order in found.by_device().items():
+        held = most = 0
+        for _, phase, _ in order:
+            held += 1 if phase == "forward" else -1
+            most = max(most, held)
+        assert most == 2 * (3 - device) + 4 + 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_schedules_for_one_stage_a_device_drain_where_a_device_has_several(schedule):
+    assert plan(schedule, [0, 1, 0], 4) == plan("fill-drain", [0, 1, 0], 4)
+
+
+@given(stages=SIZES, chunks=SIZES)
+def test_without_training_there_are_forward_passes_alone(stages, chunks):
+    found = plan("1f1b", range(stages), chunks, training=False)
+    assert {item.phase for item in found.issue} == {"forward"} and len(found.issue) == stages * chunks
+
+
+def test_a_schedule_without_stages_is_refused():
+    with pytest.raises(InputError, match="stages=0, chunks=4"):
+        plan("1f1b", [], 4)
+
+
+def test_times_of_another_number_of_stages_are_refused():
+    with pytest.raises(InputError, match="weights_ms has 1 entries for 2 stages"):
+        plan("zero-bubble", [0, 1], 4, weights_ms=[1.0])
+
+
+def test_passes_that_wait_for_each_other_are_refused():
+    with pytest.raises(InputError, match="stage 0 waits for ever: the input of backward 0"):
+        merged([[Pass(0, "backward", 0), Pass(0, "forward", 0)], [Pass(1, "forward", 0), Pass(1, "backward", 0)]])
