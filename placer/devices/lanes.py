@@ -7,9 +7,11 @@ mark = lane.mark()         stands for all that was issued so far
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from placer.devices.moving import location
 
 Mark = Any
-"""A point in a lane; None on a CPU stand-in, where everything issued is done."""
+"""A point in a lane; on a CPU stand-in, where what was issued is done: None, or the time in s if that is asked for."""
 
 
 class Lane:
@@ -48,9 +50,13 @@ class Lane:
         self._active.pop().close()
 
     def wait(self, *marks: Mark) -> None:
-        """Let what follows start after these marks."""
+        """Let what follows start after these marks; on a CPU stand-in the caller itself waits for a GPU's."""
         for mark in marks:
-            if mark is not None and self._stream is not None:
+            if not isinstance(mark, torch.cuda.Event):
+                continue
+            if self._stream is None:
+                mark.synchronize()
+            else:
                 self._stream.wait_event(mark)
 
     def mark(self, timed: bool = False) -> Mark:
@@ -60,31 +66,64 @@ class Lane:
             timed: whether the time between two marks will be asked for.
         """
         if self._stream is None:
-            return None
+            return perf_counter() if timed else None
         event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
+
+
+class Delivery(NamedTuple):
+    """One copy as it was issued, between two marks in its lane.
+
+    Attributes:
+        source: the device that it left.
+        target: the device that it came to.
+        began: when it did.
+        ended: when it was done.
+        clock: the device in whose lane both were marked.
+        label: what the sender said of it.
+    """
+
+    source: torch.device
+    target: torch.device
+    began: Mark
+    ended: Mark
+    clock: torch.device
+    label: Any
 
 
 class Courier:
     """Copies tensors between devices beside their computations.
 
     Every channel between two devices has lanes of its own: a copy that waits for room holds nothing else back.
+
+    Attributes:
+        trace: a list that collects every copy; None, as it is at first, to collect none.
     """
 
     def __init__(self) -> None:
+        self.trace: list[Delivery] | None = None
         self._lanes: dict[tuple[torch.device, torch.device, str], tuple[Lane, Lane]] = {}
 
     @torch.no_grad()
-    def send(self, source: Tensor, ready: Mark, target: Tensor, free: Mark, channel: str) -> Mark:
+    def send(
+        self,
+        source: Tensor,
+        ready: Mark,
+        target: Tensor,
+        free: Mark | Sequence[Mark],
+        channel: str,
+        label: Any = None,
+    ) -> Mark:
         """Copy ``source`` into ``target``.
 
         Args:
             source: the data.
             ready: when it is there.
             target: a tensor of the same shape, on any device.
-            free: when it may be overwritten.
+            free: when it may be overwritten; a sequence of marks where it takes several.
             channel: copies of one channel between the same two devices follow one another.
+            label: what a trace is to say of the copy.
 
         Returns:
             When the copy is done, for both sides.
@@ -92,14 +131,21 @@ class Courier:
         here, there = location(source), location(target)
         outgoing, incoming = self._pair(here, there, channel)
         outgoing.wait(ready)
-        incoming.wait(ready, free)
+        incoming.wait(ready, *(free if isinstance(free, Sequence) else (free,)))
+        timed = self.trace is not None
+        began = incoming.mark(timed=True) if timed else None
         with outgoing, incoming:
             target.copy_(source, non_blocking=True)
-        return incoming.mark()
+        ended = incoming.mark(timed=timed)
+        if self.trace is not None:
+            self.trace.append(Delivery(here, there, began, ended, incoming.device, label))
+        return ended
 
     def _pair(self, here: torch.device, there: torch.device, channel: str) -> tuple[Lane, Lane]:
         if (here, there, channel) not in self._lanes:
             incoming = Lane(there)
             outgoing = Lane(here) if here.type == "cuda" and here != there else incoming
+            if there.type == "cpu":  # a copy to the host is in the lane of the GPU that it leaves
+                incoming = outgoing
             self._lanes[here, there, channel] = (outgoing, incoming)
         return self._lanes[here, there, channel]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from placer.executor.clones import Clones
 from placer.executor.hooked import HookPath
 from placer.executor.pipeline import gather, run, scatter
 from placer.executor.program import Capture, Program
-from placer.executor.segments import MicroBatch, Segment, segments
+from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
+from placer.executor.stream import Streams
 from placer.executor.train import Loss, Order
 from placer.executor.train_step import TrainStep
 from placer.graph.export import batch_size
@@ -92,6 +93,7 @@ class DataFlow(nn.Module):
         self._assignment: Assignment | None = None
         self._plans: dict[Capture, tuple[LayerGraph, list[Segment]]] = {}
         self._hooks = HookPath(module)
+        self._streams = Streams(self)
         if inference_only:
             module.requires_grad_(False)
         self._clones = Clones(module, self._devices) if enable_clone else None
@@ -130,14 +132,14 @@ class DataFlow(nn.Module):
                 devices.release_cache()
         self._hooks.leave()
         self._assignment = assignment
-        self._plans.clear()
+        self._forget_plans()
 
     def undo(self) -> None:
         """Bring every parameter, gradient, buffer and flag back to where it was before the flow was made."""
         self._hooks.leave()
         self._home.restore(self.module, self._optimizer)
         self._assignment = None
-        self._plans.clear()
+        self._forget_plans()
         self._granularity = "fine" if self.fine_grained else "submodule"
         self.layer_gpus = self._default_map()
         self.chunks = 1
@@ -163,7 +165,7 @@ class DataFlow(nn.Module):
         built = copy.copy(self)
         built.__dict__ = dict(self.__dict__)
         built._modules = {"module": self.module if module is None else module}
-        built._plans = {}
+        built._plans, built._streams = {}, Streams(built)
         built.layer_gpus = OrderedDict(self.layer_gpus if layer_gpus is None else layer_gpus)
         built.update_flow()
         return built
@@ -213,6 +215,27 @@ class DataFlow(nn.Module):
             or a dict of keyword arguments.
         """
         return TrainStep(self, loss_fn, optimizer, self.schedule if schedule is None else schedule)
+
+    def stream(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
+        """Run batch after batch without gradients: each enters the first device while earlier ones are in later ones.
+
+        Do not change the model or its map while a stream is open; close it, or exhaust it, before.
+
+        Args:
+            batches: an iterable of batches, each one tensor, a tuple or list of positional, or a dict of keyword
+                arguments. Their shapes may differ; a shape is recorded as CUDA graphs when it comes for the second
+                time. Pinned memory lets copies from the host overlap.
+            in_flight: batches that are taken from the source before the first result is handed out, and so the most
+                that take memory; two more than there are segments if None. 1 takes none ahead.
+
+        Returns:
+            A generator of what the model returns for each batch, in their order, on ``output_device``.
+
+        Raises:
+            InputError: these are no batches, or ``in_flight`` is no count.
+            StageError: from the generator, when it comes to a batch on which a layer failed; results before are whole.
+        """
+        return self._streams.open(batches, in_flight)
 
     def _run_captured(self, captures: list[Capture], parts: list[list[Any]], weights: list[int]) -> Any:
         plans = [self._plan(capture) for capture in captures]
@@ -266,16 +289,22 @@ class DataFlow(nn.Module):
             self._settle(graph, places)
         return graph, places
 
+    def weights(self, graph: LayerGraph) -> StateLookup:
+        """What the layers of a graph use for their state, clones up to date."""
+        self._refresh_clones()
+        return self._lookup(graph)
+
     def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
         """The segments of a capture under the present map, made once."""
-        if self._clones is not None:
-            self._refuse_training()
-            if self._clones.refresh():
-                self._plans.clear()
+        self._refresh_clones()
         if capture not in self._plans:
             graph, places = self.layers(capture)
             self._plans[capture] = (graph, segments(graph, places, self._lookup(graph)))
         return self._plans[capture]
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._streams.clear()
 
     def _settle(self, graph: LayerGraph, places: Sequence[torch.device]) -> None:
         """Move state whose layer was not known before the capture (a root's own parameters) to its first layer."""
@@ -288,7 +317,7 @@ class DataFlow(nn.Module):
                 if not devices.same(devices.location(graph.state[name]), place):
                     relocate(graph.state[name], place, self._optimizer)
 
-    def _lookup(self, graph: LayerGraph) -> Any:
+    def _lookup(self, graph: LayerGraph) -> StateLookup:
         constants: dict[tuple[str, torch.device], Tensor] = {}
 
         def lookup(name: str, place: torch.device) -> Tensor:
@@ -299,6 +328,12 @@ class DataFlow(nn.Module):
             return graph.state[name] if self._clones is None else self._clones.get(name, place)
 
         return lookup
+
+    def _refresh_clones(self) -> None:
+        if self._clones is not None:
+            self._refuse_training()
+            if self._clones.refresh():
+                self._plans.clear()
 
     def _refuse_training(self) -> None:
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.module.parameters())
@@ -361,19 +396,21 @@ class DataFlow(nn.Module):
             result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         self._plans.clear()
         if assign:  # the parameters are other objects now
+            self._streams.clear()
             self._program = Program(self.module)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         """Without captures and clones, which are made again when needed."""
         state = dict(self.__dict__)
-        state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = None
+        state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = state["_streams"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._program = Program(self.module)
         self._hooks = HookPath(self.module)
+        self._streams = Streams(self)
         self._plans = {}
         self._clones = Clones(self.module, self._devices) if self.enable_clone else None
 

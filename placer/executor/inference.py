@@ -1,0 +1,379 @@
+"""The segments of one capture for inference: batches take the slots of each in turn, and each has its own time in all.
+
+    inputs (static)  ──▶ segment ──▶ outputs (static)  ──▶ inputs of the segments that read them, wherever they are
+
+On a GPU every slot of a segment is one CUDA graph, recorded when a shape comes for the second time: a shape that comes
+once, as a last and smaller batch does, would cost more to record than to run. A segment that reads a value made d
+segments before it has d + 1 slots, so that nothing has to wait for room while every segment takes its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.devices import Courier, Lane, Mark
+from placer.errors import StageError
+from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
+from placer.graph.layers import LayerGraph
+from placer.graph.structure import Structure
+
+
+@dataclass
+class Slot:
+    """Room for one batch in a segment.
+
+    Attributes:
+        inputs: static tensors, or numbers, by name.
+        outputs: what the segment made of them, by name.
+        run: runs or replays the segment.
+        over: when all that used the slot is done.
+    """
+
+    inputs: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    run: Callable[[], None] = lambda: None
+    over: list[Mark] = field(default_factory=list)
+
+
+class Pass(NamedTuple):
+    """A segment's work on one batch as it was issued, between two marks in the lane of its device."""
+
+    stage: int
+    phase: Literal["forward"]
+    micro_batch: int
+    began: Mark
+    ended: Mark
+
+
+@dataclass
+class Stage:
+    """A segment with its border.
+
+    Attributes:
+        segment: its layers.
+        reads: names of the values that come from elsewhere.
+        writes: for each value that leaves: the stages that read it; none where it is a result alone.
+        count: how many slots it has once the shape has come twice.
+        slots: those that there are.
+        not_recorded_because: why it runs without a CUDA graph; empty where it has one, or may get one.
+        layer: the one that ran last, layer by layer; None before.
+    """
+
+    segment: Segment
+    reads: tuple[str, ...]
+    writes: dict[str, list[int]]
+    count: int = 2
+    slots: list[Slot] = field(default_factory=list)
+    not_recorded_because: str = ""
+    layer: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.segment.device
+
+    def open(self) -> Slot:
+        """One slot more, its inputs like those of the first."""
+        slot = Slot()
+        slot.run = partial(self._compute, slot)
+        for name, value in self.slots[0].inputs.items() if self.slots else ():
+            slot.inputs[name] = value.clone() if isinstance(value, Tensor) else value
+        slot.over = [Lane(self.device, caller=True).mark()]
+        self.slots.append(slot)
+        return slot
+
+    def record(self) -> None:
+        """Turn every slot's work into a CUDA graph, where the device has them and the layers allow it."""
+        if self.device.type != "cuda":
+            return
+        for step in self.segment.steps:
+            if step.foreign:
+                self.not_recorded_because = f"layer {step.layer.name!r} changes state that is on another device"
+                return
+        try:
+            replays = devices.record([slot.run for slot in self.slots], self.device)
+        except devices.NotRecordable as error:
+            self.not_recorded_because = f"layer {self.layer!r}: {error}"
+            return
+        for slot, replay in zip(self.slots, replays, strict=True):
+            slot.run = replay
+
+    def _compute(self, slot: Slot) -> None:
+        values = MicroBatch(slot.inputs.keys(), slot.inputs.values())
+        for step in self.segment.steps:
+            self.layer = step.layer.name
+            step.run(values)
+        slot.outputs = {name: values.read(name, self.device) for name in self.writes}
+
+
+@dataclass(eq=False)
+class Passage:
+    """A batch on its way through the stages.
+
+    Attributes:
+        number: which batch of its stream it is.
+        turn: which batch of its pipeline it is: this decides its slots.
+        inputs: those that the model returns, by name, as they were given.
+        stage: the next one that it goes through.
+        arrived: for each stage, when what it reads is there.
+        results: by name, on the output device.
+        done: when they are there.
+    """
+
+    number: int
+    turn: int
+    inputs: dict[str, Any]
+    stage: int = 0
+    arrived: dict[int, list[Mark]] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
+    done: list[Mark] = field(default_factory=list)
+
+
+class InferencePipeline:
+    """The stages of one capture, for batches of one shape.
+
+    Args:
+        graph: of the model.
+        places: the device of every layer.
+        outputs: structure of the model's result.
+        target: where results go.
+        lookup: the tensors of a layer's state, as the model has them.
+        lanes: of every device; those that are missing are added.
+        courier: for the copies.
+
+    Attributes:
+        trace: a list that collects every pass; None, as it is at first, to collect none.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        places: Sequence[torch.device],
+        outputs: Structure,
+        target: torch.device,
+        lookup: StateLookup,
+        lanes: dict[torch.device, Lane],
+        courier: Courier,
+    ) -> None:
+        self._graph = graph
+        self._outputs = outputs
+        self._target = target
+        self._state = _Replicas(graph, lookup)
+        self.stages = _stages(graph, segments(graph, places, self._state.lookup))
+        for stage in self.stages:
+            lanes.setdefault(stage.device, Lane(stage.device))
+            stage.open()
+        self._lanes = lanes
+        self._courier = courier
+        self._readers = {
+            name: [index for index, stage in enumerate(self.stages) if name in stage.reads] for name in graph.inputs
+        }
+        self._turns = 0
+        self.trace: list[Pass] | None = None
+
+    def refresh(self, lookup: StateLookup) -> bool:
+        """Bring copies of the model's state up to date; False where the state is no longer where it was."""
+        return self._state.refresh(lookup)
+
+    def enter(self, number: int, tensors: Sequence[Any]) -> Passage:
+        """Take a batch in: what its inputs are is read, in the order of the caller's own work, before this returns.
+
+        Args:
+            number: which batch it is.
+            tensors: the flattened inputs.
+        """
+        if self._turns == 1:
+            self._open()
+        given = dict(zip(self._graph.inputs, tensors, strict=True))
+        passage = Passage(number, self._turns, {name: given[name] for name in self._graph.outputs if name in given})
+        self._turns += 1
+        for name, value in given.items():
+            caller = Lane(devices.location(value), caller=True) if isinstance(value, Tensor) else None
+            ready = caller.mark() if caller is not None else None
+            for reader in self._readers[name]:
+                mark = self._deliver(passage, name, value, ready, None, reader)
+                if caller is not None:
+                    caller.wait(mark)
+        return passage
+
+    def is_through(self, passage: Passage) -> bool:
+        """Whether the batch's last segment was issued."""
+        return passage.stage == len(self.stages)
+
+    def advance(self, passage: Passage) -> None:
+        """Issue the batch's next segment, and what becomes of its values.
+
+        Raises:
+            StageError: a layer failed.
+        """
+        index, stage = passage.stage, self.stages[passage.stage]
+        slot, lane = self._slot(index, passage), self._lanes[stage.device]
+        lane.wait(*passage.arrived.pop(index, []), *slot.over)
+        timed = self.trace is not None
+        began = lane.mark(timed=True) if timed else None
+        with lane:
+            self._run(stage, slot, passage)
+        ended = lane.mark(timed=timed)
+        if self.trace is not None:
+            self.trace.append(Pass(index, "forward", passage.number, began, ended))
+        slot.over = [ended]
+        for name, readers in stage.writes.items():
+            for reader in readers:
+                slot.over.append(self._deliver(passage, name, slot.outputs[name], ended, index, reader))
+            if name in self._graph.outputs:
+                slot.over.append(self._bring_home(passage, name, slot.outputs[name], ended, index))
+        passage.stage += 1
+
+    def result(self, passage: Passage) -> Any:
+        """What the model returns for the batch; the caller's work on it starts when it is there."""
+        self._await(passage)
+        leaves = []
+        for name in self._graph.outputs:
+            value = passage.results[name] if name in passage.results else passage.inputs[name]
+            leaves.append(devices.move(value, self._target) if isinstance(value, Tensor) else value)
+        return self._outputs.unflatten(leaves)
+
+    def drop(self, passage: Passage) -> None:
+        """Forget a batch, wherever it is: those who come next in its slots wait for what it has issued."""
+        for index, marks in passage.arrived.items():
+            self._slot(index, passage).over += marks
+        self._await(passage)
+
+    def _await(self, passage: Passage) -> None:
+        Lane(self._target, caller=True).wait(*passage.done)
+
+    def _slot(self, index: int, passage: Passage) -> Slot:
+        slots = self.stages[index].slots
+        return slots[passage.turn % len(slots)]
+
+    def _run(self, stage: Stage, slot: Slot, passage: Passage) -> None:
+        try:
+            slot.run()
+        except Exception as error:
+            where = f"segment {passage.stage} of {len(self.stages)} on {stage.device}, layer {stage.layer!r}"
+            raise StageError(
+                f"batch {passage.number} failed in {where}: {type(error).__name__}: {error}",
+                str(stage.device),
+                stage.layer,
+                passage.number,
+            ) from error
+
+    def _deliver(self, passage: Passage, name: str, value: Any, ready: Mark, maker: int | None, reader: int) -> Mark:
+        """Copy a value into the slot of a stage that reads it."""
+        slot = self._slot(reader, passage)
+        if not isinstance(value, Tensor):
+            slot.inputs[name] = value
+            return None
+        if name not in slot.inputs:
+            place = self.stages[reader].device
+            slot.inputs[name] = torch.empty_like(value, device=place, requires_grad=False)
+            slot.over = [*slot.over, Lane(place, caller=True).mark()]
+        channel = "batch" if maker is None else "forward"
+        label = (maker, reader, "forward", passage.number)
+        mark = self._courier.send(value, ready, slot.inputs[name], slot.over, channel, label)
+        passage.arrived.setdefault(reader, []).append(mark)
+        return mark
+
+    def _bring_home(self, passage: Passage, name: str, value: Any, ready: Mark, maker: int) -> Mark:
+        """Copy a result out of its slot, to where results go."""
+        if not isinstance(value, Tensor):
+            passage.results[name] = value
+            return None
+        pinned = value.is_cuda and self._target.type == "cpu"  # else the copy would hold the caller up
+        home = torch.empty_like(value, device=self._target, requires_grad=False, pin_memory=pinned)
+        free = Lane(self._target, caller=True).mark()
+        mark = self._courier.send(value, ready, home, free, "result", (maker, None, "forward", passage.number))
+        passage.results[name] = home
+        passage.done.append(mark)
+        return mark
+
+    def _open(self) -> None:
+        """The second batch of this shape has come: give every stage all its slots, and record them."""
+        for place in self._lanes:
+            devices.synchronise(place)
+        kept = {name: self._graph.state[name].clone() for name in _mutated(self._graph)}
+        try:
+            with devices.keep_random_state(list(self._lanes)):
+                for stage in self.stages:
+                    while len(stage.slots) < stage.count:
+                        stage.open()
+                    devices.synchronise(stage.device)
+                    stage.record()
+        finally:
+            for name, value in kept.items():
+                self._graph.state[name].copy_(value)
+            for place in self._lanes:
+                devices.synchronise(place)
+
+
+class _Replicas:
+    """A model's state where layers read it: itself on its own device, a copy on others, kept up to date."""
+
+    def __init__(self, graph: LayerGraph, lookup: StateLookup) -> None:
+        self._graph = graph
+        self._lookup = lookup
+        self._mutated = _mutated(graph)
+        self._own: dict[tuple[str, torch.device], Tensor] = {}
+        self._copies: dict[tuple[str, torch.device], tuple[int, Tensor]] = {}
+
+    def lookup(self, name: str, place: torch.device) -> Tensor:
+        """What a layer on this device uses; state that layers change is the model's own, wherever it is."""
+        tensor = self._lookup(name, place)
+        if name in self._graph.constants:
+            return tensor
+        if name in self._mutated or devices.same(devices.location(tensor), place):
+            # Without the flag: autocast would keep casts of parameters beyond the recording that made them.
+            self._own[name, place] = tensor.detach()
+            return self._own[name, place]
+        if (name, place) not in self._copies:
+            self._copies[name, place] = (tensor._version, devices.copy(tensor, place))
+        return self._copies[name, place][1]
+
+    def refresh(self, lookup: StateLookup) -> bool:
+        self._lookup = lookup
+        for (name, place), own in self._own.items():
+            if lookup(name, place).data_ptr() != own.data_ptr():
+                return False
+        for (name, place), (version, replica) in self._copies.items():
+            tensor = lookup(name, place)
+            if tensor._version != version:
+                replica.copy_(tensor)
+                self._copies[name, place] = (tensor._version, replica)
+        return True
+
+
+def _mutated(graph: LayerGraph) -> set[str]:
+    return {name for layer in graph.layers for name in layer.mutated}
+
+
+def _stages(graph: LayerGraph, parts: Sequence[Segment]) -> list[Stage]:
+    """Segments with what passes between them."""
+    made_by = {name: index for index, part in enumerate(parts) for step in part.steps for name in step.layer.writes}
+    reads: list[dict[str, None]] = []
+    for index, part in enumerate(parts):
+        names = [name for step in part.steps for name in step.layer.reads]
+        reads.append({name: None for name in names if made_by.get(name) != index})
+    stages = []
+    for index, part in enumerate(parts):
+        distances = [index - made_by.get(name, -1) for name in reads[index]]
+        stages.append(Stage(part, tuple(reads[index]), _writes(index, made_by, reads, graph), max([1, *distances]) + 1))
+    return stages
+
+
+def _writes(
+    index: int, made_by: Mapping[str, int], reads: Sequence[Mapping[str, None]], graph: LayerGraph
+) -> dict[str, list[int]]:
+    """What a stage's layers make for others, and for which."""
+    writes: dict[str, list[int]] = {}
+    for name, maker in made_by.items():
+        readers = [reader for reader, names in enumerate(reads) if name in names and maker == index]
+        if maker == index and (readers or name in graph.outputs):
+            writes[name] = readers
+    return writes

@@ -1,0 +1,289 @@
+"""``DataFlow.stream``: batch after batch through the devices, with no drain between them.
+
+    tick        0     1     2     3     4     5
+    segment 0   b0    b1    b2    b3
+    segment 1         b0    b1    b2    b3
+    segment 2               b0    b1    b2    b3          b0 is handed out once the ticks ahead of it are issued
+
+Every tick issues one segment of every batch that is on its way, the oldest first, so a device that holds several
+segments has work of several batches to turn to. Devices work off what was issued; the caller waits for none of them
+until it looks into a result.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.devices import Courier, Lane
+from placer.errors import InputError, StageError
+from placer.executor.assignment import Assignment
+from placer.executor.inference import InferencePipeline, Passage
+from placer.executor.program import Capture
+from placer.executor.segments import StateLookup
+from placer.graph.layers import LayerGraph
+from placer.graph.structure import Structure, flatten
+
+_AHEAD = 2
+"""Batches beyond those that fill the pipeline: what the devices have to do while the caller looks into a result."""
+_KEPT_SHAPES = 8
+"""Shapes whose static tensors and recordings are kept, the latest that were used."""
+
+
+class Flow(Protocol):
+    """What a stream needs of a ``DataFlow``."""
+
+    output_device: torch.device
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The devices of the layers; None before the first ``update_flow``."""
+
+    def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
+        """The capture for inputs like these; None where the model runs through hooks."""
+
+    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
+        """The layers of a capture and the device of each."""
+
+    def weights(self, graph: LayerGraph) -> StateLookup:
+        """What the layers of a graph use for their state."""
+
+    def __call__(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
+        """Run the model."""
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A batch that was taken from the source and whose result was not handed out.
+
+    Attributes:
+        pipeline: that it goes through; None where its result, or its error, is known.
+        passage: where it is there.
+        result: what the model returned for it, without a pipeline.
+        error: what is raised when its turn comes.
+    """
+
+    pipeline: InferencePipeline | None = None
+    passage: Passage | None = None
+    result: Any = None
+    error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to issue."""
+        if self.error is not None or self.pipeline is None or self.passage is None:
+            return True
+        return self.pipeline.is_through(self.passage)
+
+
+class Streams:
+    """All streams of one flow; they share its devices, and the recordings of each shape.
+
+    Args:
+        flow: the flow.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._lanes: dict[torch.device, Lane] = {}
+        self._courier = Courier()
+        self._pipelines: OrderedDict[Hashable, tuple[LayerGraph, InferencePipeline]] = OrderedDict()
+        self._moving: list[_Ticket] = []
+
+    def open(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
+        """A stream over these batches; see ``DataFlow.stream``.
+
+        Raises:
+            InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is no count.
+        """
+        if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
+            raise InputError(
+                f"batches is one {type(batches).__name__}; give an iterable of batches: [x], x.split(32), a DataLoader"
+            )
+        if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
+            raise InputError(f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None")
+        return self._results(iter(batches), in_flight)
+
+    def clear(self) -> None:
+        """Let go of recordings and static tensors, once the devices are done with them; batches on their way arrive."""
+        for place in self._lanes:
+            devices.synchronise(place)
+        self._pipelines.clear()
+
+    def _results(self, source: Iterator[Any], in_flight: int | None) -> Generator[Any, None, None]:
+        tickets: deque[_Ticket] = deque()
+        taken, is_open = 0, True
+        try:
+            with _inference():
+                self._begin()
+            while True:
+                while is_open and len(tickets) < (in_flight or self._wanted(tickets)):
+                    ticket = self._take(source, taken)
+                    if ticket is None:
+                        is_open = False
+                        break
+                    taken += 1
+                    tickets.append(ticket)
+                    self._tick()
+                    is_open = all(ticket.error is None for ticket in tickets)
+                if not tickets:
+                    return
+                while not tickets[0].is_over:
+                    self._tick()
+                yield self._handed_out(tickets.popleft())
+        finally:
+            with _inference():
+                self._end(tickets)
+
+    @staticmethod
+    def _wanted(tickets: deque[_Ticket]) -> int:
+        """How many batches are to be on their way: as many as fill the pipeline, and some ahead."""
+        pipeline = tickets[-1].pipeline if tickets else None
+        return 1 if pipeline is None else len(pipeline.stages) + _AHEAD
+
+    def _take(self, source: Iterator[Any], number: int) -> _Ticket | None:
+        """The source's next batch, on its way; None where it has none."""
+        try:
+            batch = next(source)
+        except StopIteration:
+            return None
+        except Exception as error:
+            error.add_note(f"raised by the source of the stream, for batch {number}")
+            return _Ticket(error=error)
+        try:
+            with _inference():
+                return self._enter(batch, number)
+        except Exception as error:
+            error.add_note(f"in batch {number} of the stream")
+            return _Ticket(error=error)
+
+    def _enter(self, batch: Any, number: int) -> _Ticket:
+        args, kwargs = _arguments(batch)
+        tensors, inputs = flatten((args, kwargs))
+        capture = self._flow.captured(tensors, inputs) if self._flow.assignment is not None else None
+        if capture is None:
+            self._drain()
+            return _Ticket(result=self._flow(*args, chunks=1, **kwargs))
+        key = (capture, self._flow.assignment, _shapes(tensors), _autocast())
+        is_new = key not in self._pipelines
+        if is_new:
+            self._add(key, capture)
+        self._pipelines.move_to_end(key)
+        pipeline = self._pipelines[key][1]
+        ticket = _Ticket(pipeline)
+        try:
+            ticket.passage = pipeline.enter(number, tensors)
+        except BaseException:
+            del self._pipelines[key]  # it may be half recorded
+            raise
+        self._moving.append(ticket)
+        if is_new:  # the first batch of a shape makes the static tensors as it goes
+            self._drain()
+        return ticket
+
+    def _add(self, key: Hashable, capture: Capture) -> None:
+        """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""
+        while len(self._pipelines) >= _KEPT_SHAPES:
+            for place in self._lanes:
+                devices.synchronise(place)
+            self._pipelines.popitem(last=False)
+        graph, places = self._flow.layers(capture)
+        outputs, target = capture.exported.outputs, self._flow.output_device
+        weights = self._flow.weights(graph)
+        pipeline = InferencePipeline(graph, places, outputs, target, weights, self._lanes, self._courier)
+        self._pipelines[key] = (graph, pipeline)
+        self._wait_for_callers()
+
+    def _tick(self) -> None:
+        """Issue one segment of every batch that is on its way, the oldest first."""
+        with _inference():
+            for ticket in list(self._moving):
+                assert ticket.pipeline is not None and ticket.passage is not None
+                try:
+                    ticket.pipeline.advance(ticket.passage)
+                except Exception as error:
+                    ticket.error = error if isinstance(error, StageError) else _outside_layers(error, ticket.passage)
+                if ticket.is_over:
+                    self._moving.remove(ticket)
+
+    def _drain(self) -> None:
+        while self._moving:
+            self._tick()
+
+    def _handed_out(self, ticket: _Ticket) -> Any:
+        if ticket.error is not None:
+            self._drop(ticket)
+            raise ticket.error
+        if ticket.pipeline is None or ticket.passage is None:
+            return ticket.result
+        with _inference():
+            return ticket.pipeline.result(ticket.passage)
+
+    def _drop(self, ticket: _Ticket) -> None:
+        if ticket in self._moving:
+            self._moving.remove(ticket)
+        if ticket.pipeline is not None and ticket.passage is not None:
+            ticket.pipeline.drop(ticket.passage)
+
+    def _begin(self) -> None:
+        """Let the devices see the model as it is now."""
+        self._wait_for_lanes()
+        current = {key: graph for key, (graph, _) in self._pipelines.items()}
+        for key, graph in current.items():
+            if not self._pipelines[key][1].refresh(self._flow.weights(graph)):
+                self.clear()
+                break
+        self._wait_for_callers()
+
+    def _end(self, tickets: Iterable[_Ticket]) -> None:
+        """Whatever the caller issues from now on, on any device, comes after the stream."""
+        for ticket in tickets:
+            self._drop(ticket)
+        self._wait_for_lanes()
+
+    def _wait_for_callers(self) -> None:
+        marks = [Lane(place, caller=True).mark() for place in self._lanes]
+        for lane in self._lanes.values():
+            lane.wait(*marks)
+
+    def _wait_for_lanes(self) -> None:
+        for place, lane in self._lanes.items():
+            Lane(place, caller=True).wait(lane.mark())
+
+
+@contextmanager
+def _inference() -> Iterator[None]:
+    """No gradients; and not torch's inference mode, whose tensors could not be written to outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch,), {}
+
+
+def _shapes(tensors: Iterable[Any]) -> Hashable:
+    return tuple((tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
+
+
+def _autocast() -> Hashable:
+    """Layers run, and are recorded, under the autocast that the caller is in."""
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def _outside_layers(error: Exception, passage: Passage) -> StageError:
+    text = f"batch {passage.number} failed between segments, before segment {passage.stage}"
+    failure = StageError(f"{text}: {type(error).__name__}: {error}", "", None, passage.number)
+    failure.__cause__ = error
+    return failure
