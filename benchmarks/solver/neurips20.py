@@ -161,7 +161,7 @@ def _with_published_rules(
     values = []
     for value in indexed.values:
         ahead = tuple(reader for reader in value.readers if value.source in forward and reader in forward)
-        values.append(replace(value, ordered=False))
+        values.append(replace(value, ordered=False, weightless=True))
         if ahead:  # orders, and costs nothing: an edge of no bytes over links without latency
             values.append(replace(value, readers=ahead, bytes=0))
     cpus = frozenset(index for index, device in enumerate(indexed.devices) if device.type == "cpu")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from math import inf, isclose
 
 from placer.errors import PlacementError
-from placer.schema import Device, DeviceLoad, Edge, Layer, Link, Placement, PlacementRequest
+from placer.schema import Device, DeviceLoad, Edge, Link, Placement, PlacementRequest
+from placer.solver.check_memory import Memory
 
 RELATIVE = 1e-9
 """Two computations of one time may differ by so much."""
@@ -91,10 +92,13 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     except PlacementError:
         return False
     used = list(dict.fromkeys(where.values()))
+    memory = Memory(request, where)
     orders = itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
     return any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
-        and all(_memory(request, where, order, contiguous, d)[0] <= d.usable_bytes for d in request.devices)
+        and all(
+            memory.total(d.name, _flight(request, order, contiguous, d.name)) <= d.usable_bytes for d in request.devices
+        )
         for order in orders
     )
 
@@ -165,9 +169,10 @@ def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ..
 def _check_loads(request: PlacementRequest, where: Where, placement: Placement) -> None:
     _equal("devices", [load.device for load in placement.devices], [device.name for device in request.devices])
     largest = max(load.load_ms for load in placement.devices)
+    memory = Memory(request, where)
     for device, load in zip(request.devices, placement.devices, strict=True):
         _check_load(request, where, device, load)
-        _check_memory(request, where, placement, device, load)
+        _check_memory(request, memory, placement, device, load)
         _equal(f"bottleneck of {device.name}", load.bottleneck, _close(load.load_ms, largest))
 
 
@@ -202,66 +207,27 @@ def _load(request: PlacementRequest, compute: float, send: float, receive: float
 
 
 def _check_memory(
-    request: PlacementRequest, where: Where, placement: Placement, device: Device, load: DeviceLoad
+    request: PlacementRequest, memory: Memory, placement: Placement, device: Device, load: DeviceLoad
 ) -> None:
-    total, activations = _memory(request, where, placement.stages, placement.contiguous, device)
-    mine = [layer for layer in request.profile.layers if where[layer.name] == device.name]
-    training = request.is_training
-    _equal(f"param_bytes of {device.name}", load.memory.param_bytes, sum(layer.param_bytes for layer in mine))
-    _equal(f"buffer_bytes of {device.name}", load.memory.buffer_bytes, sum(layer.buffer_bytes for layer in mine))
-    _equal(f"grad_bytes of {device.name}", load.memory.grad_bytes, sum(layer.grad_bytes for layer in mine) * training)
-    _equal(
-        f"optimizer_bytes of {device.name}",
-        load.memory.optimizer_bytes,
-        sum(layer.optimizer_bytes for layer in mine) * training,
-    )
-    if training:
-        _equal(f"activation_bytes of {device.name}", load.memory.activation_bytes, activations)
+    flight = _flight(request, placement.stages, placement.contiguous, device.name)
+    total = memory.total(device.name, flight)
+    mine = [layer for layer in request.profile.layers if placement.layer_devices[layer.name] == device.name]
+    for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
+        counts = request.is_training or kind in ("param_bytes", "buffer_bytes")
+        true = sum(getattr(layer, kind) for layer in mine) * counts
+        _equal(f"{kind} of {device.name}", getattr(load.memory, kind), true)
     _equal(f"memory of {device.name}", load.memory.total_bytes, total)
+    split, splits = (load.memory.activation_bytes, load.memory.workspace_bytes), memory.splits(device.name, flight)
+    _require(split in splits, f"activation_bytes, workspace_bytes of {device.name}: {split} is not one of {splits}")
     _equal(f"limit_bytes of {device.name}", load.limit_bytes, device.memory_bytes - device.reserve_bytes)
     _require(total <= load.limit_bytes, f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}")
 
 
-def _memory(
-    request: PlacementRequest, where: Where, stages: tuple[str, ...], contiguous: bool, device: Device
-) -> tuple[int, int]:
-    """Total bytes on a device at the worst moment, and those of activations kept for the backward pass."""
-    mine = [layer for layer in request.profile.layers if where[layer.name] == device.name]
-    held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
-    if not request.is_training:
-        return held + _worst_moment(request, where, device.name), 0
-    names = {layer.name for layer in mine}
-    kept = sum(edge.bytes for edge in request.profile.edges if names.intersection(edge.saved_by))
-    flight = request.chunks
-    if contiguous and request.schedule == "1f1b" and device.name in stages:
-        flight = min(flight, len(stages) - stages.index(device.name))
-    activations = flight * (kept + sum(layer.saved_bytes for layer in mine))
-    workspace = max((w for layer in mine for w in _workspaces(layer)), default=0)
-    state = sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
-    return held + state + activations + workspace, activations
-
-
-def _workspaces(layer: Layer) -> tuple[int, int]:
-    return layer.forward_workspace_bytes, layer.backward_workspace_bytes
-
-
-def _worst_moment(request: PlacementRequest, where: Where, device: str) -> int:
-    """Inference: the most that values and workspace take at any step."""
-    layers = request.profile.layers
-    order = {layer.name: step for step, layer in enumerate(layers)}
-    arriving: dict[int, int] = {}
-    leaving: dict[int, int] = {}
-    for edge in request.profile.edges:
-        uses = [order[name] for name in (edge.source, *edge.targets) if where[name] == device]
-        if uses:
-            arriving[order[edge.source]] = arriving.get(order[edge.source], 0) + edge.bytes
-            leaving[max(uses)] = leaving.get(max(uses), 0) + edge.bytes
-    most = held = 0
-    for step, layer in enumerate(layers):
-        held += arriving.get(step, 0)
-        most = max(most, held + (layer.forward_workspace_bytes if where[layer.name] == device else 0))
-        held -= leaving.get(step, 0)
-    return most
+def _flight(request: PlacementRequest, stages: tuple[str, ...], contiguous: bool, device: str) -> int:
+    """Micro-batches that are in flight on a device."""
+    if contiguous and request.schedule == "1f1b" and device in stages:
+        return min(request.chunks, len(stages) - stages.index(device))
+    return request.chunks
 
 
 # Objective
@@ -281,9 +247,9 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
     if request.objective == "latency":
         return _latency(request, where)
     if request.objective == "memory":
-        return float(
-            max(_memory(request, where, placement.stages, placement.contiguous, d)[0] for d in request.devices)
-        )
+        memory, names = Memory(request, where), [device.name for device in request.devices]
+        flights = [_flight(request, placement.stages, placement.contiguous, name) for name in names]
+        return float(max(map(memory.total, names, flights)))
     return max(_load(request, *_times(request, where, device)) for device in request.devices)
 
 
@@ -343,7 +309,8 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
             continue
         where = {layer.name: device.name for layer in request.profile.layers}
         alone = (device.name,)
-        need = _memory(request, where, alone, placement.contiguous, device)[0]
+        flight = _flight(request, alone, placement.contiguous, device.name)
+        need = Memory(request, where).total(device.name, flight)
         lone = placement.model_copy(update={"stages": alone})
         alone_as[kind] = (max(0, need - device.usable_bytes), _objective(request, where, lone))
         choices.append((*alone_as[kind], device.name))

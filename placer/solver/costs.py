@@ -21,11 +21,19 @@ or later, or if l = s and m(s) = d: it is received as soon as it is made, and fr
     use(d) = params(d) + buffers(d) + max over steps l of
              (sum of bytes(v) live on d at l  +  forward_workspace(l) if m(l) = d)
 
-**Memory in training**, in bytes. A value is kept on d if a layer that saves it is on d; it counts once per device::
+**Memory in training**, in bytes. Layers run forwards and backwards at their steps t. A value is kept on d if a layer
+that saves it, a keeper, is on d; it counts once per device. What a layer makes, what it reads and does not keep, and
+the gradients of both are in its workspaces, so only what waits for another layer counts beside them::
 
-    use(d) = params(d) + gradients(d) + optimizer(d) + buffers(d)
-             + in_flight(d) * (sum of saved(l) over l on d  +  sum of bytes(v) kept on d)
-             + max over l on d of max(forward_workspace(l), backward_workspace(l))
+    use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
+                + (in_flight(d) - 1) * kept(d) + max over t on d of max(F(d, t), B(d, t))
+    kept(d)   = sum of saved(l) over l on d  +  sum of bytes(v) kept on d
+    kept(d,t) = sum of saved(l) over l <= t on d  +  sum of bytes(v) over v with a keeper <= t on d
+    F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later reader:
+                v made before t, read on d after t, without a keeper <= t on d
+    B(d,t)    = kept(d,t) + backward_workspace(t) + sum of gradient_bytes(v) that wait on d:
+                v made on d before t and read after t, on any device: the gradient came, its source has yet to run; or
+                v made elsewhere, read on d at t or before and after t: it is summed up here before it is sent
 
     in_flight(d) = chunks                               fill-drain, and placements that need not be contiguous
                  = min(chunks, stages - stage(d))       1F1B, contiguous
@@ -56,7 +64,8 @@ from dataclasses import dataclass
 from placer import schedule
 from placer.schema import MemoryUse
 from placer.solver.components import topological_order
-from placer.solver.problem import Problem, Value, arcs_of
+from placer.solver.memory import Footprint, footprint, held_by_device
+from placer.solver.problem import Problem, arcs_of
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
@@ -92,16 +101,14 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     """
     if not passable(problem, assignment):
         return None
-    held = held_by_device(problem, assignment)
-    stages = pipeline_order(problem, assignment, held)
+    footprints = [footprint(problem, held) for held in held_by_device(problem, assignment)]
+    stages = pipeline_order(problem, assignment, footprints)
     if stages is None:
         return None
     compute, send, receive = loads(problem, assignment)
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
-    memory = tuple(
-        memory_use(problem, held[device], in_flight(problem, stages, device)) for device in range(len(problem.devices))
-    )
+    memory = tuple(one.use(in_flight(problem, stages, device)) for device, one in enumerate(footprints))
     return Costs(
         tuple(compute), tuple(send), tuple(receive), load, memory, stages, _objective(problem, assignment, load, memory)
     )
@@ -137,30 +144,6 @@ def receivers(readers: Sequence[int], assignment: Assignment, source: int) -> li
     return sorted({assignment[reader] for reader in readers} - {source})
 
 
-@dataclass
-class Held:
-    """What is on one device.
-
-    Attributes:
-        layers: ascending.
-        values: those that a layer there makes or reads.
-    """
-
-    layers: list[int]
-    values: list[Value]
-
-
-def held_by_device(problem: Problem, assignment: Assignment) -> list[Held]:
-    """By device, what it holds."""
-    held = [Held([], []) for _ in problem.devices]
-    for layer, device in enumerate(assignment):
-        held[device].layers.append(layer)
-    for value in problem.values:
-        for device in {assignment[layer] for layer in (value.source, *value.readers)}:
-            held[device].values.append(value)
-    return held
-
-
 def loads(problem: Problem, assignment: Assignment) -> tuple[list[float], list[float], list[float]]:
     """Compute, send and receive time of each device, in milliseconds."""
     compute, send, receive = ([0.0] * len(problem.devices) for _ in range(3))
@@ -180,51 +163,6 @@ def loads(problem: Problem, assignment: Assignment) -> tuple[list[float], list[f
     return compute, send, receive
 
 
-def memory_use(problem: Problem, held: Held, flight: int) -> MemoryUse:
-    """What one device holds at its worst moment.
-
-    Args:
-        problem: the problem.
-        held: what is on the device.
-        flight: micro-batches in flight there, in training.
-    """
-    layers = [problem.layers[layer] for layer in held.layers]
-    params = sum(layer.param_bytes for layer in layers)
-    buffers = sum(layer.buffer_bytes for layer in layers)
-    if not problem.training:
-        live, workspace = _worst_step(problem, held)
-        return MemoryUse(param_bytes=params, buffer_bytes=buffers, activation_bytes=live, workspace_bytes=workspace)
-    here = set(held.layers)
-    kept = sum(value.bytes for value in held.values if not here.isdisjoint(value.keepers))
-    return MemoryUse(
-        param_bytes=params,
-        buffer_bytes=buffers,
-        grad_bytes=sum(layer.grad_bytes for layer in layers),
-        optimizer_bytes=sum(layer.optimizer_bytes for layer in layers),
-        activation_bytes=flight * (sum(layer.saved_bytes for layer in layers) + kept),
-        workspace_bytes=max(
-            (max(layer.forward_workspace_bytes, layer.backward_workspace_bytes) for layer in layers), default=0
-        ),
-    )
-
-
-def _worst_step(problem: Problem, held: Held) -> tuple[int, int]:
-    """Live and workspace bytes of a device at the step where their sum is largest, in inference."""
-    here = set(held.layers)
-    workspace = {layer: problem.layers[layer].forward_workspace_bytes for layer in held.layers}
-    change = dict.fromkeys(held.layers, 0)
-    for value in held.values:
-        last = max(layer for layer in (value.source, *value.readers) if layer in here)
-        change[value.source] = change.get(value.source, 0) + value.bytes
-        change[last + 1] = change.get(last + 1, 0) - value.bytes
-    worst, live = (0, 0), 0
-    for step in sorted(change):
-        live += change[step]
-        if live + workspace.get(step, 0) > sum(worst):
-            worst = (live, workspace.get(step, 0))
-    return worst
-
-
 def in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
     """Micro-batches that a device holds at once in training."""
     request = problem.request
@@ -233,9 +171,9 @@ def in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
     return request.chunks
 
 
-def pipeline_order(problem: Problem, assignment: Assignment, held: Sequence[Held]) -> tuple[int, ...] | None:
+def pipeline_order(problem: Problem, assignment: Assignment, footprints: Sequence[Footprint]) -> tuple[int, ...] | None:
     """The devices that hold layers, in pipeline order; None if they must be contiguous and values form a cycle."""
-    used = sorted((d for d, on_it in enumerate(held) if on_it.layers), key=lambda d: held[d].layers[0])
+    used = list(dict.fromkeys(assignment))
     if not problem.contiguous:
         return tuple(used)
     number = {device: index for index, device in enumerate(used)}
@@ -250,12 +188,12 @@ def pipeline_order(problem: Problem, assignment: Assignment, held: Sequence[Held
     stages = tuple(used[index] for index in order)
     if not problem.training or problem.request.schedule != "1f1b" or problem.request.chunks == 1:
         return stages
-    return _roomiest_order(problem, held, used, arcs)
+    return _roomiest_order(problem, footprints, used, arcs)
 
 
 def _roomiest_order(
     problem: Problem,
-    held: Sequence[Held],
+    footprints: Sequence[Footprint],
     used: Sequence[int],
     arcs: set[tuple[int, int]],
 ) -> tuple[int, ...]:
@@ -270,9 +208,8 @@ def _roomiest_order(
     waiting = set(range(len(used)))
 
     def excess(stage: int) -> tuple[int, int]:
-        device, flight = used[stage], min(problem.request.chunks, len(waiting))
-        use = memory_use(problem, held[device], flight).total_bytes
-        over = max(0, use - problem.devices[device].usable_bytes)
+        use = footprints[used[stage]].total_bytes(min(problem.request.chunks, len(waiting)))
+        over = max(0, use - problem.devices[used[stage]].usable_bytes)
         return over, use if problem.request.objective == "memory" else 0
 
     while waiting:

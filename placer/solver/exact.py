@@ -60,7 +60,8 @@ def best_cut(problem: Problem, nodes: Reduction, order: Sequence[int] | None = N
     best, counts = table.fill()
     if not np.isfinite(best):
         return Cut(None, 0.0)
-    only_order = exact and len(blocks) == len(nodes.nodes) and is_only_order(problem, nodes)
+    exact = exact and table.intervals.exact and len(blocks) == len(nodes.nodes)
+    only_order = exact and is_only_order(problem, nodes)
     proven = best if only_order and problem.request.objective != "latency" else 0.0
     return Cut(table.read(counts), proven, best)
 

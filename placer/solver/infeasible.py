@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from placer.schema import Infeasibility, Link
-from placer.solver import costs, memory_rules
+from placer.solver import costs, memory, memory_rules
 from placer.solver.cpsat import Answer, Limits
 from placer.solver.model import PlacementModel
 from placer.solver.problem import Problem
@@ -76,8 +76,8 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
 
 def _least_use(problem: Problem, layers: tuple[int, ...], touching: set[int]) -> int:
     """What these layers alone need on a device, at the least, with the values that they make or read."""
-    held = costs.Held(list(layers), [problem.values[index] for index in sorted(touching)])
-    return costs.memory_use(problem, held, _least_flight(problem)).total_bytes
+    held = memory.Held(list(layers), [problem.values[index] for index in sorted(touching)])
+    return memory.footprint(problem, held).total_bytes(_least_flight(problem))
 
 
 def _least_flight(problem: Problem) -> int:
@@ -91,7 +91,7 @@ def _too_large_together(problem: Problem) -> Infeasibility | None:
     need = sum(memory_rules.state_bytes(problem, layer) for layer in problem.layers)
     if problem.training:
         need += flight * sum(layer.saved_bytes for layer in problem.layers)
-        need += flight * sum(value.bytes for value in problem.values if value.keepers)
+        need += flight * sum(value.held_bytes for value in problem.values if value.keepers)
     able = sorted(frozenset.union(*problem.allowed), key=lambda d: (-problem.devices[d].usable_bytes, d))
     able = able[: problem.most_devices]
     there = sum(problem.devices[device].usable_bytes for device in able)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from placer.schedule import in_flight
 from placer.solver import memory_rules
+from placer.solver.interval_moments import TrainingMoments
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -25,7 +26,12 @@ class Intervals:
         problem: what is asked.
         nodes: its layers in nodes.
         blocks: runs of nodes, in a topological order.
+
+    Attributes:
+        exact: whether memory is that of the cost model, not about that.
     """
+
+    exact = True
 
     def __init__(self, problem: Problem, nodes: Reduction, blocks: list[list[int]]) -> None:
         self.problem, self.nodes, self.blocks = problem, nodes, blocks
@@ -120,36 +126,22 @@ class Intervals:
         )
 
     def _memory(self, flight: int) -> Table:
-        return self._fixed + flight * self._saved + self._moment
+        return self._fixed + (flight - 1) * self._kept + self._moment
 
     def _measure_memory(self) -> None:
-        """State, bytes saved per micro-batch, and the largest passing need of each interval."""
+        """State, what one micro-batch keeps, and the worst moment of each interval."""
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
         state = [sum(memory_rules.state_bytes(problem, problem.layers[la]) for la in layers) for layers in self._layers]
         held = np.concatenate([[0.0], np.cumsum(state, dtype=np.float64)])
         self._fixed: Table = held[None, :] - held[:, None]
-        self._saved, self._moment = np.zeros(shape), np.zeros(shape)
         if problem.training:
-            self._measure_training()
-        else:
-            for first in range(self._count):
-                self._measure_inference(first)
-
-    def _measure_training(self) -> None:
-        problem = self.problem
-        layers = problem.layers
-        saved = [sum(layers[layer].saved_bytes for layer in block) for block in self._layers]
-        done = np.concatenate([[0.0], np.cumsum(saved, dtype=np.float64)])
-        kept = (np.zeros((self._count + 2, self._count + 2)), np.zeros((self._count + 2, self._count + 2)))
-        for value in problem.values:
-            if value.keepers and value.bytes:
-                _add_entering(kept, -1, sorted({self._block_of[keeper] for keeper in value.keepers}), value.bytes)
-        self._saved = done[None, :] - done[:, None] + np.cumsum(np.cumsum(kept[1], axis=0), axis=1)[:-1, :-1]
-        need = [max(memory_rules.workspace_bytes(problem, layers[layer]) for layer in block) for block in self._layers]
-        needs = np.array(need, dtype=np.float64)
+            moments = TrainingMoments(problem, self._layers)
+            self._kept, self._moment, self.exact = moments.kept, moments.moment, moments.follows
+            return
+        self._kept, self._moment = np.zeros(shape), np.zeros(shape)
         for first in range(self._count):
-            self._moment[first, first + 1 :] = np.maximum.accumulate(needs[first:])
+            self._measure_inference(first)
 
     def _measure_inference(self, first: int) -> None:
         problem = self.problem
@@ -163,7 +155,7 @@ class Intervals:
                 for index in self._touched_by[layer]:
                     value = problem.values[index]
                     for step in range(held_until.get(index, value.source - 1) + 1, layer + 1):
-                        use[step] += value.bytes
+                        use[step] += value.held_bytes
                         peak = max(peak, use[step])
                     held_until[index] = max(layer, held_until.get(index, layer))
             self._moment[first, end] = peak

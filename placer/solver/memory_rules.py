@@ -1,4 +1,4 @@
-"""The memory of ``costs.py`` as constraints of the integer program, one function a rule."""
+"""The memory of ``costs.py`` as constraints of the integer program over nodes and devices, one function a rule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from placer.schema import Layer
-from placer.solver import costs
+from placer.solver.memory import Held, footprint
+from placer.solver.moment_rules import moment_of_training
 from placer.solver.problem import Problem
 
 if TYPE_CHECKING:
@@ -33,17 +34,20 @@ def can_bind(problem: Problem) -> bool:
 
 def use_of_all(problem: Problem) -> int:
     """What a device with all layers would hold with all micro-batches in flight, in bytes."""
-    everything = costs.Held(list(range(len(problem.layers))), list(problem.values))
-    return costs.memory_use(problem, everything, problem.request.chunks).total_bytes
+    everything = Held(list(range(len(problem.layers))), list(problem.values))
+    return footprint(problem, everything).total_bytes(problem.request.chunks)
 
 
 def byte_sizes(problem: Problem) -> list[int]:
     """Every size that the model adds up, as often as it may be added."""
-    sizes = [state_bytes(problem, layer) for layer in problem.layers]
-    sizes += [workspace_bytes(problem, layer) for layer in problem.layers]
     often = problem.request.chunks if problem.training else 1
-    sizes += [layer.saved_bytes * often for layer in problem.layers if problem.training]
-    sizes += [value.bytes * often for value in problem.values]
+    sizes = [value.held_bytes * often for value in problem.values]
+    for layer in problem.layers:
+        sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes]
+        if problem.training:
+            sizes += [layer.backward_workspace_bytes, layer.saved_bytes * often]
+    if problem.training:
+        sizes += [value.gradient_bytes for value in problem.values]
     return [size for size in sizes if size]
 
 
@@ -51,13 +55,6 @@ def state_bytes(problem: Problem, layer: Layer) -> int:
     """What the layer holds all the time."""
     held = layer.param_bytes + layer.buffer_bytes
     return held + layer.grad_bytes + layer.optimizer_bytes if problem.training else held
-
-
-def workspace_bytes(problem: Problem, layer: Layer) -> int:
-    """The most that the layer needs while it runs."""
-    if problem.training:
-        return max(layer.forward_workspace_bytes, layer.backward_workspace_bytes)
-    return layer.forward_workspace_bytes
 
 
 def _within(model: PlacementModel, device: int, use: Term, given: Sequence[cp_model.IntVar] = ()) -> None:
@@ -75,51 +72,43 @@ def _within(model: PlacementModel, device: int, use: Term, given: Sequence[cp_mo
 def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
     """Parameters, buffers and, in training, gradients and optimizer state of the layers on a device."""
     terms: list[Term] = []
+    most = 0
     for node, layers in enumerate(model.nodes.nodes):
         size = sum(model.units(state_bytes(model.problem, model.problem.layers[layer])) for layer in layers)
         terms.append(size * model.on(node, device))
-    return _named(model, terms, f"fixed{device}")
-
-
-def _named(model: PlacementModel, terms: Sequence[Term], name: str) -> cp_model.IntVar:
-    """A variable that is at least a sum."""
-    variable = model.cp.new_int_var(0, 2**53, name)
-    model.cp.add(variable >= sum(terms))
-    return variable
+        most += size
+    fixed = model.cp.new_int_var(0, most, f"fixed{device}")
+    model.cp.add(fixed >= sum(terms))
+    return fixed
 
 
 # Training
 
 
+class _OnDevice:
+    """A device, as the rules of its moments see it."""
+
+    def __init__(self, model: PlacementModel, device: int) -> None:
+        self.cp, self._model, self._device = model.cp, model, device
+
+    def here(self, node: int) -> cp_model.IntVar | None:
+        """A literal that holds if the node is there; None if it cannot be."""
+        return self._model.x[node].get(self._device)
+
+    def share(self, node: int) -> Term:
+        """1 if the node is there, else 0."""
+        return self._model.on(node, self._device)
+
+
 def _training(model: PlacementModel, fixed: Sequence[Term]) -> None:
-    for device in model.devices:
-        saved = _saved(model, device)
-        workspace = _workspace(model, device)
+    """The state, what further micro-batches keep, and the worst moment of one."""
+    problem, nodes = model.problem, model.nodes
+    for device in model.placed:
+        limit = 0 if model.objective == "memory" else problem.devices[device].usable_bytes
+        place = _OnDevice(model, device)
+        kept, moment = moment_of_training(place, problem, nodes, model.byte_unit, limit)
         for flight, given in _in_flight(model, device):
-            _within(model, device, fixed[device] + flight * saved + workspace, given)
-
-
-def _saved(model: PlacementModel, device: int) -> cp_model.IntVar:
-    """What one micro-batch leaves on a device for its backward pass; a value counts once."""
-    terms: list[Term] = []
-    for node, layers in enumerate(model.nodes.nodes):
-        size = sum(model.units(model.problem.layers[layer].saved_bytes) for layer in layers)
-        terms.append(size * model.on(node, device))
-    for value in model.problem.values:
-        kept = model.any_on(model.nodes.of(value.keepers), device)
-        if kept is not None:
-            terms.append(model.units(value.bytes) * kept)
-    return _named(model, terms, f"saved{device}")
-
-
-def _workspace(model: PlacementModel, device: int) -> cp_model.IntVar:
-    """The largest need of any layer on a device."""
-    workspace = model.cp.new_int_var(0, 2**53, f"workspace{device}")
-    for node, layers in enumerate(model.nodes.nodes):
-        size = max(model.units(workspace_bytes(model.problem, model.problem.layers[layer])) for layer in layers)
-        if size and device in model.x[node]:
-            model.cp.add(workspace >= size).only_enforce_if(model.x[node][device])
-    return workspace
+            _within(model, device, fixed[device] + (flight - 1) * kept + moment, given)
 
 
 def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:
@@ -148,7 +137,7 @@ def _inference(model: PlacementModel, fixed: Sequence[Term]) -> None:
     for device in model.devices:
         _within(model, device, fixed[device])
     for step, live_values in enumerate(_live_by_step(problem)):
-        workspace = model.units(workspace_bytes(problem, problem.layers[step]))
+        workspace = model.units(problem.layers[step].forward_workspace_bytes)
         for device in model.devices:
             use: list[Term] = [fixed[device], workspace * model.on(nodes.node_of[step], device)]
             for value_index in live_values:
@@ -156,7 +145,7 @@ def _inference(model: PlacementModel, fixed: Sequence[Term]) -> None:
                 holders = [reader for reader in value.readers if reader >= step]
                 live = model.any_on(nodes.of([*holders, step] if value.source == step else holders), device)
                 if live is not None:
-                    use.append(model.units(value.bytes) * live)
+                    use.append(model.units(value.held_bytes) * live)
             if len(use) > 1:
                 _within(model, device, sum(use))
 

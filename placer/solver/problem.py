@@ -27,6 +27,7 @@ class Value:
         gradient_bytes: the size of its gradient; 0 in inference.
         keepers: the layers that keep it for their backward pass; none in inference.
         ordered: whether its source must be at its readers' stage or before, where contiguity is asked for.
+        weightless: whether it takes no memory, as in published inputs that count state alone.
     """
 
     source: int
@@ -35,6 +36,12 @@ class Value:
     gradient_bytes: int
     keepers: tuple[int, ...]
     ordered: bool = True
+    weightless: bool = False
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of a device's memory."""
+        return 0 if self.weightless else self.bytes
 
 
 @dataclass(frozen=True)
@@ -238,7 +245,7 @@ def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
 
 def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None:
     chunks = request.chunks if request.is_training else 1
-    total = sum(value.bytes for value in values) * chunks + sum(
+    total = sum(value.bytes * chunks + value.gradient_bytes for value in values) + sum(
         layer.param_bytes
         + layer.grad_bytes
         + layer.optimizer_bytes

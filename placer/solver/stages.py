@@ -21,6 +21,7 @@ from ortools.sat.python import cp_model
 
 from placer.solver import memory_rules
 from placer.solver.cpsat import Answer, Limits, run
+from placer.solver.moment_rules import moment_of_training
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
@@ -76,6 +77,7 @@ class StageModel:
     def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
         self.problem, self.nodes, self.upper = problem, nodes, upper
         self.cp = cp_model.CpModel()
+        self._at: dict[tuple[int, int], Literal] = {}
         self.stages = range(problem.most_devices)
         self.classes = problem.alike_devices()
         self.steps_per_ms = TIME_STEPS / upper if upper > 0 else 1.0
@@ -314,47 +316,31 @@ class StageModel:
     def _memory(self) -> None:
         """Every stage stays within the limit of the device that it is, in training with steady micro-batches."""
         problem = self.problem
-        flight = problem.request.chunks
         unit = max(1, -(-memory_rules.use_of_all(problem) // BYTE_STEPS))
+        state = [(node, self._state_bytes(node) // unit) for node in self._nodes]
+        limits = [problem.devices[members[0]].usable_bytes for members in self.classes]
         for p in self.stages:
-            fixed = self._sum_at(p, [(node, self._resident_bytes(node, flight) // unit) for node in self._nodes])
-            kept = [
-                flight * value.bytes // unit * self._kept(value.keepers, p)
-                for value in problem.values
-                if value.keepers and value.bytes
-            ]
-            use = fixed + sum(kept) + self._workspace(p, unit)
-            for c, members in enumerate(self.classes):
-                limit = problem.devices[members[0]].usable_bytes // unit
-                self._enforce(self.cp.add(use <= limit), self.kind[p][c])
+            kept, moment = moment_of_training(_AtStage(self, p), problem, self.nodes, unit, min(limits))
+            use = self._sum_at(p, state) + (problem.request.chunks - 1) * kept + moment
+            for c, limit in enumerate(limits):
+                self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
 
-    def _resident_bytes(self, node: int, flight: int) -> int:
-        layers = [self.problem.layers[layer] for layer in self.nodes.nodes[node]]
-        return sum(memory_rules.state_bytes(self.problem, layer) + flight * layer.saved_bytes for layer in layers)
+    def _state_bytes(self, node: int) -> int:
+        layers = self.nodes.nodes[node]
+        return sum(memory_rules.state_bytes(self.problem, self.problem.layers[layer]) for layer in layers)
 
-    def _kept(self, keepers: Sequence[int], stage: int) -> Literal:
-        """Whether a layer that keeps a value is at the stage."""
-        kept = self.cp.new_bool_var("")
-        for node in self.nodes.of(keepers):
-            self._clause(*self._absent(node, stage), kept)
-        return kept
+    def here(self, node: int, stage: int) -> Literal | None:
+        """A literal that holds if the node is at the stage; None if it cannot be."""
+        if not self._here(node, stage):
+            return None
+        if (node, stage) not in self._at:
+            self._at[node, stage] = self.cp.new_bool_var("")
+            self._clause(*self._absent(node, stage), self._at[node, stage])
+        return self._at[node, stage]
 
-    def _workspace(self, stage: int, unit: int) -> Sum:
-        """The largest need of any layer at the stage."""
-        needs = [self._workspace_bytes(node) // unit for node in self._nodes]
-        if not any(needs):
-            return 0
-        workspace = self.cp.new_int_var(0, max(needs), "")
-        for node, need in enumerate(needs):
-            if need and self._here(node, stage):
-                here = self.cp.new_bool_var("")
-                self._clause(*self._absent(node, stage), here)
-                self.cp.add(workspace >= need).only_enforce_if(here)
-        return workspace
-
-    def _workspace_bytes(self, node: int) -> int:
-        layers = [self.problem.layers[layer] for layer in self.nodes.nodes[node]]
-        return max(memory_rules.workspace_bytes(self.problem, layer) for layer in layers)
+    def share(self, node: int, stage: int) -> Sum:
+        """1 if the node is at the stage, else 0."""
+        return self._sum_at(stage, [(node, 1)])
 
     # Search
 
@@ -377,3 +363,18 @@ class StageModel:
     def in_unit(self, bound: float) -> float:
         """A bound in milliseconds."""
         return max(0.0, bound) / self.steps_per_ms
+
+
+class _AtStage:
+    """A stage, as the rules of its moments see it."""
+
+    def __init__(self, model: StageModel, stage: int) -> None:
+        self.cp, self._model, self._stage = model.cp, model, stage
+
+    def here(self, node: int) -> Literal | None:
+        """A literal that holds if the node is there; None if it cannot be."""
+        return self._model.here(node, self._stage)
+
+    def share(self, node: int) -> Sum:
+        """1 if the node is there, else 0."""
+        return self._model.share(node, self._stage)

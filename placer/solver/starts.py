@@ -42,8 +42,8 @@ def starts(problem: Problem, nodes: Reduction) -> Iterator[Start]:
         yield from _other_orders(problem, nodes)
     else:
         yield from _free_starts(problem)
-    for device in range(len(problem.devices)):
-        yield Start([device] * len(problem.layers), 0.0, "one device")
+    for alike in problem.alike_devices():
+        yield Start([alike[0]] * len(problem.layers), 0.0, "one device")
 
 
 def _other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:

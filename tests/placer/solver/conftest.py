@@ -4,6 +4,7 @@ The enumeration is a third reading of the cost model, apart from costs.py and ch
 formulas.
 """
 
+import functools
 import itertools
 import math
 from types import SimpleNamespace
@@ -256,14 +257,10 @@ class Enumeration:
 
     def use(self, where, device, flight):
         mine = [layer for layer in self.layers if where[layer.name] == device]
-        held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
         if self.training:
-            names = {layer.name for layer in mine}
-            held += sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
-            held += flight * sum(layer.saved_bytes for layer in mine)
-            held += flight * sum(e.bytes for e in self.request.profile.edges if names & set(e.saved_by))
-            peaks = [max(layer.forward_workspace_bytes, layer.backward_workspace_bytes) for layer in mine]
-            return held + max(peaks, default=0)
+            need, kept = self.need(frozenset(layer.name for layer in mine))
+            return need + (flight - 1) * kept
+        held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
         worst = 0
         for step, layer in enumerate(self.layers):
             later = {x.name for x in self.layers[step:] if where[x.name] == device}
@@ -275,6 +272,36 @@ class Enumeration:
             )
             worst = max(worst, now + (layer.forward_workspace_bytes if layer.name in later else 0))
         return held + worst
+
+    @functools.cache  # noqa: B019 - an enumeration does not outlive its test
+    def need(self, names):
+        """What a device of these layers needs in training with one micro-batch, and what each further one adds."""
+        mine = [layer for layer in self.layers if layer.name in names]
+        state = sum(x.param_bytes + x.buffer_bytes + x.grad_bytes + x.optimizer_bytes for x in mine)
+        kept = sum(layer.saved_bytes for layer in mine)
+        kept += sum(e.bytes for e in self.request.profile.edges if names & set(e.saved_by))
+        steps = [self.step(names, layer, back) for layer in mine for back in (False, True)]
+        return state + max(steps, default=0), kept
+
+    def step(self, mine, layer, back):
+        """What one micro-batch takes of the device of these layers while one of them runs, in training."""
+        order = [x.name for x in self.layers]
+        now = order.index(layer.name)
+        done, to_come = set(order[: now + 1]), set(order[now + 1 :])
+        total = layer.backward_workspace_bytes if back else layer.forward_workspace_bytes
+        total += sum(x.saved_bytes for x in self.layers if x.name in mine & done)
+        for e in self.request.profile.edges:
+            readers = set(e.targets)
+            kept = set(e.saved_by) & mine & done
+            total += e.bytes if kept else 0
+            if e.source in done - {layer.name}:
+                if not back:
+                    total += e.bytes if readers & mine & to_come and not kept else 0
+                elif e.source in mine:
+                    total += e.gradient_bytes if readers & to_come else 0
+                else:
+                    total += e.gradient_bytes if readers & mine & to_come and readers & mine & done else 0
+        return total
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,129 @@
+"""The referee's own reading of what devices hold: it plays one micro-batch forwards and backwards, device by device.
+
+Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``, read a second time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from placer.schema import Edge, Layer, PlacementRequest
+
+Split = tuple[int, int]
+"""Bytes that are held, and of workspace."""
+
+
+class Memory:
+    """What the devices hold under an assignment.
+
+    Args:
+        request: the question.
+        where: by layer, its device.
+    """
+
+    def __init__(self, request: PlacementRequest, where: Mapping[str, str]) -> None:
+        self._training, self._where = request.is_training, where
+        self._order = {layer.name: step for step, layer in enumerate(request.profile.layers)}
+        self._layers: dict[str, list[Layer]] = defaultdict(list)
+        self._edges: dict[str, list[Edge]] = defaultdict(list)
+        for layer in request.profile.layers:
+            self._layers[where[layer.name]].append(layer)
+        for edge in request.profile.edges:
+            for device in {where[name] for name in (edge.source, *edge.targets)}:
+                self._edges[device].append(edge)
+
+    def total(self, device: str, flight: int) -> int:
+        """All bytes on a device at the worst moment, with so many micro-batches in flight."""
+        mine = self._layers[device]
+        state = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
+        if self._training:
+            state += sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
+        return state + sum(max(self.splits(device, flight), key=sum))
+
+    def splits(self, device: str, flight: int) -> set[Split]:
+        """The activations and the workspace at each of the worst moments."""
+        if not self._training:
+            return _largest(self._inference(device))
+        further = (flight - 1) * sum(self._kept_at(device).values())
+        moments = [*self._forwards(device), *self._backwards(device)]
+        return {(held + further, workspace) for held, workspace in _largest(moments)}
+
+    def _here(self, names: Iterable[str], device: str) -> list[int]:
+        return sorted(self._order[name] for name in names if self._where[name] == device)
+
+    def _kept_at(self, device: str) -> dict[int, int]:
+        """By step, what is kept from then on."""
+        kept: dict[int, int] = defaultdict(int)
+        for layer in self._layers[device]:
+            kept[self._order[layer.name]] += layer.saved_bytes
+        for edge in self._edges[device]:
+            for first in self._here(edge.saved_by, device)[:1]:
+                kept[first] += edge.bytes
+        return kept
+
+    def _forwards(self, device: str) -> Iterator[Split]:
+        """Play the forward pass: a value arrives when it is made, and goes when it is kept or was read for good."""
+        arriving: dict[int, int] = defaultdict(int)
+        leaving: dict[int, int] = defaultdict(int)
+        for edge in self._edges[device]:
+            readers, keepers = self._here(edge.targets, device), self._here(edge.saved_by, device)
+            made = self._order[edge.source]
+            if readers and made not in keepers:
+                arriving[made] += edge.bytes
+                leaving[keepers[0] if keepers else readers[-1]] += edge.bytes
+        kept_at, layer_at = self._kept_at(device), self._layer_at(device)
+        kept = waiting = 0
+        for step in sorted({*arriving, *layer_at}):
+            if step in layer_at:
+                kept += kept_at[step]
+                waiting -= leaving[step]
+                yield kept + waiting, layer_at[step].forward_workspace_bytes
+            waiting += arriving[step]
+
+    def _backwards(self, device: str) -> Iterator[Split]:
+        """Play the backward pass: a gradient arrives after its first reader, and goes with its source or is sent."""
+        arriving: dict[int, int] = defaultdict(int)
+        used: dict[int, int] = defaultdict(int)
+        sent: dict[int, int] = defaultdict(int)
+        for edge in self._edges[device]:
+            readers = self._here(edge.targets, device)
+            if self._where[edge.source] == device:
+                arriving[max(self._order[name] for name in edge.targets)] += edge.gradient_bytes
+                used[self._order[edge.source]] += edge.gradient_bytes
+            elif len(readers) > 1:
+                arriving[readers[-1]] += edge.gradient_bytes
+                sent[readers[0]] += edge.gradient_bytes
+        kept_at, layer_at = self._kept_at(device), self._layer_at(device)
+        kept, waiting = sum(kept_at.values()), 0
+        for step in sorted({*arriving, *layer_at}, reverse=True):
+            if step in layer_at:
+                waiting -= used[step]
+                yield kept + waiting, layer_at[step].backward_workspace_bytes
+                waiting -= sent[step]
+                kept -= kept_at[step]
+            waiting += arriving[step]
+
+    def _inference(self, device: str) -> Iterator[Split]:
+        """Play a forward pass alone: values are there from when they are made to their last reader."""
+        arriving: dict[int, int] = defaultdict(int)
+        leaving: dict[int, int] = defaultdict(int)
+        for edge in self._edges[device]:
+            arriving[self._order[edge.source]] += edge.bytes
+            leaving[self._here((edge.source, *edge.targets), device)[-1]] += edge.bytes
+        layer_at = self._layer_at(device)
+        held = 0
+        for step in sorted({*arriving, *layer_at}):
+            held += arriving[step]
+            yield held, layer_at[step].forward_workspace_bytes if step in layer_at else 0
+            held -= leaving[step]
+
+    def _layer_at(self, device: str) -> dict[int, Layer]:
+        return {self._order[layer.name]: layer for layer in self._layers[device]}
+
+
+def _largest(moments: Iterable[Split]) -> set[Split]:
+    """Those with the largest sum; nothing where there is no moment."""
+    moments = list(moments)
+    most = max(map(sum, moments), default=0)
+    return {moment for moment in moments if sum(moment) == most} or {(0, 0)}

@@ -1,0 +1,145 @@
+"""The worst moment of a training step for every interval of a linear order as one stage.
+
+The layers of the order are its steps, block by block. For a stage that begins with block ``first``, a table over first
+block and step says what is held at the step; as the stage takes in one block after another the table grows: a reader
+that joins makes values, and gradients, wait at the steps before it, back to the reader before it.
+
+    v   s . . r1 . . . r2        r1 joins: v waits at the steps between s and r1 of the stages without a keeper there;
+          |------|  |-----|      r2 joins: it waits from r1 on, as does its gradient where s is in another stage
+
+Where the order is not the profile's, the moment is about that of the placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver.problem import Problem, Value
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Bytes that wait in some stages at some steps, once a block has joined them.
+
+    Attributes:
+        joined: the block.
+        backwards: 1 if they wait backwards, 0 if forwards.
+        firsts: the stages, by first block: from one, until another.
+        steps: from one, until another.
+        size: in bytes.
+    """
+
+    joined: int
+    backwards: int
+    firsts: tuple[int, int]
+    steps: tuple[int, int]
+    size: int
+
+
+class TrainingMoments:
+    """Tables by first block and end of what stages need in training.
+
+    Args:
+        problem: what is asked.
+        blocks: the layers of each block, in order.
+
+    Attributes:
+        kept: what one micro-batch leaves for its backward pass, in bytes.
+        moment: what it needs at its worst moment; all that it kept until then included.
+        follows: whether the order is the profile's; only then is ``moment`` exact.
+    """
+
+    def __init__(self, problem: Problem, blocks: Sequence[Sequence[int]]) -> None:
+        self._problem = problem
+        order = [layer for block in blocks for layer in block]
+        self.follows = order == sorted(order)
+        self._step = {layer: step for step, layer in enumerate(order)}
+        self._block = [block for block, layers in enumerate(blocks) for _ in layers]
+        self._starts = [0, *np.cumsum([len(block) for block in blocks]).tolist()]
+        kept = self._kept_until()
+        layers = [problem.layers[layer] for layer in order]
+        needs = ([la.forward_workspace_bytes for la in layers], [la.backward_workspace_bytes for la in layers])
+        self._held = tuple(kept + np.array(need, dtype=np.float64) for need in needs)
+        for held in self._held:
+            for block, start in enumerate(self._starts[:-1]):
+                held[block, :start] = -np.inf  # steps before the stage
+        self.kept = np.zeros((len(blocks) + 1, len(blocks) + 1))
+        self.kept[:-1, 1:] = kept[:, np.array(self._starts[1:]) - 1]
+        self.moment = self._grown()
+
+    def _kept_until(self) -> Table:
+        """By first block and step, what is kept of the layers from one to the other."""
+        count = len(self._starts) - 1
+        change = np.zeros((count + 1, self._starts[-1] + 1))
+        for layer, step in self._step.items():
+            self._keep(change, [step], self._problem.layers[layer].saved_bytes)
+        for value in self._problem.values:
+            self._keep(change, sorted(self._step[keeper] for keeper in value.keepers), value.held_bytes)
+        np.cumsum(change, axis=0, out=change)
+        np.cumsum(change, axis=1, out=change)
+        return change[:-1, :-1]
+
+    def _keep(self, change: Table, keepers: Sequence[int], size: int) -> None:
+        """A size that is kept from the first of some steps that is in the stage, as differences along both axes."""
+        before = 0
+        for step in keepers if size else ():
+            until = self._block[step] + 1
+            change[before, step] += size
+            change[until, step] -= size
+            before = until
+
+    def _grown(self) -> Table:
+        """The worst moment, block by block."""
+        count = len(self._starts) - 1
+        waits: list[list[_Wait]] = [[] for _ in range(count)]
+        for wait in self._waits():
+            if wait.firsts[0] < wait.firsts[1] and wait.steps[0] < wait.steps[1]:
+                waits[wait.joined].append(wait)
+        moment = np.zeros((count + 1, count + 1))
+        for block in range(count):
+            worst, end = moment[:-1, block + 1], self._starts[block + 1]
+            np.copyto(worst, moment[:-1, block])
+            for wait in waits[block]:
+                rows, begin = slice(*wait.firsts), wait.steps[0]
+                held = self._held[wait.backwards]
+                held[rows, slice(*wait.steps)] += wait.size
+                if begin < end:  # steps of blocks that are yet to join count when they do
+                    changed = held[rows, begin : min(wait.steps[1], end)]
+                    np.maximum(worst[rows], changed.max(axis=1), out=worst[rows])
+            for held in self._held:
+                np.maximum(worst, held[:, self._starts[block] : end].max(axis=1), out=worst)
+        return moment
+
+    def _waits(self) -> Iterator[_Wait]:
+        for value in self._problem.values:
+            source = self._step[value.source]
+            readers = sorted(step for reader in value.readers if (step := self._step[reader]) > source)
+            if value.held_bytes:
+                yield from self._values(value, source, readers)
+            if value.gradient_bytes:
+                yield from self._gradients(value.gradient_bytes, source, readers)
+
+    def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
+        """Forwards, from the source or the reader before, in stages without a keeper until then."""
+        keepers = {self._step[keeper] for keeper in value.keepers}
+        first, before, begin = 0, source, source + 1
+        for reader in readers:
+            if before in keepers:
+                first = self._block[before] + 1
+            joined = self._block[reader]
+            yield _Wait(joined, 0, (first, joined + 1), (begin, reader), value.held_bytes)
+            before = begin = reader
+
+    def _gradients(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
+        """Backwards: where the source is, for it; elsewhere from one reader to the next."""
+        here = self._block[source]
+        yield _Wait(here, 1, (0, here + 1), (source + 1, readers[-1]), size)
+        for before, reader in pairwise(readers):
+            yield _Wait(self._block[reader], 1, (here + 1, self._block[before] + 1), (before, reader), size)

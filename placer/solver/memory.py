@@ -1,0 +1,164 @@
+"""What one device holds at its worst moment: the memory of ``costs.py``, by steps of the profile's order."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from placer.schema import MemoryUse
+from placer.solver.problem import Problem, Value
+
+Moment = tuple[int, int]
+"""What is held, and the workspace, in bytes."""
+
+
+@dataclass
+class Held:
+    """What is on one device.
+
+    Attributes:
+        layers: ascending.
+        values: those that a layer there makes or reads, and maybe others.
+    """
+
+    layers: list[int]
+    values: list[Value]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a device, whatever its place in the pipeline.
+
+    Attributes:
+        one: with one micro-batch in flight.
+        kept_bytes: what each further one adds: all that it leaves for its backward pass.
+    """
+
+    one: MemoryUse
+    kept_bytes: int = 0
+
+    def total_bytes(self, flight: int) -> int:
+        """All of it, with so many micro-batches in flight."""
+        return self.one.total_bytes + (flight - 1) * self.kept_bytes
+
+    def use(self, flight: int) -> MemoryUse:
+        """By kind, with so many micro-batches in flight."""
+        activations = self.one.activation_bytes + (flight - 1) * self.kept_bytes
+        return self.one.model_copy(update={"activation_bytes": activations})
+
+
+def held_by_device(problem: Problem, assignment: Sequence[int]) -> list[Held]:
+    """By device, what it holds."""
+    held = [Held([], []) for _ in problem.devices]
+    for layer, device in enumerate(assignment):
+        held[device].layers.append(layer)
+    for value in problem.values:
+        for device in {assignment[layer] for layer in (value.source, *value.readers)}:
+            held[device].values.append(value)
+    return held
+
+
+def footprint(problem: Problem, held: Held) -> Footprint:
+    """The memory of a device that holds this."""
+    layers = [problem.layers[layer] for layer in held.layers]
+    state = {
+        "param_bytes": sum(layer.param_bytes for layer in layers),
+        "buffer_bytes": sum(layer.buffer_bytes for layer in layers),
+    }
+    if not problem.training:
+        live, workspace = _worst_of_inference(problem, held)
+        return Footprint(MemoryUse(**state, activation_bytes=live, workspace_bytes=workspace))
+    state["grad_bytes"] = sum(layer.grad_bytes for layer in layers)
+    state["optimizer_bytes"] = sum(layer.optimizer_bytes for layer in layers)
+    kept = kept_by_step(problem, held)
+    activations, workspace = _worst_of_training(problem, held, kept)
+    return Footprint(MemoryUse(**state, activation_bytes=activations, workspace_bytes=workspace), sum(kept.values()))
+
+
+# Training
+
+
+def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
+    """By step, the bytes that one micro-batch leaves there for its backward pass; a value counts once."""
+    kept: Counter[int] = Counter()
+    here = set(held.layers)
+    for layer in held.layers:
+        kept[layer] += problem.layers[layer].saved_bytes
+    for value in held.values:
+        keepers = [keeper for keeper in value.keepers if keeper in here]
+        if keepers:
+            kept[keepers[0]] += value.held_bytes
+    return kept
+
+
+def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> Moment:
+    """The step of a layer, forwards or backwards, with the most."""
+    return max(itertools.chain(*moments_of_training(problem, held, kept)), key=sum, default=(0, 0))
+
+
+def moments_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> list[tuple[Moment, Moment]]:
+    """By layer, its step forwards and its step backwards, of one micro-batch."""
+    values, gradients = _waiting(held)
+    steps = zip(*(sums(changes, held.layers) for changes in (kept, values, gradients)), strict=True)
+    layers = [problem.layers[layer] for layer in held.layers]
+    return [
+        (
+            (before + there, layer.forward_workspace_bytes),
+            (before + back, layer.backward_workspace_bytes),
+        )
+        for layer, (before, there, back) in zip(layers, steps, strict=True)
+    ]
+
+
+def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """By step, how the bytes of values that wait for a later reader change, and those of gradients that wait."""
+    values: Counter[int] = Counter()
+    gradients: Counter[int] = Counter()
+    here = set(held.layers)
+    for value in held.values:
+        readers = [reader for reader in value.readers if reader in here]
+        kept = [keeper for keeper in value.keepers if keeper in here]
+        if readers:  # it waits from its source to its first keeper, else to its last reader
+            between(values, value.source + 1, kept[0] if kept else readers[-1], value.held_bytes)
+        if value.source in here:
+            between(gradients, value.source + 1, value.readers[-1], value.gradient_bytes)
+        elif readers:
+            between(gradients, readers[0], readers[-1], value.gradient_bytes)
+    return values, gradients
+
+
+def between(changes: Counter[int], first: int, end: int, size: int) -> None:
+    """So many bytes more from one step on, until another."""
+    if first < end:
+        changes[first] += size
+        changes[end] -= size
+
+
+def sums(changes: Mapping[int, int], steps: Iterable[int]) -> list[int]:
+    """By step, the sum of all changes at it or before."""
+    ordered = sorted(changes.items())
+    found, total, place = [], 0, 0
+    for step in steps:
+        while place < len(ordered) and ordered[place][0] <= step:
+            total += ordered[place][1]
+            place += 1
+        found.append(total)
+    return found
+
+
+# Inference
+
+
+def _worst_of_inference(problem: Problem, held: Held) -> Moment:
+    """The step with the most; also one at which a layer runs elsewhere, as values arrive then."""
+    here = set(held.layers)
+    workspace = {layer: problem.layers[layer].forward_workspace_bytes for layer in held.layers}
+    changes: Counter[int] = Counter(dict.fromkeys(held.layers, 0))
+    for value in held.values:
+        last = max(layer for layer in (value.source, *value.readers) if layer in here)
+        between(changes, value.source, last + 1, value.held_bytes)
+    steps = sorted(changes)
+    moments = zip(sums(changes, steps), (workspace.get(step, 0) for step in steps), strict=True)
+    return max(moments, key=sum, default=(0, 0))

@@ -1,0 +1,245 @@
+"""The worst moment of a training step as constraints of an integer program, for one device or one stage.
+
+    kept[t]    what one micro-batch keeps there of the layers up to step t
+    there[t]   kept[t], and the values that wait for a later reader
+    back[t]    kept[t], and the gradients that wait for a later step backwards
+    moment     at least there[t] + forward workspace and back[t] + backward workspace of every layer t that is there
+
+``there`` and ``back`` change at few steps, so they are running sums: the constraints are linear in layers and values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ortools.sat.python import cp_model
+
+from placer.solver import memory
+from placer.solver.problem import Problem, Value
+from placer.solver.reduce import Reduction
+
+Literal = cp_model.IntVar | None
+"""None holds never."""
+
+Term = cp_model.LinearExpr | int
+
+
+class Place(Protocol):
+    """A device, or a stage, in an integer program."""
+
+    @property
+    def cp(self) -> cp_model.CpModel:
+        """The program."""
+
+    def here(self, node: int) -> Literal:
+        """A literal that holds if the node is there."""
+
+    def share(self, node: int) -> Term:
+        """1 if the node is there, else 0."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A step whose need may be the largest, forwards or backwards.
+
+    Attributes:
+        step: the layer.
+        forwards: which of its two steps.
+        workspace: the layer's, in bytes.
+        waiting: whether something can wait there meanwhile.
+    """
+
+    step: int
+    forwards: bool
+    workspace: int
+    waiting: bool
+
+
+def moment_of_training(
+    place: Place, problem: Problem, nodes: Reduction, unit: int, limit_bytes: int
+) -> tuple[Term, Term]:
+    """What one micro-batch keeps at a place, and what it needs there at its worst moment: at least, and in units.
+
+    Args:
+        place: a device or a stage.
+        problem: what is asked, in training.
+        nodes: its layers in nodes.
+        unit: bytes are divided by it, and rounded down.
+        limit_bytes: steps that leave a device within this, whatever is on it, are left out.
+    """
+    return _Moment(place, problem, nodes, unit).written(_rows(problem, nodes, limit_bytes))
+
+
+def _rows(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[_Row]:
+    """The steps that may need the most, in order."""
+    everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
+    kept = memory.kept_by_step(problem, everything)
+    moments = memory.moments_of_training(problem, everything, kept)
+    use = memory.footprint(problem, everything)
+    beside = use.total_bytes(problem.request.chunks) - use.one.activation_bytes - use.one.workspace_bytes
+    waits = _may_wait(problem)
+    later = [0] * len(nodes.nodes)
+    rows = []
+    for step in reversed(range(len(problem.layers))):
+        layer, node = problem.layers[step], nodes.node_of[step]
+        needs = (layer.forward_workspace_bytes, layer.backward_workspace_bytes)
+        for forwards in (False, True):
+            there, need, wait = moments[step][not forwards], needs[not forwards], waits[not forwards][step]
+            # A later step of the same node, or the other one of this, keeps no less.
+            if need + wait > later[node] and beside + sum(there) > limit_bytes:
+                rows.append(_Row(step, forwards, need, wait > 0))
+            later[node] = max(later[node], need)
+    return rows[::-1]
+
+
+def _may_wait(problem: Problem) -> tuple[list[int], list[int]]:
+    """By step, the most bytes of values that may wait there, and of gradients."""
+    values: Counter[int] = Counter()
+    gradients: Counter[int] = Counter()
+    for value in problem.values:
+        memory.between(values, value.source + 1, value.readers[-1], value.held_bytes)
+        memory.between(gradients, value.source + 1, value.readers[-1], value.gradient_bytes)
+    steps = range(len(problem.layers))
+    return memory.sums(values, steps), memory.sums(gradients, steps)
+
+
+@dataclass
+class _Sum:
+    """A running sum: terms by the step at which they are added, and what they came to at the steps asked for."""
+
+    cp: cp_model.CpModel
+    terms: dict[int, list[Term]] = field(default_factory=dict)
+    total: Term = 0
+    done: int = -1
+    most: int = 0
+
+    def add(self, step: int, size: int, term: Term) -> None:
+        """So much more from a step on, where the term is 1."""
+        self.terms.setdefault(step, []).append(size * term)
+        self.most += max(size, 0)
+
+    def at(self, step: int) -> Term:
+        """The sum of all terms at a step or before; steps must be asked for in order."""
+        news = [term for past in range(self.done + 1, step + 1) for term in self.terms.get(past, ())]
+        self.done = max(self.done, step)
+        if news:
+            total = self.cp.new_int_var(0, self.most, "")
+            self.cp.add(total == self.total + cp_model.LinearExpr.sum(news))
+            self.total = total
+        return self.total
+
+
+class _Moment:
+    """Writes the constraints of one place."""
+
+    def __init__(self, place: Place, problem: Problem, nodes: Reduction, unit: int) -> None:
+        self._place, self._problem, self._nodes, self._unit = place, problem, nodes, unit
+        self._cp = place.cp
+        self._either: dict[tuple[int, int], cp_model.IntVar] = {}
+
+    def written(self, rows: Sequence[_Row]) -> tuple[Term, Term]:
+        """The variables ``kept`` and ``moment``."""
+        there, back, kept = (_Sum(self._cp) for _ in range(3))
+        for step, layer in enumerate(self._problem.layers):
+            size = layer.saved_bytes // self._unit
+            if size:
+                for total in (there, back, kept):
+                    total.add(step, size, self._place.share(self._nodes.node_of[step]))
+        for value in self._problem.values:
+            self._add_pieces(there, value.held_bytes, self._held(value))
+            self._add_pieces(back, value.held_bytes, self._kept(value))
+            self._add_pieces(back, value.gradient_bytes, self._gradient(value))
+            if value.keepers and value.held_bytes:
+                self._add_pieces(kept, value.held_bytes, [(value.source, self._prefixes(value.keepers)[-1])])
+        all_kept = kept.at(len(self._problem.layers))
+        most = there.most + back.most + max((row.workspace for row in rows), default=0) // self._unit
+        if not most:
+            return all_kept, 0
+        moment = self._cp.new_int_var(0, most, "moment")
+        self._cp.add(moment >= all_kept)
+        for row in rows:
+            self._add_row(moment, row, (there if row.forwards else back).at(row.step))
+        return all_kept, moment
+
+    def _add_row(self, moment: cp_model.IntVar, row: _Row, held: Term) -> None:
+        """If the layer is there, the moment is no less than what is held at its step and its workspace."""
+        node, workspace = self._nodes.node_of[row.step], row.workspace // self._unit
+        here = self._place.here(node)
+        if here is None:
+            return
+        if row.waiting:
+            self._cp.add(moment >= held + workspace).only_enforce_if(here)
+        else:  # what is kept up to a step is never more than what is kept in all
+            self._cp.add(moment >= held + workspace * self._place.share(node))
+
+    def _add_pieces(self, total: _Sum, size_bytes: int, pieces: Iterable[tuple[int, Literal]]) -> None:
+        """Add a size to a sum while a literal holds: the literal of each piece from its step on."""
+        size, before = size_bytes // self._unit, None
+        for step, literal in pieces if size else ():
+            if literal is not before:
+                if before is not None:
+                    total.add(step, -size, before)
+                if literal is not None:
+                    total.add(step, size, literal)
+                before = literal
+
+    # What holds from a step on
+
+    def _held(self, value: Value) -> Iterator[tuple[int, Literal]]:
+        """Forwards: a layer that keeps the value is there, or one that reads it later."""
+        if value.source in value.keepers:
+            yield value.source, self._here(value.source)
+        keeper = self._prefixes(value.keepers)[-1] if value.keepers else None
+        passing = [reader for reader in value.readers if reader not in value.keepers]
+        later = self._prefixes(passing[::-1])[::-1]
+        for step in sorted({value.source + 1, *passing}):
+            waits = next((later[i] for i, reader in enumerate(passing) if reader > step), None)
+            yield step, self._any(keeper, waits)
+
+    def _kept(self, value: Value) -> Iterator[tuple[int, Literal]]:
+        """A layer that keeps the value is there, and has run."""
+        yield from zip(value.keepers, self._prefixes(value.keepers), strict=True)
+
+    def _gradient(self, value: Value) -> Iterator[tuple[int, Literal]]:
+        """Backwards: a reader's gradient waits for the source, or is here for an earlier reader's to be added."""
+        source, readers = self._here(value.source), value.readers
+        earlier, later = self._prefixes(readers), self._prefixes(readers[::-1])[::-1]
+        if value.source + 1 < readers[0]:
+            yield value.source + 1, source
+        for place, reader in enumerate(readers[:-1]):
+            yield reader, self._any(source, self._both(earlier[place], later[place + 1]))
+        yield readers[-1], None
+
+    # Literals
+
+    def _here(self, layer: int) -> Literal:
+        return self._place.here(self._nodes.node_of[layer])
+
+    def _prefixes(self, layers: Sequence[int]) -> list[Literal]:
+        """For each layer, whether it or one before it in the list is here."""
+        found: list[Literal] = []
+        for layer in layers:
+            found.append(self._any(found[-1] if found else None, self._here(layer)))
+        return found
+
+    def _any(self, one: Literal, other: Literal) -> Literal:
+        """A literal that holds if one of two does."""
+        if one is None or other is None or one is other:
+            return other if one is None else one
+        key = (min(one.index, other.index), max(one.index, other.index))
+        if key not in self._either:
+            self._either[key] = self._cp.new_bool_var("")
+            self._cp.add_implication(one, self._either[key])
+            self._cp.add_implication(other, self._either[key])
+        return self._either[key]
+
+    def _both(self, one: Literal, other: Literal) -> Literal:
+        """A literal that holds if both do."""
+        if one is None or other is None:
+            return None
+        both = self._cp.new_bool_var("")
+        self._cp.add_bool_or(~one, ~other, both)
+        return both

@@ -1,0 +1,78 @@
+"""What a device holds in training, on examples worked by hand."""
+
+import pytest
+
+from placer.schema import Cluster, Device, Edge, Layer, PlacementRequest, Profile
+from placer.solver import costs
+from placer.solver.problem import Problem
+
+
+def memory(where, edges, training=True, chunks=1, **sizes):
+    """The memory of device x, where ``where`` says layer by layer, a, b, c, ..., which device it is on."""
+    names = "abcdef"[: len(where)]
+    layers = [
+        Layer(
+            name=name,
+            forward_ms={"t": 1},
+            backward_ms={"t": 1},
+            **{field: by_layer.get(name, 0) for field, by_layer in sizes.items()},
+        )
+        for name in names
+    ]
+    cluster = Cluster(
+        devices=[Device(name=name, type="t", memory_bytes=10_000) for name in "xy"],
+        links=[{"source": s, "target": t, "bandwidth_bytes_per_s": 1e9} for s, t in ("xy", "yx")],
+    )
+    profile = Profile(layers=layers, edges=edges, training=training, cluster=cluster)
+    asked = PlacementRequest(profile=profile, chunks=chunks, schedule="fill-drain", constraints={"contiguous": False})
+    return costs.evaluate(Problem.from_request(asked), ["xy".index(device) for device in where]).memory[0]
+
+
+def skip(**changes):
+    """a's value, of 100 bytes and with a gradient of 10, is read by d."""
+    return [Edge(**{"source": "a", "targets": ["d"], "bytes": 100, "gradient_bytes": 10} | changes)]
+
+
+def test_the_largest_workspace_is_not_there_at_once_with_what_later_layers_keep():
+    use = memory("xx", [], saved_bytes={"a": 5, "b": 30}, backward_workspace_bytes={"a": 20, "b": 1})
+    # b runs backwards with 35 saved and a workspace of 1; a, with a workspace of 20, when b's are gone
+    assert (use.activation_bytes, use.workspace_bytes) == (35, 1)
+
+
+def test_a_value_that_nobody_has_kept_yet_waits_for_its_reader():
+    use = memory("xxxx", skip(gradient_bytes=0), forward_workspace_bytes={"c": 7})
+    assert (use.activation_bytes, use.workspace_bytes) == (100, 7)
+    # on y, d reads it there: nothing waits on x
+    assert memory("xxxy", skip(gradient_bytes=0), forward_workspace_bytes={"c": 7}).activation_bytes == 0
+
+
+def test_a_value_that_is_kept_counts_once_however_many_read_it():
+    edges = [Edge(source="a", targets=["b", "d"], bytes=100, saved_by=["b", "d"])]
+    assert memory("xxxx", edges).total_bytes == 100
+    # forwards it waits for d before d keeps it
+    assert memory("yyxx", edges, forward_workspace_bytes={"c": 7}).total_bytes == 107
+
+
+def test_a_gradient_waits_where_its_value_was_made_until_the_layer_that_made_it_runs_backwards():
+    use = memory("xxyy", skip(), backward_workspace_bytes={"b": 7})
+    assert (use.activation_bytes, use.workspace_bytes) == (10, 7)
+
+
+def test_a_gradient_is_summed_up_where_several_layers_read_the_value_before_it_is_sent():
+    twice = {"targets": ["b", "d"], "bytes": 0}
+    # d's part waits while c and b run backwards; b's own is in b's workspace
+    assert memory("yxxx", skip(**twice), backward_workspace_bytes={"b": 3, "c": 5}).total_bytes == 15
+    # b's workspace is larger than c's: the part of d is there too
+    assert memory("yxxx", skip(**twice), backward_workspace_bytes={"b": 8, "c": 5}).total_bytes == 18
+    # one reader here, and none after it: it is sent at once
+    assert memory("yxyy", skip(**twice), backward_workspace_bytes={"b": 8}).total_bytes == 8
+
+
+@pytest.mark.parametrize(("chunks", "total"), [(1, 35), (4, 3 * 35 + 35)])
+def test_further_micro_batches_add_what_they_keep(chunks, total):
+    sizes = {"saved_bytes": {"a": 5, "b": 30}, "backward_workspace_bytes": {"a": 20}}
+    assert memory("xx", [], chunks=chunks, **sizes).total_bytes == total
+
+
+def test_a_device_without_layers_holds_nothing():
+    assert memory("yyyy", skip(), saved_bytes={"a": 5}).total_bytes == 0
