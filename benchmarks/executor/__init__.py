@@ -4,7 +4,8 @@ Training steps of three models over all devices and over two, switching maps, th
 experiment of PyTorch's model-parallel tutorial. Without GPUs, tiny sizes on CPU stand-ins: those show that it runs.
 
 ``PLACER_EXECUTOR_CASES=resnet101,gpt`` runs these cases alone (of ``resnet101``, ``gpt``, ``unet``, ``switching``,
-``overhead``, ``tutorial``), and keeps the rows that the results of the same machine and versions have of others.
+``overhead``, ``large``, ``tutorial``), and keeps the rows that the results of the same machine and versions have of
+others.
 ``PLACER_EXECUTOR_BUDGET_S`` is the time that all may take, 460 if left out; what it leaves undone is named in a row.
 """
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
-from . import cases, distributed, gpipe, ours, overhead, switching, tutorial, tutorial_resnet50
+from . import cases, distributed, gpipe, large, ours, overhead, switching, tutorial, tutorial_resnet50
 from .sample import Sample, append, read, reason
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,7 @@ def every() -> list[Job]:
         *(_training(name, "ours", 150.0) for name in names),
         Job(switching.CASE, "ours", PEER_S, switching.measure),
         Job(overhead.CASE, "ours", PEER_S, overhead.measure),
+        Job(large.CASE, "ours", 2 * PEER_S, large.measure),
         *(_training(name, distributed.ENGINE, 1.5 * PEER_S) for name in ("resnet101", "gpt")),
         Job(tutorial_resnet50.CASE, "ours", 90.0, tutorial_resnet50.measure),
         *(_training(name, tutorial.ENGINE, PEER_S) for name in names),

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from ..record import row
-from . import cases, distributed, gpipe, overhead, switching, tutorial, tutorial_resnet50
+from . import cases, distributed, gpipe, large, overhead, switching, tutorial, tutorial_resnet50
 from .sample import Sample
 
 Row = dict[str, Any]
@@ -29,6 +29,7 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
         made += _training(name, _of(samples, name))
     made += _switching(_of(samples, switching.CASE))
     made += _overhead(_of(samples, overhead.CASE))
+    made += _large(_of(samples, large.CASE))
     made += _tutorial(_of(samples, tutorial_resnet50.CASE))
     return made
 
@@ -166,6 +167,26 @@ def _overhead(samples: Sequence[Sample]) -> Iterator[Row]:
         name = f"{measure} by DataFlow, over the eager model"
         yield row(case, name, "x", value, spread=spread, target=_target(1.02), peers=peers)
     yield from _failures(case, samples)
+
+
+def _large(samples: Sequence[Sample]) -> Iterator[Row]:
+    """That it trains where one device is too small, and the memory of the fullest one."""
+    for sample in samples:
+        if sample.failed or sample.engine != "ours":
+            continue
+        values = sample.values
+        model = f"GPT of {values['parameters'][0] / 1e9:.3g} billion parameters, Adam, float32"
+        case = f"{large.CASE}, {'tiny GPT' if cases.is_small() else model}, {sample.devices} devices"
+        yield _row_of(case, "training step", values["step_ms"])
+        losses = values["loss"]
+        measure = f"loss after {len(losses)} steps on one batch, over the first"
+        yield row(case, measure, "x", _ratio(losses[-1], losses[0]), target=_target(1.0))
+        if values["peak_bytes"]:
+            fullest = max(values["peak_bytes"]) / 2**30
+            yield row(case, "memory of the fullest device", "GiB", _rounded(fullest))
+            ratios = [b / a for a, b in zip(values["peak_bytes"], values["predicted_bytes"], strict=True)]
+            yield row(case, "memory predicted, over used", "x", _rounded(max(ratios)), spread=_spread(ratios))
+    yield from _failures(large.CASE, samples)
 
 
 def _tutorial(samples: Sequence[Sample]) -> Iterator[Row]:
