@@ -29,6 +29,7 @@ from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
 from placer.executor.stream import Streams
 from placer.executor.train import Loss, Order
 from placer.executor.train_step import TrainStep
+from placer.executor.update import Update
 from placer.graph.export import batch_size
 from placer.graph.granularity import MERGED, Granularity
 from placer.graph.layers import LayerGraph
@@ -201,20 +202,31 @@ class DataFlow(nn.Module):
         loss_fn: Loss,
         optimizer: torch.optim.Optimizer | None = None,
         schedule: Order | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        max_norm: float | None = None,
     ) -> TrainStep:
         """A training step of the whole pipeline: forwards, backwards, and the optimizer.
 
         Args:
             loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
-            optimizer: stepped after every batch; None to leave that to the caller, who finds the gradients in place.
+            optimizer: any of torch's, stepped after every batch; None to leave that to the caller, who finds the
+                gradients in place.
             schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
                 gradients apart, while a device would wait. Where a device holds several segments, fill-drain is used.
+            scaler: for training in float16: scales the loss, and skips the step where a gradient overflowed on any
+                device.
+            max_norm: clip the gradients to this norm over all parameters on all devices.
 
         Returns:
             ``step(inputs, target) -> loss``, the mean over the batch. ``inputs`` is one tensor, a tuple of positional
-            or a dict of keyword arguments.
+            or a dict of keyword arguments. With ``update=False`` a step leaves its gradients to the next one.
+
+        Raises:
+            InputError: an argument cannot be used; the message says which, and what can.
         """
-        return TrainStep(self, loss_fn, optimizer, self.schedule if schedule is None else schedule)
+        update = Update(optimizer, scaler, max_norm)
+        return TrainStep(self, loss_fn, update, self.schedule if schedule is None else schedule)
 
     def stream(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
         """Run batch after batch without gradients: each enters the first device while earlier ones are in later ones.

@@ -57,6 +57,36 @@ def scatter(tensors: Sequence[Any], chunks: int, batch: int) -> list[list[Any]]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
+def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
+    """The sizes of micro-batches for training: equal but for the last, which may be down to half as large.
+
+    A last one that were much smaller would cost a pass of every stage for little work, and one of a single sample is
+    more than some layers take (batch normalisation): then there are fewer micro-batches.
+
+    Args:
+        batch: samples in the batch.
+        chunks: how many micro-batches there are to be at most.
+    """
+    for count in range(min(chunks, batch), 1, -1):
+        size = -(-batch // count)
+        last = batch - size * (count - 1)
+        if last == size or (last > 1 and 2 * last >= size):
+            return [size] * (count - 1) + [last]
+    return [batch]
+
+
+def cut(tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """Cut the inputs along the batch into micro-batches of these sizes; see ``scatter`` for what is no batch."""
+    batch = sum(sizes)
+    columns = [
+        tensor.split(list(sizes))  # type: ignore[no-untyped-call]
+        if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] == batch
+        else (tensor,) * len(sizes)
+        for tensor in tensors
+    ]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
 def gather(parts: Sequence[Any], is_batched: bool, weights: Sequence[int], path: str) -> Any:
     """Join one output of all micro-batches.
 

@@ -35,14 +35,14 @@ class Head:
         loss: from those, and the target of the micro-batch, to a number.
         targets: the static tensors of each slot's target.
         total: sum over micro-batches of loss times weight.
-        weight: of a micro-batch's loss in the batch's.
+        scale: what the gradient of the loss begins with; 1 but for a GradScaler.
         dtype: of the loss, once it was computed.
     """
 
     names: tuple[str, ...]
     loss: Callable[[list[Any], list[Any]], Tensor]
     total: Tensor
-    weight: float
+    scale: Tensor
     dtype: torch.dtype = torch.float32
 
 
@@ -52,6 +52,7 @@ class Slot:
 
     Attributes:
         inputs: static tensors, or numbers, by name.
+        weight: of its loss in the batch's: its share of the samples.
         targets: static tensors of the loss's target, in the last stage.
         gradients: of each output from each of its readers, static.
         leaves: what the forward pass differentiates by, by name.
@@ -64,6 +65,7 @@ class Slot:
     """
 
     inputs: dict[str, Any]
+    weight: float
     targets: list[Any] = field(default_factory=list)
     gradients: dict[tuple[str, Reader], Tensor] = field(default_factory=dict)
     leaves: dict[str, Tensor] = field(default_factory=dict)
@@ -116,49 +118,72 @@ class Stage:
         self.head = head
         self.split = split
         self.slots: list[Slot] = []
+        self.tail: dict[int, Slot] = {}
         self.not_recorded_because = ""
         self._values = values
 
-    def open_slots(self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any]) -> dict[str, Any]:
+    def open_slots(
+        self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
+    ) -> dict[str, Any]:
         """Make the slots like this example, and run the first one forwards once.
 
         Args:
             count: micro-batches in flight.
             inputs: an example of every value that the stage reads.
             targets: an example of the loss's target.
+            weight: of each one's loss in the batch's.
 
         Returns:
             An example of every value that other stages read.
         """
+        self.slots, made = self._opened(count, inputs, targets, weight)
+        return made
+
+    def open_tail(
+        self, micro_batch: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
+    ) -> dict[str, Any]:
+        """Make a slot of its own for the last micro-batch, which is smaller than the others; as ``open_slots``."""
+        tail, made = self._opened(1, inputs, targets, weight)
+        self.tail = {micro_batch: tail[0]}
+        return made
+
+    def close_slots(self) -> None:
+        """Let go of the slots; they are made anew before the next batch."""
+        self.slots, self.tail, self.not_recorded_because = [], {}, ""
+
+    def _opened(
+        self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
+    ) -> tuple[list[Slot], dict[str, Any]]:
+        slots = []
         for _ in range(count):
-            slot = Slot({name: self._static(inputs[name]) for name in self.reads})
+            slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
             slot.forward = partial(self._forward, slot)
             slot.backward = partial(self._backward, slot)
             slot.weights = partial(self._weights, slot)
-            self.slots.append(slot)
-        first = self.slots[0]
+            slots.append(slot)
+        first = slots[0]
         first.forward()
         made = {name: first.outputs[name] for name in self.writes}
-        for slot in self.slots:
+        for slot in slots:
             for name, readers in self.writes.items():
                 if _flows_back(made[name]):
                     for reader in readers:
                         slot.gradients[name, reader] = torch.zeros_like(made[name])
         # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
         first.leaves, first.outputs, first.roots = {}, {}, []
-        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in made.items()}
+        return slots, {name: value.detach() if isinstance(value, Tensor) else value for name, value in made.items()}
 
     def slot(self, micro_batch: int) -> Slot:
         """The slot that a micro-batch goes through."""
-        return self.slots[micro_batch % len(self.slots)]
+        return self.tail.get(micro_batch) or self.slots[micro_batch % len(self.slots)]
 
     def record(self) -> None:
         """Turn the passes of every slot into CUDA graphs, where the device has them and the layers allow it."""
         if self.device.type != "cuda":
             return
-        for slot in self.slots:
+        for slot in (*self.slots, *self.tail.values()):
             try:
                 if self.split:
                     passes = [slot.forward, slot.backward, slot.weights]
@@ -203,11 +228,11 @@ class Stage:
         if self.head is not None:
             loss = self.head.loss([batch.read(name, self.device) for name in self.head.names], slot.targets)
             self.head.dtype = loss.dtype
-            slot.roots = [loss * self.head.weight]
+            slot.roots = [loss * slot.weight]
             self.head.total.add_(slot.roots[0].detach())
 
     def _backward(self, slot: Slot) -> None:
-        roots, gradients = list(slot.roots), [torch.ones_like(root) for root in slot.roots]
+        roots, gradients = list(slot.roots), [self._scale(root) for root in slot.roots]
         for (name, _), gradient in slot.gradients.items():
             roots.append(slot.outputs[name])
             gradients.append(gradient)
@@ -219,6 +244,10 @@ class Stage:
         slot.input_gradients = {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in slot.leaves.items()
         }
+
+    def _scale(self, root: Tensor) -> Tensor:
+        assert self.head is not None
+        return self.head.scale.to(root.dtype).expand_as(root)
 
     @torch.no_grad()
     def _weights(self, slot: Slot) -> None:

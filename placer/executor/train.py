@@ -15,7 +15,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
-from placer.executor.pipeline import clock, scatter
+from placer.executor.pipeline import clock, cut
 from placer.executor.segments import Segment, segments
 from placer.executor.stage import Head, Stage
 from placer.executor.weights import Weights
@@ -50,7 +50,7 @@ class TrainingPipeline:
         loss_fn: ``loss_fn(output, target)``, a mean over samples.
         target: structure of the target.
         schedule: the order of micro-batches; used where every device holds one segment, else fill-drain is.
-        chunks: micro-batches in a batch.
+        sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
 
     Attributes:
         trace: a list that collects every pass of the next batches; None, as it is at first, to collect none.
@@ -64,10 +64,11 @@ class TrainingPipeline:
         loss_fn: Loss,
         target: Structure,
         schedule: Order,
-        chunks: int,
+        sizes: Sequence[int],
     ) -> None:
         self.graph = graph
-        self.chunks = chunks
+        self.sizes = tuple(sizes)
+        self.chunks = chunks = len(sizes)
         self.weights = Weights.of(graph)
         parts = segments(graph, places, self.weights.lookup(graph))
         last = parts[-1].device
@@ -75,7 +76,7 @@ class TrainingPipeline:
             graph.outputs,
             lambda leaves, targets: loss_fn(outputs.unflatten(leaves), target.unflatten(targets)),
             torch.zeros((), device=last, dtype=torch.float64),
-            1 / chunks,
+            torch.ones((), device=last),
         )
         chain = len({part.device for part in parts}) == len(parts)
         self.split = schedule == "zero-bubble" and chain
@@ -90,36 +91,48 @@ class TrainingPipeline:
             self.in_flight = _in_flight(self.order, len(parts))
         self.trace: list[Pass] | None = None
         self._prepared = False
+        self._scaled = False
 
-    def run(self, batch: Sequence[Any], targets: Sequence[Any], size: int) -> Tensor:
+    def run(
+        self, batch: Sequence[Any], targets: Sequence[Any], keep: bool = False, scale: Tensor | None = None
+    ) -> Tensor:
         """One batch, forwards and backwards; gradients are the parameters' afterwards.
 
         Args:
             batch: the flattened inputs.
             targets: the flattened target.
-            size: samples in the batch.
+            keep: whether the gradients are added to those that are there.
+            scale: a number that every gradient is multiplied by; 1 if None.
 
         Returns:
-            The mean loss, a number on the last stage's device.
+            The mean loss, a number on the last stage's device, without the scale.
         """
-        parts, goals = scatter(batch, self.chunks, size), scatter(targets, self.chunks, size)
+        parts, goals = cut(batch, self.sizes), cut(targets, self.sizes)
         if not self._prepared:
-            self._prepare(parts[0], goals[0])
+            self._prepare(parts, goals)
         callers = {place: Lane(place, caller=True) for place in self.lanes}
         for lane in self.lanes.values():
             for caller in callers.values():
                 lane.wait(caller.mark())
-        self.weights.begin(self.lanes)
+        self.weights.begin(self.lanes, keep)
         head = self.stages[-1].head
         assert head is not None
         with self.lanes[self.stages[-1].device], torch.no_grad():
             head.total.zero_()
+            self._set_scale(head, scale)
         start = {place: lane.mark() for place, lane in self.lanes.items()}
         _Step(self, parts, goals, start).issue()
         for place, caller in callers.items():
             caller.wait(self.lanes[place].mark())
         self.weights.finish()
         return head.total.to(head.dtype, copy=True)
+
+    def _set_scale(self, head: Head, scale: Tensor | None) -> None:
+        if scale is not None:
+            head.scale.copy_(scale)
+        elif self._scaled:
+            head.scale.fill_(1.0)
+        self._scaled = scale is not None
 
     def _balanced_order(self) -> list[tuple[int, Half, int]]:
         """Zero-bubble by the stages' own times."""
@@ -129,16 +142,16 @@ class TrainingPipeline:
         found = plan("zero-bubble", places, self.chunks, forward_ms=forward, backward_ms=whole, weights_ms=weights)
         return list(found.issue)
 
-    def _prepare(self, part: Sequence[Any], goal: Sequence[Any]) -> None:
-        """Make every stage's slots from one micro-batch, and record them; buffers and random numbers stay."""
+    def _prepare(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
+        """Make every stage's slots from these micro-batches, and record them; buffers and random numbers stay."""
         mutated = {name for layer in self.graph.layers for name in layer.mutated}
         kept = {name: self.graph.state[name].clone() for name in mutated}
         try:
             with devices.keep_random_state(list(self.lanes)):
-                self._open(part, goal)
+                self._open(parts, goals)
         except BaseException:
             for stage in self.stages:  # the next batch begins anew
-                stage.slots.clear()
+                stage.close_slots()
             raise
         finally:
             with torch.no_grad():
@@ -146,11 +159,18 @@ class TrainingPipeline:
                     self.graph.state[name].copy_(value)
         self._prepared = True
 
-    def _open(self, part: Sequence[Any], goal: Sequence[Any]) -> None:
+    def _open(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
         """Give every stage its slots, one stage's results to the next, and record their passes."""
-        known: dict[str, Any] = dict(zip(self.graph.inputs, part, strict=True))
+        shares = [size / sum(self.sizes) for size in self.sizes]
+        last = self.chunks - 1 if self.sizes[-1] != self.sizes[0] else None
+        whole = self.chunks if last is None else last
+        known: dict[str, Any] = dict(zip(self.graph.inputs, parts[0], strict=True))
         for index, stage in enumerate(self.stages):
-            known |= stage.open_slots(self.in_flight[index], known, goal)
+            known |= stage.open_slots(min(whole, self.in_flight[index]), known, goals[0], shares[0])
+        if last is not None:
+            known = dict(zip(self.graph.inputs, parts[last], strict=True))
+            for stage in self.stages:
+                known |= stage.open_tail(last, known, goals[last], shares[last])
         for stage in self.stages:
             devices.synchronise(stage.device)
             stage.record()

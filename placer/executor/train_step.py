@@ -7,11 +7,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from placer import devices
 from placer.errors import InputError
 from placer.executor.assignment import Assignment
-from placer.executor.pipeline import scatter
+from placer.executor.pipeline import cut, micro_batch_sizes
 from placer.executor.program import Capture
 from placer.executor.train import SCHEDULES, Loss, Order, TrainingPipeline
+from placer.executor.update import Update
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
@@ -44,33 +46,36 @@ class TrainStep:
     Args:
         flow: a flow to which ``update_flow`` has been called.
         loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
-        optimizer: stepped after every batch; None to leave that to the caller.
+        update: what follows the gradients.
         schedule: the order of micro-batches.
 
     Raises:
         InputError: the loss is no function, or the schedule is not known.
     """
 
-    def __init__(self, flow: Flow, loss_fn: Loss, optimizer: torch.optim.Optimizer | None, schedule: Order) -> None:
+    def __init__(self, flow: Flow, loss_fn: Loss, update: Update, schedule: Order) -> None:
         if not callable(loss_fn):
             raise InputError(f"loss_fn is {loss_fn!r}; give a function of the output and the target")
         if schedule not in SCHEDULES:
             raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
         self.flow = flow
         self.loss_fn = loss_fn
-        self.optimizer = optimizer
+        self.update = update
         self.schedule = schedule
         self._pipelines: dict[Any, TrainingPipeline] = {}
         self._placed: Any = None
+        self._keep = False
 
-    def __call__(self, inputs: Any, target: Any, chunks: int | None = None) -> Tensor:
+    def __call__(self, inputs: Any, target: Any, chunks: int | None = None, update: bool = True) -> Tensor:
         """Train on one batch; afterwards every parameter's ``grad`` is that of the mean loss.
 
         Args:
             inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch first.
             target: what the loss compares with, the batch first.
-            chunks: micro-batches; what the placement says if None. A batch that cannot be cut into so many equal ones
-                is cut into the most equal ones below.
+            chunks: micro-batches; what the placement says if None. Where the batch does not divide, the last one is
+                smaller, and its loss counts by its size; if it were less than half as large, there are fewer.
+            update: False lets the gradients wait: the next call adds its own to them, and the optimizer is stepped
+                by the first call that does not say so. ``optimizer.zero_grad()`` drops them.
 
         Returns:
             The mean loss, detached.
@@ -86,16 +91,16 @@ class TrainStep:
         goals, target_structure = flatten(target)
         size = batch_size(tensors)
         _refuse_other_sizes(goals, size)
-        count = _equal_chunks(self.flow.chunks if chunks is None else chunks, size)
-        pipeline = self._pipeline(tensors, structure, target_structure, count, size)
+        sizes = _sizes(self.flow.chunks if chunks is None else chunks, size)
+        pipeline = self._pipeline(tensors, structure, target_structure, sizes)
+        keep, self._keep = self._keep, False
         if pipeline is None:
-            loss = self._through_hooks(
-                scatter(tensors, count, size), structure, scatter(goals, count, size), target_structure
-            )
+            loss = self._through_hooks(tensors, structure, goals, target_structure, sizes, keep)
         else:
-            loss = pipeline.run(tensors, goals, size)
-        if self.optimizer is not None:
-            self.optimizer.step()
+            loss = pipeline.run(tensors, goals, keep, self.update.scale(pipeline.stages[-1].device))
+        self._keep = not update
+        if update:
+            self.update(self.flow.module)
         return loss
 
     def _refuse(self) -> None:
@@ -108,35 +113,49 @@ class TrainStep:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
 
     def _pipeline(
-        self, tensors: list[Any], inputs: Structure, target: Structure, chunks: int, size: int
+        self, tensors: list[Any], inputs: Structure, target: Structure, sizes: list[int]
     ) -> TrainingPipeline | None:
         """The stages for batches like this one; None where the model runs through hooks."""
         flow = self.flow
         if flow.assignment is not self._placed:
             self._pipelines.clear()
             self._placed = flow.assignment
-        capture = flow.captured(scatter(tensors, chunks, size)[0], inputs)
+        parts = cut(tensors, sizes)
+        capture = flow.captured(parts[0], inputs)
         if capture is None:
             return None
-        key = (capture, chunks, size, target.key)
+        if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
+            # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
+            return self._pipeline(tensors, inputs, target, _equal_sizes(len(sizes), sum(sizes)))
+        key = (capture, tuple(sizes), target.key)
+        if key in self._pipelines and self._pipelines[key].weights.stale():
+            del self._pipelines[key]
         if key not in self._pipelines:
             graph, places = flow.layers(capture)
             self._pipelines[key] = TrainingPipeline(
-                graph, places, capture.exported.outputs, self.loss_fn, target, self.schedule, chunks
+                graph, places, capture.exported.outputs, self.loss_fn, target, self.schedule, sizes
             )
         return self._pipelines[key]
 
     def _through_hooks(
-        self, parts: list[list[Any]], inputs: Structure, goals: list[list[Any]], target: Structure
+        self,
+        tensors: list[Any],
+        inputs: Structure,
+        goals: list[Any],
+        target: Structure,
+        sizes: list[int],
+        keep: bool,
     ) -> Tensor:
         """A model that could not be captured: micro-batches one after another."""
-        for parameter in self.flow.module.parameters():
-            parameter.grad = None
+        if not keep:
+            for parameter in self.flow.module.parameters():
+                parameter.grad = None
         losses = []
-        for part, goal in zip(parts, goals, strict=True):
+        for part, goal, size in zip(cut(tensors, sizes), cut(goals, sizes), sizes, strict=True):
             args, kwargs = inputs.unflatten(part)
-            loss = self.loss_fn(self.flow(*args, chunks=1, **kwargs), target.unflatten(goal)) / len(parts)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = self.loss_fn(self.flow(*args, chunks=1, **kwargs), target.unflatten(goal)) * (size / sum(sizes))
+            scale = self.update.scale(devices.location(loss))
+            loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
@@ -150,8 +169,14 @@ def _refuse_other_sizes(targets: list[Any], size: int) -> None:
             )
 
 
-def _equal_chunks(wanted: int, size: int) -> int:
-    """The most micro-batches, up to those wanted, of one size."""
+def _sizes(wanted: int, size: int) -> list[int]:
+    """Of the micro-batches."""
     if not isinstance(wanted, int) or wanted < 1:
         raise InputError(f"chunks={wanted!r}: give a whole number of micro-batches, 1 or more")
-    return next(count for count in range(min(wanted, size), 0, -1) if size % count == 0)
+    return micro_batch_sizes(size, wanted)
+
+
+def _equal_sizes(wanted: int, size: int) -> list[int]:
+    """The most micro-batches, up to those wanted, of one size."""
+    count = next(count for count in range(min(wanted, size), 0, -1) if size % count == 0)
+    return [size // count] * count

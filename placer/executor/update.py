@@ -1,0 +1,79 @@
+"""What follows the gradients of a batch: unscale, clip, and the optimizer's step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.errors import InputError
+
+
+@dataclass
+class Update:
+    """The end of a training step, on whatever devices the parameters are.
+
+    Args:
+        optimizer: is stepped; None to leave that to the caller.
+        scaler: a ``torch.amp.GradScaler``: gradients are of the scaled loss, and a gradient that is infinite on any
+            device lets the optimizer skip the step on all of them.
+        max_norm: the gradients' norm, over all parameters, is clipped to it.
+
+    Attributes:
+        norm: of the gradients of the latest batch before they were clipped; None where they are not.
+
+    Raises:
+        InputError: the optimizer cannot work over several devices, a scaler has no optimizer, or ``max_norm`` is no
+            positive number.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: Any = None
+    max_norm: float | None = None
+    norm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None and not callable(getattr(self.optimizer, "step", None)):
+            raise InputError(f"optimizer is {self.optimizer!r}; give a torch.optim.Optimizer")
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise InputError(
+                "LBFGS evaluates the loss several times a step, over all parameters in one vector on one device; "
+                "give an optimizer that steps by gradients alone, such as AdamW"
+            )
+        if self.scaler is not None and self.optimizer is None:
+            raise InputError("a scaler skips and unscales the optimizer's steps: give train_step the optimizer too")
+        number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
+        if self.max_norm is not None and not (number and self.max_norm > 0 and math.isfinite(self.max_norm)):
+            raise InputError(f"max_norm={self.max_norm!r}: give a positive number, or leave it out")
+
+    def scale(self, device: torch.device) -> Tensor | None:
+        """What the loss is multiplied by before its gradient is taken; None for 1.
+
+        Args:
+            device: of the loss.
+        """
+        if self.scaler is None or not self.scaler.is_enabled():
+            return None
+        scale: Tensor = self.scaler.scale(torch.ones((), device=device))
+        return scale
+
+    def __call__(self, module: nn.Module) -> None:
+        """Update the parameters of a module by their gradients."""
+        if self.scaler is not None:
+            self._clip(module)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return
+        self._clip(module)
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def _clip(self, module: nn.Module) -> None:
+        if self.max_norm is None:
+            return
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self.norm = nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
