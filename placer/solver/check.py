@@ -104,7 +104,7 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
 
 
 def _order_matters(request: PlacementRequest) -> bool:
-    return request.is_training and request.schedule == "1f1b" and request.chunks > 1
+    return request.is_training and request.schedule in ("1f1b", "interleaved") and request.chunks > 1
 
 
 # Rules
@@ -225,9 +225,10 @@ def _check_memory(
 
 def _flight(request: PlacementRequest, stages: tuple[str, ...], contiguous: bool, device: str) -> int:
     """Micro-batches that are in flight on a device."""
-    if contiguous and request.schedule == "1f1b" and device in stages:
-        return min(request.chunks, len(stages) - stages.index(device))
-    return request.chunks
+    if not contiguous or device not in stages or request.schedule == "fill-drain":
+        return request.chunks
+    room = 2 * len(stages) - 1 if request.schedule == "zero-bubble" else len(stages) - stages.index(device)
+    return min(request.chunks, room)
 
 
 # Objective

@@ -36,7 +36,8 @@ the gradients of both are in its workspaces, so only what waits for another laye
                 v made elsewhere, read on d at t or before and after t: it is summed up here before it is sent
 
     in_flight(d) = chunks                               fill-drain, and placements that need not be contiguous
-                 = min(chunks, stages - stage(d))       1F1B, contiguous
+                 = min(chunks, stages - stage(d))       1F1B and interleaved, contiguous
+                 = min(chunks, 2 stages - 1)            zero-bubble, contiguous
 
 Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs
 forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits
@@ -186,7 +187,8 @@ def pipeline_order(problem: Problem, assignment: Assignment, footprints: Sequenc
     if len(order) < len(used):
         return None
     stages = tuple(used[index] for index in order)
-    if not problem.training or problem.request.schedule != "1f1b" or problem.request.chunks == 1:
+    request = problem.request
+    if not problem.training or request.schedule not in ("1f1b", "interleaved") or request.chunks == 1:
         return stages
     return _roomiest_order(problem, footprints, used, arcs)
 

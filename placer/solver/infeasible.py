@@ -82,7 +82,7 @@ def _least_use(problem: Problem, layers: tuple[int, ...], touching: set[int]) ->
 
 def _least_flight(problem: Problem) -> int:
     request = problem.request
-    return 1 if request.schedule == "1f1b" and problem.contiguous else request.chunks
+    return 1 if request.schedule != "fill-drain" and problem.contiguous else request.chunks
 
 
 def _too_large_together(problem: Problem) -> Infeasibility | None:

@@ -115,10 +115,15 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
     """How many micro-batches a device holds, and the literals under which it does.
 
     Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p + f - 1 is used.
+    Under zero-bubble every stage holds 2 S - 1: so many if stage S - 1 is used.
     """
-    chunks = model.problem.request.chunks
-    if not model.problem.contiguous or model.problem.request.schedule == "fill-drain":
+    chunks, schedule = model.problem.request.chunks, model.problem.request.schedule
+    if not model.problem.contiguous or schedule == "fill-drain":
         yield chunks, []
+        return
+    if schedule == "zero-bubble":
+        for p in range(min(len(model.stages), chunks // 2 + 1)):
+            yield min(chunks, 2 * p + 1), [model.used[p]]
         return
     for p in model.stages:
         if model.stage_is_device and p != device:

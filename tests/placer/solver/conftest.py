@@ -51,7 +51,7 @@ def small_requests(draw, objectives=("throughput", "latency", "memory")):
             max_devices=rarely(st.integers(1, 3), None),
         ),
         chunks=draw(st.sampled_from([1, 2, 3, 7])),
-        schedule=draw(st.sampled_from(["1f1b", "fill-drain"])),
+        schedule=draw(st.sampled_from(["1f1b", "fill-drain", "zero-bubble", "interleaved"])),
         transfers=draw(st.sampled_from(["added", "overlapped"])),
         workers=1,
         seed=draw(st.integers(0, 3)),
@@ -250,8 +250,10 @@ class Enumeration:
                 use = {d.name: 0 for d in self.devices}
                 for device, p in place.items():
                     flight = self.request.chunks
-                    if self.request.schedule == "1f1b":
+                    if self.request.schedule in ("1f1b", "interleaved"):
                         flight = min(flight, len(order) - p)
+                    if self.request.schedule == "zero-bubble":
+                        flight = min(flight, 2 * len(order) - 1)
                     use[device] = self.use(where, device, flight)
                 yield use
 
