@@ -40,6 +40,7 @@ def suggest(
     explain: bool = False,
     memory_bytes: int | Mapping[DeviceLike, int] | None = None,
     profile: Profile | None = None,
+    cache: bool | str | os.PathLike[str] = True,
     progress: bool = True,
 ) -> Placement:
     """Find where each layer of a model should run.
@@ -64,6 +65,7 @@ def suggest(
         explain: whether to find out, too, what limits the placement and what would help most.
         memory_bytes: what a placement may use, in bytes, of each device or by device; None for all of its memory.
         profile: an earlier profile of the model, to be placed without measuring again.
+        cache: whether layers that were measured before are taken from the cache, see ``placer.profile``; or its folder.
         progress: whether to show bars on a terminal.
 
     Returns:
@@ -86,6 +88,7 @@ def suggest(
             granularity=granularity,
             progress=progress,
             memory_bytes=memory_bytes,
+            cache=cache,
         )
     elif devices is not None or memory_bytes is not None:
         raise InputError("a profile is given, so its cluster counts: leave devices and memory_bytes out")

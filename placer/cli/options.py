@@ -24,6 +24,10 @@ Memory = Annotated[
 Inference = Annotated[bool, typer.Option("--inference", help="place inference; a training step otherwise")]
 Optimizer = Annotated[str, typer.Option(help="whose state counts in training: adam, sgd, ... or none")]
 Granularity = Annotated[str, typer.Option(help="how layers are cut: auto, submodule, fine or a depth")]
+CacheFolder = Annotated[
+    str | None, typer.Option("--cache", metavar="FOLDER", help="where measurements are kept, and found again")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="measure everything anew, and keep nothing")]
 Output = Annotated[str | None, typer.Option("--output", "-o", help="write the JSON to this file; - for stdout")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on a terminal too")]
 ObjectiveOption = Annotated[str, typer.Option("--objective", help="what is made small: throughput, latency or memory")]

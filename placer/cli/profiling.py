@@ -8,12 +8,14 @@ from placer.cli.files import emit
 from placer.cli.options import (
     Arguments,
     AsJson,
+    CacheFolder,
     Devices,
     Granularity,
     Inference,
     Inputs,
     Memory,
     Model,
+    NoCache,
     Optimizer,
     Output,
 )
@@ -32,11 +34,13 @@ def profile(
     inference: Inference = False,
     optimizer: Optimizer = "adam",
     granularity: Granularity = "auto",
+    cache: CacheFolder = None,
+    no_cache: NoCache = False,
     output: Output = None,
     json: AsJson = False,
 ) -> None:
     """Measure a model's layers on the devices: times, memory, and the bytes between them."""
-    measured = measure(model, arg, input, devices, memory, inference, optimizer, granularity)
+    measured = measure(model, arg, input, devices, memory, inference, optimizer, granularity, cached(cache, no_cache))
     emit(measured, output, json)
 
 
@@ -49,6 +53,7 @@ def measure(
     inference: bool,
     optimizer: str,
     granularity: str,
+    cache: str | bool,
 ) -> Profile:
     """Profile the model that the words of a command line name."""
     with extra("torch"):
@@ -62,9 +67,17 @@ def measure(
         training=not inference,
         optimizer=None if optimizer == "none" else optimizer,
         granularity=int(granularity) if granularity.isdecimal() else granularity,
+        cache=cache,
     )
     assert measured.cluster is not None  # profile() measures the devices
     return measured.model_copy(update={"cluster": limited(measured.cluster, memory)})
+
+
+def cached(folder: str | None, off: bool) -> str | bool:
+    """The cache that the options name."""
+    if off and folder is not None:
+        raise InputError(f"--no-cache and --cache {folder} contradict each other; give one")
+    return not off if folder is None else folder
 
 
 def _carried(module: Any) -> Any:

@@ -12,6 +12,7 @@ from placer.cli.files import emit, load, read
 from placer.cli.options import (
     Arguments,
     AsJson,
+    CacheFolder,
     Chunks,
     Contiguous,
     Devices,
@@ -23,6 +24,7 @@ from placer.cli.options import (
     MaxDevices,
     Memory,
     Model,
+    NoCache,
     ObjectiveOption,
     Optimizer,
     Output,
@@ -32,7 +34,7 @@ from placer.cli.options import (
     TimeLimit,
     TransfersOption,
 )
-from placer.cli.profiling import measure
+from placer.cli.profiling import cached, measure
 from placer.cli.terminal import spinner
 from placer.errors import InputError
 from placer.request_spec import limited, request_for, rules
@@ -86,6 +88,8 @@ def suggest(
     inference: Inference = False,
     optimizer: Optimizer = "adam",
     granularity: Granularity = "auto",
+    cache: CacheFolder = None,
+    no_cache: NoCache = False,
     objective: ObjectiveOption = "throughput",
     chunks: Chunks = 1,
     schedule: ScheduleOption = "1f1b",
@@ -101,7 +105,7 @@ def suggest(
     json: AsJson = False,
 ) -> None:
     """Profile a model here and find its best placement: profile and solve in one."""
-    measured = measure(model, arg, input, devices, memory, inference, optimizer, granularity)
+    measured = measure(model, arg, input, devices, memory, inference, optimizer, granularity, cached(cache, no_cache))
     target = measured.cluster
     assert target is not None  # profile() measures the devices
     limits = rules(target, pin, forbid, max_devices, contiguous)

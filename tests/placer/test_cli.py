@@ -165,6 +165,26 @@ def test_bad_input_is_one_line_and_exit_code_2(run: Run, arguments: list[str], m
     assert len(answer.err.strip().splitlines()) <= 2
 
 
+def test_profile_keeps_measurements_where_it_is_told_to(run: Run, tmp_path: Path) -> None:
+    first = run("profile", *TOY, "--cache", tmp_path / "kept")
+    again = run("profile", *TOY, "--cache", tmp_path / "kept")
+    assert again.profile.layers == first.profile.layers
+    assert "3 entries" in run("cache", "--folder", tmp_path / "kept").out
+    assert "3 entries removed" in run("cache", "clear", "--folder", tmp_path / "kept").out
+    assert "0 entries, 0 B" in run("cache", "size", "--folder", tmp_path / "kept").out
+
+
+def test_two_wishes_for_the_cache_contradict_each_other(run: Run) -> None:
+    answer = run("profile", *TOY, "--cache", "here", "--no-cache")
+    assert answer.code == 2
+    assert "--no-cache and --cache here contradict each other" in answer.err
+
+
+def test_the_cache_knows_two_things_to_do(run: Run) -> None:
+    assert "write size or clear" in run("cache", "delete").err
+    assert "PLACER_CACHE turns the cache off" in run("cache").err
+
+
 # solve
 
 
