@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from placer.executor.dataflow import DataFlow as DataFlow
     from placer.graph.capture import capture as capture
     from placer.profiler.profile import profile as profile
+    from placer.refining import refine as refine
     from placer.schema import (
         Cluster as Cluster,
     )
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from placer.schema import (
         Profile as Profile,
     )
+    from placer.schema.refinement import Refinement as Refinement
     from placer.solver.solve import solve as solve
     from placer_client.suggest import suggest as suggest
 
@@ -45,8 +47,10 @@ __all__ = [
     "PlacementRequest",
     "PlacerError",
     "Profile",
+    "Refinement",
     "capture",
     "profile",
+    "refine",
     "solve",
     "suggest",
     "testing",
@@ -64,8 +68,10 @@ _HOMES = {
     "Placement": "placer.schema",
     "PlacementRequest": "placer.schema",
     "Profile": "placer.schema",
+    "Refinement": "placer.schema.refinement",
     "capture": "placer.graph.capture",
     "profile": "placer.profiler.profile",
+    "refine": "placer.refining",
     "solve": "placer.solver.solve",
     "suggest": "placer_client.suggest",
 }

@@ -1,0 +1,184 @@
+"""From the times of whole stages to a corrected profile, a new placement, and whether to go on.
+
+placement ──▶ measure its stages ──▶ correct the profile ──▶ solve again ──▶ the same?  done
+    ▲                                                              │
+    └──────────────────────────── another one ◀────────────────────┘
+
+A stage's time is shared among its layers as the first profile has it, so that their sum is what was measured: layers
+that run one after another cost less or more than apart. The loss belongs to no layer; its time goes to the layer that
+feeds it, and moves with that layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from placer.errors import InfeasibleError
+from placer.schema import Layer, Placement, PlacementRequest, Profile
+from placer.schema.refinement import Ended, Refinement, Round, StageTime
+
+Measure = Callable[[Placement], Sequence[StageTime]]
+Solve = Callable[[PlacementRequest], Placement]
+
+
+def improve(
+    placement: Placement,
+    request: PlacementRequest,
+    measure: Measure,
+    solve: Solve,
+    rounds: int = 3,
+    tolerance: float = 0.01,
+) -> Refinement:
+    """Measure a placement, correct the profile, solve again, until nothing moves.
+
+    Args:
+        placement: the first to be measured; an answer to ``request``.
+        request: the question; its profile is the one that is corrected.
+        measure: gives the time of each stage of a placement.
+        solve: answers a question.
+        rounds: the most placements that are measured, at least 1.
+        tolerance: a gain below this share of the objective is not worth another round.
+
+    Returns:
+        Every round, and the best placement that was measured.
+    """
+    profile, done = request.profile, list[Round]()
+    ended: Ended = "rounds"
+    seen = set()
+    while True:
+        stages = [predicted(stage, profile, request) for stage in measure(placement)]
+        before = profile
+        profile = corrected(profile, request, stages)
+        done.append(_round(placement, stages, request, before, profile, solve))
+        seen.add(_map(placement))
+        if len(done) == rounds:
+            break
+        following = solve(_asked(request, profile))
+        if _settled(placement, following, done[-1].measured_value, tolerance):
+            ended = "settled"
+            if _map(following) == _map(placement):  # with its bound, now that the profile is what was measured
+                done[-1] = done[-1].model_copy(update={"placement": following})
+            break
+        if _map(following) in seen:
+            ended = "repeated"
+            break
+        placement = following
+    best = min(done, key=lambda one: one.measured_value)
+    return Refinement(placement=best.placement, profile=profile, rounds=tuple(done), ended=ended)
+
+
+def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[StageTime]) -> Profile:
+    """The profile in which the layers of each stage take together what was measured.
+
+    Args:
+        profile: what is corrected: layers of no stage, and times on other types of device, stay.
+        request: its profile says how a stage's time is shared among its layers; its devices, of which type they are.
+        stages: what was measured.
+    """
+    shares = {layer.name: layer for layer in request.profile.layers}
+    types = {device.name: device.type for device in request.devices}
+    changed = {layer.name: layer for layer in profile.layers}
+    for stage in stages:
+        members, kind = [shares[name] for name in stage.layers], types[stage.device]
+        forward = _shared([_at(layer.forward_ms, kind) for layer in members], stage.forward_ms - stage.loss_forward_ms)
+        backward = _shared(
+            [_at(layer.backward_ms, kind) for layer in members], stage.backward_ms - stage.loss_backward_ms
+        )
+        weights = _weights(members, kind, backward, stage.weights_ms)
+        forward[-1] += stage.loss_forward_ms
+        backward[-1] += stage.loss_backward_ms
+        for name, *times in zip(stage.layers, forward, backward, weights, strict=True):
+            changed[name] = _timed(changed[name], kind, *times)
+    return profile.model_copy(update={"layers": tuple(changed[layer.name] for layer in profile.layers)})
+
+
+def predicted(stage: StageTime, profile: Profile, request: PlacementRequest) -> StageTime:
+    """The stage with what this profile says of it."""
+    kind = next(device.type for device in request.devices if device.name == stage.device)
+    members = [layer for layer in profile.layers if layer.name in set(stage.layers)]
+    return stage.model_copy(
+        update={
+            "predicted_forward_ms": sum(_at(layer.forward_ms, kind) for layer in members),
+            "predicted_backward_ms": sum(_at(layer.backward_ms, kind) for layer in members)
+            if request.is_training
+            else 0.0,
+        }
+    )
+
+
+def _shared(parts: Sequence[float], total: float) -> list[float]:
+    """The total, in proportion to the parts; evenly where they are all nothing."""
+    total, whole = max(0.0, total), sum(parts)
+    if not whole:
+        return [total / len(parts)] * len(parts)
+    return [total * part / whole for part in parts]
+
+
+def _weights(members: Sequence[Layer], kind: str, backward: Sequence[float], measured: float | None) -> list[float]:
+    """The weight halves: as measured, else the share of the backward pass that they had; never more than it."""
+    before = [_at(layer.weights_ms, kind) for layer in members]
+    if measured is not None:
+        halves = _shared(before, measured)
+    else:
+        whole = [_at(layer.backward_ms, kind) for layer in members]
+        halves = [now * half / was if was else 0.0 for now, half, was in zip(backward, before, whole, strict=True)]
+    return [min(half, now) for half, now in zip(halves, backward, strict=True)]
+
+
+def _timed(layer: Layer, kind: str, forward: float, backward: float, weights: float) -> Layer:
+    update = {"forward_ms": {**layer.forward_ms, kind: forward}}
+    if layer.backward_ms:
+        update["backward_ms"] = {**layer.backward_ms, kind: backward}
+        if layer.weights_ms:
+            update["weights_ms"] = {**layer.weights_ms, kind: weights}
+    return layer.model_copy(update=update)
+
+
+def _round(
+    placement: Placement,
+    stages: Sequence[StageTime],
+    request: PlacementRequest,
+    before: Profile,
+    after: Profile,
+    solve: Solve,
+) -> Round:
+    said = _valued(placement, _asked(request, before), solve)
+    measured = _valued(placement, _asked(request, after), solve)
+    assert said.objective_value is not None and measured.objective_value is not None
+    return Round(
+        placement=measured,
+        stages=tuple(stages),
+        predicted_value=said.objective_value,
+        measured_value=measured.objective_value,
+    )
+
+
+def _valued(placement: Placement, request: PlacementRequest, solve: Solve) -> Placement:
+    """The same map under another profile: the question with every layer pinned."""
+    pinned = request.constraints.model_copy(update={"pinned": dict(placement.layer_devices)})
+    valued = solve(request.model_copy(update={"constraints": pinned, "explain": False}))
+    if valued.objective_value is None:
+        reason = valued.infeasible.reason if valued.infeasible else "no answer in time"
+        raise InfeasibleError(f"the placement that was measured is no answer to the request: {reason}")
+    # What was proven, and compared, was so with another profile.
+    kept = {"status": "feasible", "method": placement.method, "single_device": None, "speedup": None}
+    kept |= {"bound": None, "gap": None}
+    return valued.model_copy(update=kept)
+
+
+def _asked(request: PlacementRequest, profile: Profile) -> PlacementRequest:
+    return request.model_copy(update={"profile": profile})
+
+
+def _settled(placement: Placement, following: Placement, measured: float, tolerance: float) -> bool:
+    if not following.layer_devices or following.objective_value is None:
+        return True
+    return _map(following) == _map(placement) or following.objective_value > (1 - tolerance) * measured
+
+
+def _map(placement: Placement) -> tuple[tuple[str, str], ...]:
+    return tuple(placement.layer_devices.items())
+
+
+def _at(times_ms: Mapping[str, float], kind: str) -> float:
+    return times_ms.get(kind, 0.0)

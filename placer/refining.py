@@ -1,0 +1,306 @@
+"""Closing the loop: a placement's stages run as the executor runs them, and the profile is corrected by their times.
+
+    profile ──▶ solve ──▶ placement ──▶ stages on their devices ──▶ times ──▶ corrected profile ──▶ solve ...
+
+Layers that run one after another cost less or more than apart, the loss is part of the last stage, and gradients are
+added to those of earlier micro-batches: all that shows here, and nowhere before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from placer import devices
+from placer.correction import improve
+from placer.errors import InputError, ProfilingError
+from placer.executor.dataflow import DataFlow
+from placer.executor.segments import MicroBatch, Segment, segments
+from placer.graph.structure import flatten
+from placer.profiler import inputs
+from placer.profiler.profile import profile as measure_profile
+from placer.schema import Constraints, Placement, PlacementRequest, Profile
+from placer.schema.refinement import Refinement, StageTime
+from placer.solver.solve import solve
+
+Pass = Callable[[], None]
+Timer = Callable[[Sequence[Pass], torch.device, int], list[float]]
+"""From passes that run one after another, their device and a number of repeats to the time of each, in ms."""
+
+_WARM_S = 0.1
+
+
+def refine(
+    placement: Placement,
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    profile: Profile | None = None,
+    request: PlacementRequest | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    target: Any = None,
+    rounds: int = 3,
+    tolerance: float = 0.01,
+    repeats: int = 7,
+    timer: Timer | None = None,
+) -> Refinement:
+    """Measure a placement's stages, correct the profile by them, and solve again, until nothing moves.
+
+    The model is left as it was and where it was: parameters, gradients, buffers, modes; so are the random number
+    generators.
+
+    Args:
+        placement: of the model, as ``suggest`` or ``solve`` gave it.
+        model: the model.
+        example_inputs: of one micro-batch, as for ``profile``.
+        profile: the one that the placement rests on; the request's, or a new one of the placement's layers, if None.
+        request: the question that the placement answers, for its constraints; one like the placement if None.
+        loss_fn: ``loss_fn(output, target)``, in training; its time goes to the layer that feeds it. If None, a mean of
+            the outputs, which takes next to no time.
+        target: of one micro-batch, for ``loss_fn``.
+        rounds: the most placements that are measured.
+        tolerance: a gain below this share of the objective is not worth another round.
+        repeats: how often each pass is timed; medians are kept.
+        timer: times passes on a device; by default CUDA graphs on a GPU, the host's clock on a CPU stand-in.
+
+    Returns:
+        The best placement that was measured, the corrected profile, and every round's prediction and measurement.
+
+    Raises:
+        InputError: there is no placement, or rounds or repeats are below 1.
+        ProfilingError: the model cannot be captured, so its stages cannot be run.
+    """
+    if not placement.layer_devices:
+        raise InputError(f"the placement is {placement.status} and places no layer, so there is nothing to measure")
+    if rounds < 1 or repeats < 1:
+        raise InputError(f"rounds is {rounds} and repeats {repeats}; both must be at least 1")
+    if request is None:
+        request = _request(placement, profile or _profile(placement, model, example_inputs))
+    elif profile is not None:
+        request = request.model_copy(update={"profile": profile})
+    stages = _Stages(model, example_inputs, loss_fn, target, repeats, timer or device_times)
+    return improve(placement, request, stages.measure, solve, rounds, tolerance)
+
+
+def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:
+    """The median time of each pass, in ms, when they run one after another, again and again.
+
+    Args:
+        passes: work that was issued before at least once.
+        device: where they run.
+        repeats: how often each is timed.
+    """
+    if device.type == "cuda":
+        _warm_up(passes, device)
+        return [statistics.median(times) for times in devices.queued_ms(passes, device, repeats)]
+    times: list[list[float]] = [[] for _ in passes]
+    for _ in range(repeats):
+        for run, column in zip(passes, times, strict=True):
+            began = time.perf_counter()
+            run()
+            column.append(1e3 * (time.perf_counter() - began))
+    return [statistics.median(column) for column in times]
+
+
+def _warm_up(passes: Sequence[Pass], device: torch.device) -> None:
+    """Until the clocks are those of a device that works on this."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < _WARM_S:
+        for run in passes:
+            run()
+        devices.synchronise(device)
+
+
+class _Stages:
+    """Runs a model's stages under any placement, and times them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        target: Any,
+        repeats: int,
+        timer: Timer,
+    ) -> None:
+        self._model = model
+        args, kwargs = inputs.split(example_inputs)
+        (self._args, self._kwargs), tensors = inputs.trackable(args, kwargs)
+        self._loss_fn = loss_fn or _mean
+        self._target = target
+        if not flatten(target)[0]:  # a step cuts a target along the batch: one is given, and not handed on
+            self._loss_fn = partial(_without, self._loss_fn, target)
+            self._target = next((tensor for tensor in tensors if isinstance(tensor, Tensor)), None)
+        self._repeats = repeats
+        self._timer = timer
+
+    def measure(self, placement: Placement) -> list[StageTime]:
+        """The time of each stage for one micro-batch."""
+        model = self._model
+        places = [devices.parse(name) for name in dict.fromkeys(placement.layer_devices.values())]
+        with devices.keep_random_state(places), inputs.mode(model, placement.training), _untouched(model):
+            flow = DataFlow(model, places)
+            try:
+                flow.update_flow(placement)
+                self._refuse_uncaptured(flow)
+                return self._train(flow) if placement.training else self._infer(flow)
+            finally:
+                flow.undo()
+                devices.release_cache()
+
+    def _train(self, flow: DataFlow) -> list[StageTime]:
+        batch: Any = self._kwargs if self._kwargs and not self._args else self._args
+        if self._args and self._kwargs:
+            raise InputError(
+                "a training step takes positional or keyword arguments; give example_inputs as one of both"
+            )
+        step = flow.train_step(self._loss_fn, None)
+        step(batch, self._target, chunks=1)
+        (pipeline,) = step._pipelines.values()
+        loss = self._loss_ms(flow)
+        measured = []
+        for stage in pipeline.stages:
+            slot = stage.slots[0]
+            passes = [slot.forward, slot.backward] + ([slot.weights] if stage.split else [])
+            forward, backward, *weights = self._timer(passes, stage.device, self._repeats)
+            last = stage.head is not None
+            measured.append(
+                StageTime(
+                    device=str(stage.device),
+                    layers=_names(stage.segment),
+                    forward_ms=forward,
+                    backward_ms=backward + sum(weights),
+                    weights_ms=weights[0] if weights else None,
+                    loss_forward_ms=min(loss[0], forward) if last else 0.0,
+                    loss_backward_ms=min(loss[1], backward) if last else 0.0,
+                )
+            )
+        return measured
+
+    def _loss_ms(self, flow: DataFlow) -> tuple[float, float]:
+        """The time of the loss alone, forwards and backwards."""
+        with torch.no_grad():
+            outputs = flow(*self._args, chunks=1, **self._kwargs)
+        leaves, structure = flatten(outputs)
+        where = flow.output_device
+        leaves = [
+            leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        goals, goal_structure = flatten(self._target)
+        goals = [devices.move(goal, where) if isinstance(goal, Tensor) else goal for goal in goals]
+        roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        made: list[Tensor] = []
+
+        def forward() -> None:
+            made[:] = [self._loss_fn(structure.unflatten(leaves), goal_structure.unflatten(goals))]
+
+        def backward() -> None:
+            torch.autograd.grad(made[0], roots, retain_graph=True, allow_unused=True)
+
+        forward_ms, backward_ms = self._timed([forward, backward], where)
+        return forward_ms, backward_ms
+
+    def _infer(self, flow: DataFlow) -> list[StageTime]:
+        tensors, structure = flatten((self._args, self._kwargs))
+        capture = flow.captured(tensors, structure)
+        assert capture is not None  # else it was refused
+        graph, places = flow.layers(capture)
+        parts = segments(graph, places, lambda name, place: devices.move(graph.state[name].detach(), place))
+        batch = MicroBatch(graph.inputs, tensors)
+        measured = []
+        for part in parts:
+            made = {name for step in part.steps for name in step.layer.writes}
+            reads = {name: batch.read(name, part.device) for name in _reads(part) if name not in made}
+            (forward,) = self._timed([partial(_forward, part, reads)], part.device)
+            measured.append(StageTime(device=str(part.device), layers=_names(part), forward_ms=forward))
+            with torch.no_grad():
+                part.run(batch)
+        return measured
+
+    def _timed(self, passes: Sequence[Pass], device: torch.device) -> list[float]:
+        """The times of passes that were not run before, as CUDA graphs where that can be."""
+        for run in passes:
+            run()
+        if device.type == "cuda":
+            try:
+                passes = devices.record(passes, device)
+            except devices.NotRecordable:
+                pass
+        return self._timer(passes, device, self._repeats)
+
+    def _refuse_uncaptured(self, flow: DataFlow) -> None:
+        if flow.captured(*flatten((self._args, self._kwargs))) is None:
+            raise ProfilingError(
+                f"{type(self._model).__name__} runs through hooks, so its stages cannot be measured apart: "
+                f"{flow.not_captured_because}"
+            )
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Gives parameters their gradients, and buffers their values, back."""
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    values = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in values.items():
+                buffer.copy_(value)
+
+
+@torch.no_grad()
+def _forward(part: Segment, reads: Mapping[str, Any]) -> None:
+    part.run(MicroBatch(reads.keys(), reads.values()))
+
+
+def _reads(part: Segment) -> list[str]:
+    return list(dict.fromkeys(name for step in part.steps for name in step.layer.reads))
+
+
+def _names(part: Segment) -> tuple[str, ...]:
+    return tuple(step.layer.name for step in part.steps)
+
+
+def _without(loss_fn: Callable[[Any, Any], Tensor], target: Any, output: Any, _: Any) -> Tensor:
+    """The loss with the target that was given, which has no tensors."""
+    return loss_fn(output, target)
+
+
+def _mean(output: Any, target: Any) -> Tensor:
+    """A loss of next to no time: the sum of the means of all that can be differentiated."""
+    found = [leaf.float().mean() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not found:
+        raise InputError("the model returns nothing that a gradient could come from: give a loss_fn")
+    return torch.stack(found).sum()
+
+
+def _profile(placement: Placement, model: nn.Module, example_inputs: Any) -> Profile:
+    """A profile of the placement's layers on the devices that it uses."""
+    names = list(dict.fromkeys(placement.layer_devices.values()))
+    return measure_profile(
+        model, example_inputs, names, training=placement.training, granularity=tuple(placement.layer_devices)
+    )
+
+
+def _request(placement: Placement, profile: Profile) -> PlacementRequest:
+    """A question like the one that the placement answers, as far as it tells."""
+    return PlacementRequest(
+        profile=profile,
+        objective=placement.objective,
+        constraints=Constraints(contiguous=placement.contiguous),
+        training=placement.training,
+        chunks=placement.chunks,
+        schedule=placement.schedule,
+    )

@@ -1,0 +1,180 @@
+"""Stages measured as the executor runs them, by a clock that counts floating-point operations instead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+import placer
+from placer import Placement, PlacementRequest, Profile, zoo
+from placer.errors import InputError, ProfilingError
+from placer.testing import logical_devices
+
+PLACES = ["cpu:0", "cpu:1"]
+TOKENS = torch.arange(32).reshape(2, 16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _flops(run: Callable[[], Any]) -> float:
+    # The counter does not know the product that adds in place, which is how weight gradients are made apart.
+    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **rest: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        run()
+    return float(counter.get_total_flops())
+
+
+def flops_clock(passes: Sequence[Callable[[], None]], device: torch.device, repeats: int) -> list[float]:
+    return [_flops(run) for run in passes]
+
+
+def _gpt() -> nn.Module:
+    return zoo.gpt(layers=3, width=32, heads=2, context=16, vocabulary=50)
+
+
+def _placed(model: nn.Module, x: Any, training: bool) -> tuple[Profile, Placement]:
+    found = placer.profile(model, x, PLACES, training=training, progress=False, repeats=1)
+    return found, placer.solve(PlacementRequest(profile=found, chunks=2))
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _refined(model: nn.Module, x: Any, training: bool, **options: Any) -> placer.Refinement:
+    found, placement = _placed(model, x, training)
+    return placer.refine(placement, model, x, profile=found, timer=flops_clock, **options)
+
+
+def test_the_stages_of_an_inference_do_together_what_the_model_does() -> None:
+    model = _gpt()
+    found = _refined(model, TOKENS, training=False, rounds=1)
+    measured = sum(stage.forward_ms for stage in found.rounds[0].stages)
+    assert measured == _flops(lambda: model.eval()(TOKENS))
+    assert sum(layer.forward_ms[_kind(found)] for layer in found.profile.layers) == pytest.approx(measured)
+
+
+def test_the_stages_of_a_training_step_do_together_what_the_model_does() -> None:
+    model = _gpt()
+    found = _refined(model, TOKENS, training=True, rounds=1, loss_fn=_loss, target=TOKENS)
+    forward = sum(stage.forward_ms for stage in found.rounds[0].stages)
+    backward = sum(stage.backward_ms for stage in found.rounds[0].stages)
+    model.zero_grad()
+    assert forward == _flops(lambda: model(TOKENS))
+    loss = _loss(model(TOKENS), TOKENS)
+    assert backward == _flops(lambda: loss.backward())  # type: ignore[no-untyped-call]
+    kind = _kind(found)
+    assert sum(layer.backward_ms[kind] for layer in found.profile.layers) == pytest.approx(backward)
+
+
+def test_a_loss_that_works_hard_is_seen_and_given_to_the_last_layer() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    matrix = torch.randn(16, 512)
+
+    def hard(output: Tensor, target: Tensor) -> Tensor:
+        return (output @ matrix).square().mean()
+
+    x = torch.randn(8, 16)
+    found = _refined(model, x, training=True, rounds=1, loss_fn=hard, target=x)
+    last = found.rounds[0].stages[-1]
+    product = 2 * 8 * 16 * 512
+    assert (last.loss_forward_ms, last.loss_backward_ms) == (product, product)
+    kind = _kind(found)
+    *others, feeds = [layer.forward_ms[kind] for layer in found.profile.layers]
+    assert sum(others) + feeds == pytest.approx(4 * 2 * 8 * 16 * 16 + product)
+    assert feeds > product
+
+
+def test_the_halves_of_a_backward_pass_are_measured_where_the_schedule_has_them() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    x = torch.randn(8, 16)
+    found, placement = _placed(model, x, training=True)
+    split = placement.model_copy(update={"schedule": "zero-bubble"})
+    request = PlacementRequest(profile=found, chunks=2, schedule="zero-bubble")
+    refined = placer.refine(split, model, x, request=request, rounds=1, timer=flops_clock)
+    one = 2 * 8 * 16 * 16  # what one product of matrices takes; the first layer has no gradient to hand on
+    assert [stage.weights_ms for stage in refined.rounds[0].stages] == [2 * one, 2 * one]
+    assert [stage.backward_ms for stage in refined.rounds[0].stages] == [3 * one, 4 * one]
+
+
+def test_refining_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in gradients if gradient is not None]
+    model[1].eval()
+    state = torch.get_rng_state()
+    _refined(model, x, training=True, rounds=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model] == [True, False, True, True]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for parameter, gradient, value in zip(model.parameters(), gradients, values, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(parameter.grad, value)
+
+
+def test_refining_runs_among_logical_devices() -> None:
+    with logical_devices(2):
+        found = _refined(_gpt(), TOKENS, training=True, loss_fn=_loss, target=TOKENS)
+    assert found.rounds
+
+
+def test_without_a_clock_of_ones_own_the_hosts_is_used() -> None:
+    model, x = _gpt(), TOKENS
+    found, placement = _placed(model, x, training=True)
+    refined = placer.refine(placement, model, x, profile=found, rounds=1, repeats=1)
+    assert all(stage.forward_ms > 0 and stage.backward_ms > 0 for stage in refined.rounds[0].stages)
+
+
+def test_without_a_profile_one_is_made_of_the_placements_layers() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    _, placement = _placed(model, x, training=False)
+    refined = placer.refine(placement, model, x, rounds=1, timer=flops_clock)
+    assert [layer.name for layer in refined.profile.layers] == list(placement.layer_devices)
+
+
+def test_a_refinement_is_json_and_back() -> None:
+    found = _refined(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8), training=False)
+    assert placer.Refinement.model_validate_json(found.to_json()) == found
+
+
+def test_a_placement_of_nothing_is_refused() -> None:
+    empty = Placement(status="infeasible", objective="throughput")
+    with pytest.raises(InputError, match="infeasible and places no layer"):
+        placer.refine(empty, nn.Linear(2, 2), torch.randn(2, 2))
+
+
+def test_a_model_that_runs_through_hooks_is_refused_with_the_reason() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            result: Tensor = self.last(2 * y if y.sum().item() > 0 else y)
+            return result
+
+    for training in (True, False):
+        with pytest.raises(ProfilingError, match="Branching runs through hooks"):
+            _refined(Branching(), torch.randn(4, 8), training=training)
+
+
+def _kind(found: placer.Refinement) -> str:
+    (kind,) = found.profile.layers[0].forward_ms
+    return kind
