@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from placer.errors import MissingExtraError, PlacerError
 
 if TYPE_CHECKING:
+    from placer import distributed as distributed
     from placer import testing as testing
     from placer.executor.dataflow import DataFlow as DataFlow
     from placer.graph.capture import capture as capture
@@ -49,6 +50,7 @@ __all__ = [
     "Profile",
     "Refinement",
     "capture",
+    "distributed",
     "profile",
     "refine",
     "solve",
@@ -61,6 +63,7 @@ try:
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
+_MODULES = ("distributed", "testing")
 _HOMES = {
     "Cluster": "placer.schema",
     "Constraints": "placer.schema",
@@ -78,8 +81,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "testing":
-        return _import("placer.testing")
+    if name in _MODULES:
+        return _import(f"placer.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'placer' has no attribute {name!r}")
     return getattr(_import(_HOMES[name]), name)

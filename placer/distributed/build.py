@@ -1,0 +1,264 @@
+"""From a model and a placement to this process's part of a pipeline on torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from placer import devices
+from placer.distributed import schedules
+from placer.distributed.head import Head, Loss
+from placer.distributed.line import Line, line
+from placer.distributed.pipeline import Pipeline, Shape
+from placer.distributed.ranks import Process, Seat, seats
+from placer.distributed.stage import StageModule, examples, weight_pass
+from placer.distributed.tree import Names, plant
+from placer.distributed.weights import Sharing, Weights
+from placer.errors import CaptureError, InputError, PlacementError
+from placer.executor.assignment import Assignment
+from placer.graph.capture import layer_graph
+from placer.graph.export import Exported, export
+from placer.graph.granularity import MERGED
+from placer.graph.layers import LayerGraph
+from placer.schema import Placement
+
+
+def build(
+    model: nn.Module,
+    placement: Placement | Mapping[str, Any],
+    example_inputs: Any,
+    loss_fn: Loss | None = None,
+    *,
+    chunks: int | None = None,
+    schedule: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Pipeline:
+    """This process's stages of a placed model, and their schedule. Every process calls it with the same arguments.
+
+    Args:
+        model: the whole model, on the CPU or on meta, equal in every process. What belongs to this process is moved to
+            its device (the same Parameter objects, but for a model on meta); the rest is left alone, and freed with
+            the model.
+        placement: a placement (or its JSON as a dict), or a map from layer to device. Devices are named as ``cuda:0``
+            or, on several hosts, ``HOST/cuda:0``; as many processes as devices must run, see ``placer.distributed.
+            ranks``.
+        example_inputs: one micro-batch: a tensor, a tuple of positional or a dict of keyword arguments.
+        loss_fn: ``loss_fn(output, target)``, a mean over samples; None to run forwards alone.
+        chunks: micro-batches in a batch; what the placement says if None.
+        schedule: ``fill-drain``, ``1f1b``, ``interleaved`` or ``zero-bubble``; what the placement says if None.
+        group: the processes of the pipeline, for those who run several; all if None.
+
+    Returns:
+        The stages, the schedule, and ``step``, which runs both.
+
+    Raises:
+        InputError: no process group was made; chunks or the schedule are not possible; or the processes' models differ.
+        PlacementError: the placement does not fit the model or the processes.
+        CaptureError: the model cannot be captured, so that it cannot be cut apart.
+    """
+    if not dist.is_initialized():
+        raise InputError("start with torchrun, and call torch.distributed.init_process_group() before build()")
+    placed = _Placed.of(placement, chunks, schedule)
+    if loss_fn is not None and not model.training:
+        raise InputError("the model is in eval mode: call model.train() to build a pipeline that trains")
+    exported = _captured(model, example_inputs)
+    _refuse_unknown_names(model, placed.layer_devices)
+    graph = layer_graph(exported, model, tuple(placed.layer_devices))
+    cut = line(graph, _places(graph, placed.layer_devices))
+    schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
+    return _assemble(model, exported, graph, cut, placed, loss_fn, group)
+
+
+class _Placed:
+    """What a placement says, or a map by hand with what was said beside it."""
+
+    def __init__(self, layer_devices: Mapping[str, str], chunks: int, schedule: str) -> None:
+        self.layer_devices, self.chunks, self.schedule = layer_devices, chunks, schedule
+
+    @classmethod
+    def of(cls, given: Placement | Mapping[str, Any], chunks: int | None, schedule: str | None) -> _Placed:
+        if not isinstance(given, Placement) and "layer_devices" not in given:
+            if not given:
+                raise PlacementError("the map places no layer; give {layer: device}")
+            named = {name: str(place) for name, place in given.items()}
+            return cls(named, 1 if chunks is None else chunks, schedule or "1f1b")
+        try:
+            placement = given if isinstance(given, Placement) else Placement.model_validate(given)
+        except ValueError as error:
+            raise PlacementError(f"this is no placement: {error}") from error
+        if not placement.layer_devices:
+            why = f": {placement.infeasible.reason}" if placement.infeasible else ""
+            raise PlacementError(f"the placement is {placement.status} and places no layer{why}")
+        count = placement.chunks if chunks is None else chunks
+        return cls(placement.layer_devices, count, schedule or placement.schedule)
+
+
+def _captured(model: nn.Module, example_inputs: Any) -> Exported:
+    args, kwargs = _arguments(example_inputs)
+    try:
+        return export(model, args, kwargs)
+    except CaptureError as error:
+        raise CaptureError(
+            f"{error}. A model that cannot be captured cannot be cut apart; on one host DataFlow runs it through hooks"
+        ) from error
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, dict):
+        return (), example_inputs
+    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+
+
+def _refuse_unknown_names(model: nn.Module, layer_devices: Mapping[str, str]) -> None:
+    known = {path for path, _ in model.named_modules(remove_duplicate=False)} | {"(model)"}
+    for name in layer_devices:
+        for part in name.split(MERGED):
+            if part.partition("@")[0] not in known:
+                raise PlacementError(f"layer {part!r} is no module of {type(model).__name__}")
+
+
+def _places(graph: LayerGraph, layer_devices: Mapping[str, str]) -> list[str]:
+    """The device of every layer, by name."""
+    named = cast(Mapping[str, torch.device], layer_devices)  # the assignment only hands them on
+    first = next(iter(named.values()))
+    return cast(list[str], Assignment(named, first).of_layers(graph))
+
+
+def _assemble(
+    model: nn.Module,
+    exported: Exported,
+    graph: LayerGraph,
+    cut: Line,
+    placed: _Placed,
+    loss_fn: Loss | None,
+    group: dist.ProcessGroup | None,
+) -> Pipeline:
+    here = dist.get_rank(group)
+    seated = _seats(cut, graph, group)
+    ranks = [next(rank for rank, seat in enumerate(seated) if seat.device == device) for device in cut.devices]
+    position = ranks.index(here)
+    device = _local(seated[here])
+    _warm_up(device, group)
+    sharing = Sharing.of(graph, _positions(cut))
+    everywhere = tuple(rank if group is None else dist.get_global_rank(group, rank) for rank in ranks)
+    weights = Weights(graph, sharing, position, everywhere, device, group)
+    names = Names.of(model)
+    training = loss_fn is not None
+    modules = {
+        index: StageModule(
+            graph,
+            stage,
+            index,
+            len(cut.stages),
+            weights.get,
+            names,
+            device,
+            training=training,
+            copied=cut.reordered,
+            split=training and schedules.splits(placed.schedule),
+        )
+        for index, stage in enumerate(cut.stages)
+        if index % len(cut.devices) == position
+    }
+    stages = [_stage(module, index, len(cut.stages), training, group) for index, module in modules.items()]
+    head = Head(loss_fn, exported.outputs, modules[max(modules)].plan.leaves, placed.chunks)
+    schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
+    owned = nn.Module()
+    plant(owned, weights.own, names)
+    return Pipeline(stages, schedule, owned, device, weights, head, _shape(exported, graph, placed), names, group)
+
+
+def _positions(cut: Line) -> list[int]:
+    """For each layer, in execution order, where in the line its device stands."""
+    where = {layer: cut.devices.index(stage.device) for stage in cut.stages for layer in stage.layers}
+    return [where[layer] for layer in range(len(where))]
+
+
+def _seats(cut: Line, graph: LayerGraph, group: dist.ProcessGroup | None) -> list[Seat]:
+    """The device of every process, once all of them are seen to have cut the same model in the same way."""
+    here = (Process.here(dist.get_rank(group)), graph.hash, [(stage.device, stage.layers) for stage in cut.stages])
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    with _on_its_own_gpu(here[0]):
+        dist.all_gather_object(everyone, here, group=group)
+    for rank, (_, found, stages) in enumerate(everyone):
+        if found != everyone[0][1] or stages != everyone[0][2]:
+            raise InputError(
+                f"process {rank} has captured another model, or was given another placement, than process 0; "
+                "give every process the same model, placement and shape of example"
+            )
+    return seats(cut.devices, [process for process, _, _ in everyone])
+
+
+def _on_its_own_gpu(process: Process) -> Any:
+    """NCCL needs a GPU for every process, before it is known which one the placement gives it."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device(process.local_rank if process.local_rank < count else -1)
+
+
+def _local(seat: Seat) -> torch.device:
+    """The device of this process, made the current one: the library takes what it sends from there."""
+    device = devices.parse(seat.local)
+    if device.type != "cuda":
+        return torch.device(device.type)  # each process has its own CPU stand-in
+    devices.require(device)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _warm_up(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Let all processes connect at once: the first sends and receives among a few of them could wait for the others."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _stage(
+    module: StageModule, index: int, count: int, training: bool, group: dist.ProcessGroup | None
+) -> PipelineStage:
+    plan = module.plan
+    return PipelineStage(
+        module,
+        index,
+        count,
+        plan.device,
+        input_args=_given(module) if plan.is_first else examples(plan.arrives, training),
+        output_args=_returned(module) if plan.is_last else examples(plan.leaves, training),
+        group=group,
+        dw_builder=weight_pass(module) if plan.deferred is not None else None,
+    )
+
+
+def _given(module: StageModule) -> tuple[torch.Tensor, ...]:
+    """Like the flat inputs of one micro-batch, as the library cuts them out of the batch."""
+    return tuple(
+        torch.empty(
+            parcel.value.shape if parcel.value.batch_dim == 0 else (1, *parcel.value.shape),
+            dtype=parcel.value.dtype,
+            device="meta",
+        )
+        for parcel in module.plan.arrives
+    )
+
+
+def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
+    """Like the model's flat outputs."""
+    return tuple(
+        torch.empty(parcel.value.shape, dtype=parcel.value.dtype, device="meta")
+        if parcel.value.dtype is not None
+        else parcel.example(False)
+        for parcel in module.plan.leaves
+    )
+
+
+def _shape(exported: Exported, graph: LayerGraph, placed: _Placed) -> Shape:
+    inputs: Sequence[Any] = [graph.values[name] for name in graph.inputs]
+    return Shape(
+        inputs=exported.inputs,
+        shapes=tuple(value.shape for value in inputs),
+        batched=tuple(value.batch_dim == 0 for value in inputs),
+        samples=graph.batch_size,
+        chunks=placed.chunks,
+    )

@@ -1,0 +1,121 @@
+"""Checkpoints under the model's own keys: gathered into one process, or written by all with torch's own format.
+
+``torch.distributed.checkpoint`` stores each tensor under its key, from whichever process has it. So what four processes
+wrote two can read, and so can the unsplit model::
+
+    import torch.distributed.checkpoint as dcp
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from placer.errors import InputError
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def gather(
+    own: Mapping[str, Tensor], keys: Sequence[str], rank: int, device: torch.device, group: dist.ProcessGroup | None
+) -> dict[str, Tensor] | None:
+    """Every process's tensors in one process.
+
+    Args:
+        own: this process's.
+        keys: of the result, in order.
+        rank: of the process that gets them, in the group.
+        device: of this process, through which they are sent.
+        group: the processes.
+
+    Returns:
+        In that process the tensors on the CPU, elsewhere None.
+    """
+    shapes: list[dict[str, tuple[Any, ...]]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(shapes, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}, group=group)
+    here = dist.get_rank(group)
+    if here != rank:
+        for tensor in own.values():
+            if tensor.numel():
+                dist.send(_bytes(tensor.to(device)), _global(rank, group), group=group)
+        return None
+    found = {name: tensor.detach().cpu().clone() for name, tensor in own.items()}
+    for source, there in enumerate(shapes):
+        if source != rank:
+            for name, (shape, dtype) in there.items():
+                arrived = torch.empty(shape, dtype=dtype, device=device)
+                if arrived.numel():
+                    raw = _bytes(arrived)
+                    dist.recv(raw, _global(source, group), group=group)
+                    arrived = raw.view(dtype).view(shape)
+                found[name] = arrived.cpu()
+    return {key: found[key] for key in keys if key in found}
+
+
+def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Load this process's part of a whole model's state.
+
+    Raises:
+        InputError: keys are missing or not known, or a tensor has another shape. Nothing was loaded then.
+    """
+    missing, unknown = [key for key in keys if key not in state], [key for key in state if key not in set(keys)]
+    if missing or unknown:
+        raise InputError(
+            f"this is no state of the model: missing are {', '.join(missing[:5]) or 'none'}; "
+            f"not known are {', '.join(list(unknown)[:5]) or 'none'}"
+        )
+    own = module.state_dict()
+    for key, tensor in own.items():
+        if state[key].shape != tensor.shape:
+            raise InputError(f"{key!r} has shape {tuple(state[key].shape)}; the model's has {tuple(tensor.shape)}")
+    module.load_state_dict({key: state[key] for key in own})
+
+
+def save(
+    module: nn.Module,
+    path: str | PathLike[str],
+    optimizer: torch.optim.Optimizer | None,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write what all processes hold."""
+    state: dict[str, Any] = {"model": module.state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_FLAT)
+    state_dict_saver.save(state, checkpoint_id=path, process_group=group)
+
+
+def load(
+    module: nn.Module,
+    path: str | PathLike[str],
+    optimizer: torch.optim.Optimizer | None,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Read what this process holds."""
+    state: dict[str, Any] = {"model": module.state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_FLAT)
+    state_dict_loader.load(state, checkpoint_id=path, process_group=group)
+    module.load_state_dict(state["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_FLAT)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _global(rank: int, group: dist.ProcessGroup | None) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)

@@ -1,0 +1,68 @@
+"""The end of the line: the loss, or the outputs, of each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from placer.distributed.parcels import Parcel
+from placer.executor.pipeline import gather
+from placer.graph.structure import Structure
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Head:
+    """From the last stage's flat outputs to what the user knows.
+
+    Args:
+        loss_fn: ``loss_fn(output, target)``, a mean over samples; None without training.
+        outputs: the structure of the model's result.
+        parcels: the model's flat outputs.
+        chunks: micro-batches in a batch.
+
+    Attributes:
+        targets: of each micro-batch; None where the library was given the target itself.
+    """
+
+    def __init__(self, loss_fn: Loss | None, outputs: Structure, parcels: Sequence[Parcel], chunks: int) -> None:
+        self._loss_fn, self._outputs, self._parcels, self._chunks = loss_fn, outputs, parcels, chunks
+        self.targets: Sequence[Any] | None = None
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """A micro-batch's share of the batch's loss.
+
+        Args:
+            output: of the last stage.
+            target: the number of the micro-batch, or, where a user drives the schedule, its part of the target.
+        """
+        assert self._loss_fn is not None
+        goal = target if self.targets is None else self.targets[int(target)]
+        return self._loss_fn(self.result(output), goal) / self._chunks
+
+    def result(self, output: Any) -> Any:
+        """What the model returns, from the last stage's output."""
+        return self._outputs.unflatten(self._leaves(output))
+
+    def join(self, outputs: Sequence[Any], weight: int) -> Any:
+        """The results of all micro-batches as one.
+
+        Args:
+            outputs: of the last stage, by micro-batch.
+            weight: samples in each.
+        """
+        columns = zip(*(self._leaves(output) for output in outputs), strict=True)
+        joined = [
+            gather(parts, parcel.value.batch_dim == 0, [weight] * len(parts), path)
+            for parts, parcel, path in zip(columns, self._parcels, self._outputs.paths, strict=True)
+        ]
+        return self._outputs.unflatten(joined)
+
+    def _leaves(self, output: Any) -> list[Any]:
+        flat = [output] if isinstance(output, Tensor) else list(output)
+        return [
+            tensor if parcel.value.dtype is not None else parcel.unpack(tensor)
+            for parcel, tensor in zip(self._parcels, flat, strict=True)
+        ]

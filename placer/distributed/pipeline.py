@@ -1,0 +1,276 @@
+"""What ``placer.distributed.build`` returns: one process's part of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from placer.distributed import checkpoint
+from placer.distributed.head import Head
+from placer.distributed.schedules import LibrarySchedule
+from placer.distributed.stage import StageModule
+from placer.distributed.tree import Names
+from placer.distributed.weights import Weights
+from placer.errors import InputError
+from placer.executor.pipeline import scatter
+from placer.graph.structure import Structure, flatten
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What every batch must be like.
+
+    Attributes:
+        inputs: the structure of the model's arguments.
+        shapes: of the flat inputs of one micro-batch.
+        batched: whether the first dimension of each is the batch.
+        samples: in a micro-batch.
+        chunks: micro-batches in a batch.
+    """
+
+    inputs: Structure
+    shapes: tuple[tuple[int, ...], ...]
+    batched: tuple[bool, ...]
+    samples: int
+    chunks: int
+
+
+class Pipeline:
+    """This process's stages, their schedule, and the weights that belong to it.
+
+    Attributes:
+        stages: of this process, in the order of the line; more than one where the line goes round more than once.
+        schedule: the library's, over these stages. ``step`` drives it; who drives it alone brings copies of tied
+            weights up to date himself.
+        module: the parameters and buffers that belong to this process, under the model's own names.
+        device: of this process.
+        chunks: micro-batches in a batch.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        schedule: LibrarySchedule,
+        module: nn.Module,
+        device: torch.device,
+        weights: Weights,
+        head: Head,
+        shape: Shape,
+        names: Names,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.stages = stages
+        self.schedule = schedule
+        self.module = module
+        self.device = device
+        self.chunks = shape.chunks
+        self._weights, self._head, self._shape = weights, head, shape
+        self._names, self._group = names, group
+
+    @property
+    def stage(self) -> PipelineStage:
+        """The first of this process's stages; the only one where no device holds several."""
+        return self.stages[0]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is given the inputs."""
+        return bool(self.stages[0].is_first)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process is given the target, and has the loss or the outputs."""
+        return bool(self.stages[-1].is_last)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that belong to this process, for its optimizer: over all processes, each once."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same, with the model's names for them."""
+        return self.module.named_parameters()
+
+    def step(self, inputs: Any = None, target: Any = None) -> Tensor | None:
+        """Run one batch forwards and backwards; gradients are added to the parameters', as ``loss.backward()`` does.
+
+        Args:
+            inputs: the batch, where ``is_first``: one tensor, a tuple of positional or a dict of keyword arguments.
+                Other processes may give it too, or None.
+            target: what the loss compares with, where ``is_last``, the batch first; None where the loss needs none.
+
+        Returns:
+            The mean loss over the batch, detached, where ``is_last``; else None.
+
+        Raises:
+            InputError: the pipeline was built without a loss; or the batch is not like the example.
+        """
+        if self.schedule._loss_fn is None:
+            raise InputError("this pipeline was built without a loss: give build(..., loss_fn=...) to train")
+        self._refuse_empty()
+        arguments = self._arguments(inputs)
+        losses: list[Tensor] = []
+        goal = self._goals(target)
+        self._weights.refresh()
+        self._weights.begin()
+        self._allocate()
+        with torch.enable_grad():
+            self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
+        self._weights.reduce()
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+    @torch.no_grad()
+    def forward(self, inputs: Any = None) -> Any:
+        """Run one batch forwards, without gradients.
+
+        Args:
+            inputs: the batch, where ``is_first``, as for ``step``.
+
+        Returns:
+            What the model returns, where ``is_last``; else None.
+
+        Raises:
+            InputError: the pipeline was built for training; or the batch is not like the example.
+        """
+        if self.schedule._loss_fn is not None:
+            raise InputError("this pipeline was built to train: build another without loss_fn to run forwards alone")
+        self._refuse_empty()
+        arguments = self._arguments(inputs)
+        self._weights.refresh()
+        made: list[Any] = []
+        last = self.stages[-1].submod
+        watch = last.register_forward_hook(lambda *call: made.append(_own(call[2], last)))
+        try:
+            self.schedule.step(*arguments, return_outputs=False)
+        finally:
+            watch.remove()
+        return self._head.join(made, self._shape.samples) if self.is_last else None
+
+    __call__ = forward
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all processes' gradients so that their norm together is at most ``max_norm``.
+
+        Every process must call it.
+
+        Returns:
+            The norm before, on this process's device.
+        """
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        norms = [gradient.detach().double().square().sum() for gradient in gradients]
+        total = torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self._group)
+        norm = total.sqrt()
+        for gradient in gradients:
+            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradient.dtype))
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's part of the model's ``state_dict``, under the model's own keys."""
+        return dict(self.module.state_dict())
+
+    def full_state_dict(self, rank: int = 0) -> dict[str, Tensor] | None:
+        """The whole model's ``state_dict``, on the CPU of one process. Every process must call it.
+
+        Args:
+            rank: of that process, in the group.
+
+        Returns:
+            There, what ``model.state_dict()`` of the unsplit model would be; elsewhere None.
+        """
+        return checkpoint.gather(self.state_dict(), self._names.saved, rank, self.device, self._group)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this process's part from the whole model's ``state_dict``.
+
+        Args:
+            state: with all keys of the model; more or fewer are an error.
+
+        Raises:
+            InputError: keys are missing or not known, or a tensor has another shape. Nothing was loaded then.
+        """
+        checkpoint.take(self.module, state, self._names.saved)
+        self._weights.empty = False
+
+    def save(self, path: str | PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write a checkpoint that any number of processes, or the unsplit model, can load. Every process must call it.
+
+        Args:
+            path: of a folder that all processes see.
+            optimizer: of this process's parameters, whose state is saved too.
+        """
+        checkpoint.save(self.module, path, optimizer, self._group)
+
+    def load(self, path: str | PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read a checkpoint that ``save`` wrote, on however many processes. Every process must call it.
+
+        Args:
+            path: of the folder.
+            optimizer: of this process's parameters, whose state is read too.
+        """
+        checkpoint.load(self.module, path, optimizer, self._group)
+        self._weights.empty = False
+
+    def _refuse_empty(self) -> None:
+        if self._weights.empty:
+            raise InputError(
+                "the model was on meta and has no values here yet: call load(...) or load_state_dict(...) first"
+            )
+
+    def _arguments(self, inputs: Any) -> tuple[Tensor, ...]:
+        """The flat batch for the library to cut; what has no batch dimension is given one to be cut along."""
+        if not self.is_first:
+            return ()
+        if inputs is None:
+            raise InputError("this process has the first stage: give step(inputs, ...) the batch here")
+        args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+        tensors, structure = flatten((args, inputs if isinstance(inputs, dict) else {}))
+        if structure.key != self._shape.inputs.key:
+            raise InputError("the inputs are not nested as the example was; give them as build was given the example")
+        return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, self._shape.batched, strict=True))
+
+    def _cut(self, tensor: Tensor, shape: tuple[int, ...], batched: bool) -> Tensor:
+        wanted = (shape[0] * self.chunks, *shape[1:]) if batched else shape
+        if tuple(tensor.shape) != wanted:
+            raise InputError(
+                f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the example make {wanted}"
+            )
+        return tensor if batched else tensor.unsqueeze(0).expand(self.chunks, *shape)
+
+    def _goals(self, target: Any) -> Tensor | None:
+        """The numbers of the micro-batches, by which the loss finds its part of the target."""
+        if not self.is_last:
+            return None
+        size = self._shape.samples * self.chunks
+        leaves, structure = flatten(target)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != size:
+                raise InputError(f"a target of shape {tuple(leaf.shape)} goes with a batch of {size} samples")
+        here = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._head.targets = [structure.unflatten(part) for part in scatter(here, self.chunks, size)]
+        return torch.arange(self.chunks)
+
+    def _allocate(self) -> None:
+        """Where weight gradients are a pass of their own, they are added to what must be there."""
+        for stage in self.stages:
+            if isinstance(stage.submod, StageModule) and stage.submod.plan.deferred is not None:
+                for parameter in stage.submod.parameters():
+                    if parameter.requires_grad and parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+
+
+def _own(output: Any, stage: nn.Module) -> Any:
+    """An output that merely passed through the last stage is copied out of the buffer that it was received in."""
+    assert isinstance(stage, StageModule)
+    plan = stage.plan
+    passed = {parcel.value.name for parcel in plan.arrives}
+    flat = [output] if isinstance(output, Tensor) else list(output)
+    return [
+        value.clone() if parcel.value.name in passed else value for parcel, value in zip(plan.leaves, flat, strict=True)
+    ]

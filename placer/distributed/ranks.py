@@ -1,0 +1,129 @@
+"""Which process has which device: the devices of a placement, and the processes that torchrun started.
+
+    placement made for several hosts        processes                       mapping
+    host0/cuda:0  host0/cuda:1              rank 0, 1 on the first node     rank 0: cuda:0   rank 1: cuda:1
+    host1/cuda:0  host1/cuda:1              rank 2, 3 on the second         rank 2: cuda:0   rank 3: cuda:1
+
+A device is named ``HOST/DEVICE``, or, where all are of one host, ``DEVICE``. Hosts are matched with nodes by name where
+every host of the placement is the name of a node, else in order: the first host by name (numbers counted as numbers)
+is the node with the lowest rank. On a node, the device with the lowest index belongs to the process with the lowest
+rank. So where a placement uses all devices, rank and device agree as torchrun users expect: ``cuda:LOCAL_RANK``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from placer.errors import PlacementError
+
+SEPARATOR = "/"
+"""Between host and device: ``host0/cuda:1``."""
+
+
+class Process(NamedTuple):
+    """Where a process runs.
+
+    Attributes:
+        host: the name of its machine.
+        node: the number of its node, as torchrun counts them; two nodes may be one machine.
+        local_rank: which of its node's processes it is.
+    """
+
+    host: str
+    node: int
+    local_rank: int
+
+    @classmethod
+    def here(cls, rank: int) -> Process:
+        """This process, by what torchrun tells it; without torchrun all processes of a machine are one node."""
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return cls(socket.gethostname(), int(os.environ.get("GROUP_RANK", 0)), local_rank)
+
+
+class Seat(NamedTuple):
+    """What one process is given.
+
+    Attributes:
+        device: as the placement names it.
+        local: the same on the process's own machine, as torch names it.
+    """
+
+    device: str
+    local: str
+
+
+def host_of(device: str) -> str:
+    """The host in a device's name; empty where it has none."""
+    return device.rpartition(SEPARATOR)[0]
+
+
+def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
+    """The device of every process.
+
+    Args:
+        devices: those of a placement, in any order, each once.
+        processes: by rank.
+
+    Returns:
+        By rank.
+
+    Raises:
+        PlacementError: there are not as many processes as devices, in all or on a host.
+    """
+    if len(devices) != len(processes):
+        raise PlacementError(
+            f"the placement uses {len(devices)} devices ({', '.join(devices[:8])}), and there are {len(processes)} "
+            f"processes: start {len(devices)}, one for each device, or give a process group of {len(devices)}"
+        )
+    nodes = _nodes(processes)
+    hosts = sorted({host_of(device) for device in devices}, key=_natural)
+    if hosts == [""]:
+        return _without_hosts(devices, processes, nodes)
+    names = {ranks: processes[ranks[0]].host for ranks in nodes}
+    by_name = set(hosts) == set(names.values()) and len(set(names.values())) == len(nodes)
+    if not by_name and len(hosts) != len(nodes):
+        raise PlacementError(
+            f"the placement is made for {len(hosts)} hosts ({', '.join(hosts[:8])}), and the processes run on "
+            f"{len(nodes)} nodes ({', '.join(names.values())}): start one torchrun for each host"
+        )
+    found: dict[int, Seat] = {}
+    for host, ranks in zip(hosts, nodes, strict=True):
+        there = next(node for node in nodes if names[node] == host) if by_name else ranks
+        own = sorted((device for device in devices if host_of(device) == host), key=_natural)
+        if len(own) != len(there):
+            raise PlacementError(
+                f"the placement uses {len(own)} devices of host {host!r} ({', '.join(own[:8])}), and node "
+                f"{processes[there[0]].node} has {len(there)} processes: start as many there as devices are used"
+            )
+        found |= {rank: Seat(device, device.rpartition(SEPARATOR)[2]) for rank, device in zip(there, own, strict=True)}
+    return [found[rank] for rank in range(len(processes))]
+
+
+def _without_hosts(
+    devices: Sequence[str], processes: Sequence[Process], nodes: Sequence[tuple[int, ...]]
+) -> list[Seat]:
+    """Devices in order of index, processes in order of rank; over several nodes, counted through all of them."""
+    ordered = sorted(devices, key=_natural)
+    if len(nodes) == 1:
+        return [Seat(device, device) for device in ordered]
+    return [
+        Seat(device, f"{device.partition(':')[0]}:{process.local_rank}")
+        for device, process in zip(ordered, processes, strict=True)
+    ]
+
+
+def _nodes(processes: Sequence[Process]) -> list[tuple[int, ...]]:
+    """The ranks of each node, the node with the lowest rank first."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for rank, process in enumerate(processes):
+        found.setdefault((process.node, process.host), []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts ``host2`` before ``host10``."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]

@@ -1,0 +1,109 @@
+"""Our schedules, as torch.distributed.pipelining has them.
+
+    schedule      one stage a device              several stages a device
+    fill-drain    ScheduleGPipe                   ScheduleLoopedBFS
+    1f1b          Schedule1F1B                    ScheduleInterleaved1F1B
+    interleaved   -                               ScheduleInterleaved1F1B
+    zero-bubble   ScheduleInterleavedZeroBubble   ScheduleInterleavedZeroBubble
+
+The library puts stage ``i`` into process ``i % processes`` of its group. Where the devices of the line are in another
+order than the processes, its stages are told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from placer.errors import InputError
+
+SCHEDULES = ("fill-drain", "1f1b", "interleaved", "zero-bubble")
+
+LibrarySchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+def splits(schedule: str) -> bool:
+    """Whether weight gradients are a pass of their own."""
+    return schedule == "zero-bubble"
+
+
+def make(
+    schedule: str,
+    stages: Sequence[PipelineStage],
+    ranks: Sequence[int],
+    position: int,
+    chunks: int,
+    loss: Callable[..., Tensor] | None,
+) -> LibrarySchedule:
+    """The library's schedule over this process's stages.
+
+    Args:
+        schedule: one of ``SCHEDULES``.
+        stages: of this process, in the order of the line.
+        ranks: the group rank of each device in the line.
+        position: of this process's device in the line.
+        chunks: micro-batches in a batch.
+        loss: from the last stage's output and a target to a number whose sum over micro-batches is the batch's loss;
+            None to run forwards alone.
+
+    Raises:
+        InputError: the schedule cannot have so many micro-batches.
+    """
+    check(schedule, chunks, len(ranks), len(stages))
+    many = len(stages) > 1 or (splits(schedule) and loss is not None)
+    library: Any = _several(schedule, loss is not None) if many else _single(schedule, chunks, len(ranks))
+    made = library(list(stages) if many else stages[0], n_microbatches=chunks, loss_fn=loss, scale_grads=False)
+    where = {index: ranks[index % len(ranks)] for index in range(stages[0].num_stages)}
+    for stage in stages:
+        stage.stage_index_to_group_rank = where
+    if many:
+        made.rank = position  # which row of the order of passes is this process's
+    result: LibrarySchedule = made
+    return result
+
+
+def check(schedule: str, chunks: int, devices: int, rounds: int) -> None:
+    """Raise an InputError for a schedule that is not known, or cannot have so many micro-batches."""
+    if schedule not in SCHEDULES:
+        raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
+    if not isinstance(chunks, int) or chunks < 1:
+        raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
+    if schedule == "interleaved" and rounds == 1:
+        raise InputError("schedule 'interleaved' needs several stages on a device, and each has one; give '1f1b'")
+    interleaved = splits(schedule) or (schedule != "fill-drain" and rounds > 1)
+    turns = max(1, chunks // devices)
+    if interleaved and chunks % turns:
+        fitting = [count for count in range(1, 2 * chunks + devices) if count % max(1, count // devices) == 0]
+        below, above = max(c for c in fitting if c < chunks), min(c for c in fitting if c > chunks)
+        raise InputError(
+            f"schedule {schedule!r} on {devices} devices cannot have {chunks} micro-batches; "
+            f"give chunks={below} or chunks={above}"
+        )
+
+
+def _single(schedule: str, chunks: int, devices: int) -> type[PipelineScheduleSingle]:
+    # With fewer micro-batches than stages 1F1B is fill-drain, and the library refuses it.
+    return Schedule1F1B if schedule == "1f1b" and chunks >= devices else ScheduleGPipe
+
+
+def _several(schedule: str, training: bool) -> type[PipelineScheduleMulti]:
+    if not training or schedule == "fill-drain":
+        return ScheduleLoopedBFS
+    return ScheduleInterleavedZeroBubble if splits(schedule) else ScheduleInterleaved1F1B
+
+
+def no_gradient(schedule: LibrarySchedule) -> torch.no_grad | torch.enable_grad:
+    """The gradient mode that a schedule runs in."""
+    return torch.no_grad() if schedule._loss_fn is None else torch.enable_grad()

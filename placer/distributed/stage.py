@@ -1,0 +1,227 @@
+"""What torch.distributed.pipelining runs as one stage: layers, and the values that it hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.distributed.gates import enter, leave
+from placer.distributed.line import LineStage
+from placer.distributed.parcels import Parcel
+from placer.distributed.tree import Names, plant, slot
+from placer.executor.deferred import DeferWeights, Queue
+from placer.graph.layers import Layer, LayerGraph
+
+StateTable = tuple[dict[str, Tensor | None], str]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One layer, where its state is found, and the values that nothing reads after it."""
+
+    layer: Layer
+    state: tuple[StateTable, ...]
+    forget: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a stage does.
+
+    Attributes:
+        works: its layers in execution order.
+        arrives: what it is sent; of the first stage, the model's inputs.
+        leaves: what it sends; of the last stage, the model's outputs.
+        is_first: whether it is given the batch.
+        is_last: whether it makes the model's outputs.
+        copied: whether what is sent is copied as soon as it is made.
+        device: where it runs.
+        deferred: weight gradients that a backward pass left for later, where the schedule splits it.
+    """
+
+    works: tuple[Work, ...]
+    arrives: tuple[Parcel, ...]
+    leaves: tuple[Parcel, ...]
+    is_first: bool
+    is_last: bool
+    copied: bool
+    device: torch.device
+    deferred: Queue | None
+
+
+class StageModule(nn.Module):
+    """One stage. Its parameters and buffers go by the names that they have in the model.
+
+    Args:
+        graph: the model's layers.
+        stage: which of them run here, and what arrives and leaves.
+        index: of the stage in the line.
+        count: of stages in the line.
+        lookup: the tensors that are used here, by name.
+        names: of the model's tensors.
+        device: where it runs.
+        training: whether gradients flow.
+        copied: whether what is sent is copied as soon as it is made.
+        split: whether weight gradients are a pass of their own.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        stage: LineStage,
+        index: int,
+        count: int,
+        lookup: Callable[[str], Tensor],
+        names: Names,
+        device: torch.device,
+        *,
+        training: bool,
+        copied: bool,
+        split: bool,
+    ) -> None:
+        super().__init__()
+        layers = [graph.layers[position] for position in stage.layers]
+        used = [name for layer in layers for name in layer.state if name not in graph.constants]
+        plant(self, {name: lookup(name) for name in dict.fromkeys(used)}, names)
+        constants = {name: graph.state[name].detach().to(device) for name in graph.constants}
+        state = [
+            tuple((constants, name) if name in constants else slot(self, name) for name in layer.state)
+            for layer in layers
+        ]
+        forget = _forget(layers, stage.leaves)
+        # One attribute for everything: a child module of the model may have any name.
+        self._plan = Plan(
+            works=tuple(Work(*parts) for parts in zip(layers, state, forget, strict=True)),  # type: ignore[arg-type]
+            arrives=tuple(Parcel.of(graph.values[name], training) for name in stage.arrives),
+            leaves=tuple(Parcel.of(graph.values[name], training) for name in stage.leaves),
+            is_first=index == 0,
+            is_last=index == count - 1,
+            copied=copied,
+            device=device,
+            deferred=[] if split else None,
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """What the stage does."""
+        return self._plan
+
+    def forward(self, *arrived: Tensor) -> Any:
+        """Run one micro-batch.
+
+        Args:
+            arrived: of the first stage the model's flat inputs; else what the stage before sent.
+
+        Returns:
+            What is sent to the next stage; of the last stage the model's flat outputs, a single one by itself.
+        """
+        plan = self._plan
+        token, inputs = _received(plan, arrived)
+        names = [parcel.value.name for parcel in plan.arrives]
+        values = dict(zip(names, inputs, strict=True))
+        kept = _kept(plan, values, names)
+        with DeferWeights(plan.deferred) if plan.deferred is not None else nullcontext():
+            for work in plan.works:
+                _run(work, values, plan, kept)
+        made = [kept.get(parcel.value.name, values.get(parcel.value.name)) for parcel in plan.leaves]
+        return _sent(plan, token, made)
+
+
+def weight_pass(stage: StageModule) -> Callable[[], Callable[..., None]]:
+    """For ``PipelineStage(dw_builder=...)``: called after a backward pass, it gives what adds up its weight gradients.
+
+    Args:
+        stage: one that was made with ``split``.
+    """
+
+    def build() -> Callable[..., None]:
+        queue = stage.plan.deferred
+        assert queue is not None
+        taken = list(queue)
+        queue.clear()
+
+        def add(*_: Any) -> None:
+            with torch.no_grad():
+                for one in taken:
+                    one()
+            taken.clear()
+
+        return add
+
+    return build
+
+
+def examples(parcels: Sequence[Parcel], training: bool) -> tuple[Tensor, ...]:
+    """Tensors on meta like those that cross between two stages, so that the library need not run the stages to know."""
+    if not parcels:
+        return (torch.empty(1, device="meta", requires_grad=training),)
+    return tuple(parcel.example(training) for parcel in parcels)
+
+
+def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
+    if plan.is_first:
+        wanted = [parcel.value.shape for parcel in plan.arrives]
+        inputs = [_without_chunk(tensor, len(shape)) for tensor, shape in zip(arrived, wanted, strict=True)]
+        return torch.zeros((), device=plan.device), [tensor.to(plan.device) for tensor in inputs]
+    flows = [parcel.flows for parcel in plan.arrives] or [False]
+    token, inside = enter(arrived, flows)
+    return token, [parcel.unpack(tensor) for parcel, tensor in zip(plan.arrives, inside, strict=False)]
+
+
+def _without_chunk(tensor: Tensor, dimensions: int) -> Tensor:
+    """An input without a batch dimension comes with one more in front, along which the library cut it."""
+    return tensor[0] if tensor.dim() == dimensions + 1 else tensor
+
+
+def _kept(plan: Plan, values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Copies of what passes through, where layers might write to it before it is sent."""
+    leaving = {parcel.value.name for parcel in plan.leaves}
+    if not plan.copied:
+        return {}
+    return {name: _clone(values[name]) for name in names if name in leaving}
+
+
+def _run(work: Work, values: dict[str, Any], plan: Plan, kept: dict[str, Any]) -> None:
+    layer = work.layer
+    state = [table[key] for table, key in work.state]
+    with devices.current(plan.device):
+        made = layer.function(plan.device, state, [values[name] for name in layer.reads])  # type: ignore[arg-type]
+    values.update(zip(layer.writes, made, strict=True))
+    if plan.copied:
+        leaving = {parcel.value.name for parcel in plan.leaves}
+        kept.update((name, _clone(values[name])) for name in layer.writes if name in leaving)
+    for name in work.forget:
+        values.pop(name, None)
+
+
+def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
+    if not plan.is_last:
+        packed = [parcel.pack(value, plan.device) for parcel, value in zip(plan.leaves, made, strict=True)]
+        return tuple(leave(token, packed or [torch.zeros(1, device=plan.device)]))
+    outputs = [
+        value if isinstance(value, Tensor) else parcel.pack(value, plan.device)
+        for parcel, value in zip(plan.leaves, made, strict=True)
+    ]
+    flowing = [index for index, value in enumerate(outputs) if value.requires_grad]
+    for index, value in zip(flowing, leave(token, [outputs[index] for index in flowing]), strict=True):
+        outputs[index] = value
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _forget(layers: Sequence[Layer], leaves: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each layer the values that nothing reads after it."""
+    last = {name: index for index, layer in enumerate(layers) for name in (*layer.reads, *layer.writes)}
+    forget: list[list[str]] = [[] for _ in layers]
+    for name in last.keys() - set(leaves):
+        forget[last[name]].append(name)
+    return [tuple(sorted(names)) for names in forget]
