@@ -216,6 +216,7 @@ class _Step:
         stage = self._stages[index]
         slot = stage.slot(chunk)
         free = self._done.get((index, self._last, chunk - len(stage.slots)), self._start[stage.device])
+        outside = (None, index, "forward", chunk)
         arrived = []
         for name in stage.reads:
             static = slot.inputs[name]
@@ -223,18 +224,18 @@ class _Step:
                 continue
             maker = self._maker.get(name)
             if maker is None:
-                arrived.append(
-                    self._courier.send(self._batch[chunk][name], self._start[stage.device], static, free, "batch")
-                )
+                given = self._batch[chunk][name]
+                arrived.append(self._courier.send(given, self._start[stage.device], static, free, "batch", outside))
                 continue
             source = self._stages[maker]
-            made = source.slot(chunk).outputs[name]
-            mark = self._courier.send(made.detach(), self._done[maker, "forward", chunk], static, free, "forward")
+            made = source.slot(chunk).outputs[name].detach()
+            label = (maker, index, "forward", chunk)
+            mark = self._courier.send(made, self._done[maker, "forward", chunk], static, free, "forward", label)
             self._fetched.setdefault((maker, "forward", chunk), []).append(mark)
             arrived.append(mark)
         for given, static in zip(self._goals[chunk], slot.targets, strict=False):
             if isinstance(static, Tensor):
-                arrived.append(self._courier.send(given, self._start[stage.device], static, free, "batch"))
+                arrived.append(self._courier.send(given, self._start[stage.device], static, free, "batch", outside))
         overwritten = self._fetched.get((index, "forward", chunk - len(stage.slots)), [])
         self._run(index, "forward", chunk, slot.forward, [*arrived, *overwritten])
 
@@ -253,7 +254,8 @@ class _Step:
             if target is None:
                 continue
             free = self._done.get((maker, "backward", chunk - len(source.slots)), self._start[source.device])
-            mark = self._courier.send(gradient, self._done[index, "backward", chunk], target, free, "backward")
+            label = (index, maker, "backward", chunk)
+            mark = self._courier.send(gradient, self._done[index, "backward", chunk], target, free, "backward", label)
             self._landed.setdefault((maker, chunk), []).append(mark)
             self._fetched.setdefault((index, "backward", chunk), []).append(mark)
 

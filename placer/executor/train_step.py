@@ -84,14 +84,7 @@ class TrainStep:
             InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode, or the target is of
                 another size than the batch.
         """
-        self._refuse()
-        args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-        kwargs = inputs if isinstance(inputs, dict) else {}
-        tensors, structure = flatten((args, kwargs))
-        goals, target_structure = flatten(target)
-        size = batch_size(tensors)
-        _refuse_other_sizes(goals, size)
-        sizes = _sizes(self.flow.chunks if chunks is None else chunks, size)
+        tensors, structure, goals, target_structure, sizes = self._taken(inputs, target, chunks)
         pipeline = self._pipeline(tensors, structure, target_structure, sizes)
         keep, self._keep = self._keep, False
         if pipeline is None:
@@ -102,6 +95,35 @@ class TrainStep:
         if update:
             self.update(self.flow.module)
         return loss
+
+    def pipeline(
+        self, inputs: Any, target: Any, chunks: int | None = None
+    ) -> tuple[TrainingPipeline | None, list[Any], list[Any]]:
+        """What a batch like this goes through, without running it.
+
+        Args:
+            inputs: as for a step.
+            target: as for a step.
+            chunks: as for a step.
+
+        Returns:
+            The stages, None where the model runs through hooks; and the flattened inputs and target.
+        """
+        tensors, structure, goals, target_structure, sizes = self._taken(inputs, target, chunks)
+        return self._pipeline(tensors, structure, target_structure, sizes), tensors, goals
+
+    def _taken(
+        self, inputs: Any, target: Any, chunks: int | None
+    ) -> tuple[list[Any], Structure, list[Any], Structure, list[int]]:
+        """Inputs and target, flattened and with their structures, and the sizes of micro-batches."""
+        self._refuse()
+        args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+        kwargs = inputs if isinstance(inputs, dict) else {}
+        tensors, structure = flatten((args, kwargs))
+        goals, target_structure = flatten(target)
+        size = batch_size(tensors)
+        _refuse_other_sizes(goals, size)
+        return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
 
     def _refuse(self) -> None:
         flow = self.flow
