@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
+from placer.solver.problem import Problem
 
 MS = st.sampled_from([0.0, 0.25, 1.0, 1.5, 2.0, 3.1, 7.3])
 SIZE = st.sampled_from([0, 1, 2, 3, 5, 8])
@@ -316,6 +317,51 @@ def brute_force():
 def strategies():
     """Hypothesis strategies for small requests."""
     return SimpleNamespace(requests=small_requests)
+
+
+@pytest.fixture(scope="session")
+def training_problem():
+    """``training_problem(random)``: a problem whose values are read by several layers, some of which keep them."""
+    return make_training_problem
+
+
+def make_training_problem(random, objective="memory"):
+    """4 to 7 layers on 2 or 3 alike devices, drawn in a fraction of a millisecond."""
+    sizes = (0, 0, 1, 2, 3, 5, 8)
+    names = [f"l{i}" for i in range(random.randint(4, 7))]
+    layers = [
+        Layer(
+            name=name,
+            forward_ms={"t": 1},
+            backward_ms={"t": 1},
+            param_bytes=random.choice(sizes),
+            saved_bytes=random.choice(sizes),
+            forward_workspace_bytes=random.choice(sizes),
+            backward_workspace_bytes=random.choice(sizes),
+        )
+        for name in names
+    ]
+    edges = []
+    for index, source in enumerate(names[:-1]):
+        later = names[index + 1 :]
+        targets = random.sample(later, random.randint(1, min(3, len(later))))
+        saved_by = [name for name in (source, *targets) if random.random() < 0.3]
+        size, gradient = random.choice(sizes), random.choice(sizes)
+        edges.append(Edge(source=source, targets=targets, bytes=size, gradient_bytes=gradient, saved_by=saved_by))
+    devices = [Device(name=f"d{i}", type="t", memory_bytes=10_000) for i in range(random.randint(2, 3))]
+    links = [
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(devices, 2)
+    ]
+    profile = Profile(layers=layers, edges=edges, training=True, cluster=Cluster(devices=devices, links=links))
+    return Problem.from_request(
+        PlacementRequest(
+            profile=profile,
+            objective=objective,
+            chunks=random.choice((1, 3)),
+            schedule="fill-drain",
+            constraints=Constraints(contiguous=objective == "throughput"),
+        )
+    )
 
 
 @pytest.fixture

@@ -1,0 +1,48 @@
+"""The worst moment in the integer programs: with every layer pinned, exactly what the cost model says."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from placer.solver import costs
+from placer.solver.cpsat import Limits
+from placer.solver.model import PlacementModel
+from placer.solver.reduce import reduced
+from placer.solver.stages import StageModel
+
+
+def pinned(problem, random):
+    """The problem with every layer pinned to some device, and that assignment's costs, or None."""
+    where = [random.randrange(len(problem.devices)) for _ in problem.layers]
+    if problem.contiguous:
+        where.sort()
+    fixed = replace(problem, allowed=tuple(frozenset({device}) for device in where))
+    return fixed, costs.evaluate(fixed, where)
+
+
+def with_limit(problem, limit_bytes):
+    devices = tuple(device.model_copy(update={"memory_bytes": limit_bytes}) for device in problem.devices)
+    return replace(problem, devices=devices)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_smallest_memory_over_nodes_and_devices_is_that_of_the_assignment(seed, training_problem):
+    random = Random(seed)
+    for _ in range(25):
+        problem, result = pinned(training_problem(random), random)
+        answer = PlacementModel(problem, reduced(problem)).solve(Limits(60))
+        assert answer.bound == max(use.total_bytes for use in result.memory)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stages_fit_in_what_the_assignment_needs_and_not_in_a_byte_less(seed, training_problem):
+    random = Random(seed)
+    for _ in range(10):
+        problem, result = pinned(training_problem(random, objective="throughput"), random)
+        need = max(use.total_bytes for use in result.memory)
+        for limit, infeasible in ((need, False), (need - 1, True)):
+            if limit >= 0:
+                limited = with_limit(problem, limit)
+                answer = StageModel(limited, reduced(limited), upper=1000.0).solve(Limits(60))
+                assert answer.infeasible == infeasible
