@@ -119,7 +119,8 @@ def _measure(model: nn.Module | None, example_inputs: Any, devices: Any, **optio
         raise InputError(f"model is a {type(model).__name__}; give an nn.Module, or a profile made from one")
     if example_inputs is None:
         example_inputs = _carried_inputs(model)
-    return profile(model, example_inputs, devices, **options)
+    measured: Profile = profile(model, example_inputs, devices, **options)
+    return measured
 
 
 def _carried_inputs(model: nn.Module) -> Any:

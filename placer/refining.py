@@ -133,7 +133,8 @@ class _Stages:
     ) -> None:
         self._model = model
         args, kwargs = inputs.split(example_inputs)
-        (self._args, self._kwargs), tensors = inputs.trackable(args, kwargs)
+        tensors, structure = inputs.trackable(args, kwargs)
+        self._args, self._kwargs = structure.unflatten(tensors)
         self._loss_fn = loss_fn or _mean
         self._target = target
         if not flatten(target)[0]:  # a step cuts a target along the batch: one is given, and not handed on

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from placer.errors import InputError
-from placer.graph.structure import flatten
+from placer.graph.export import batch_size
+from placer.graph.structure import Structure, flatten
 
 
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -36,11 +38,41 @@ def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (example_inputs,), {}
 
 
-def trackable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """The arguments, and their tensors in order; those made in inference mode, which autograd refuses, are copied."""
+def trackable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+    """The arguments' tensors in order, and what rebuilds positional and keyword arguments from them.
+
+    Tensors made in inference mode, which autograd refuses, are copied.
+    """
     tensors, structure = flatten((args, kwargs))
-    tensors = [item.clone() if isinstance(item, Tensor) and item.is_inference() else item for item in tensors]
-    return structure.unflatten(tensors), tensors
+    return [_trackable(item) for item in tensors], structure
+
+
+def resized(tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """Inputs of other batch sizes, the smallest first: those whose first dimension is the batch, repeated or cut.
+
+    Args:
+        tensors: the flattened inputs.
+        sizes: samples in each batch.
+
+    Raises:
+        InputError: there is no size, or one is below 1 or listed twice, or the inputs have no batch dimension.
+    """
+    if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise InputError(f"batch_sizes={list(sizes)}: give different numbers of samples, each at least 1")
+    if not any(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
+        raise InputError("the example inputs have no dimension that could be the batch, so batch_sizes has no meaning")
+    batch = batch_size(tensors)
+    return [[_resized(tensor, batch, size) for tensor in tensors] for size in sorted(sizes)]
+
+
+def _resized(tensor: Any, batch: int, size: int) -> Any:
+    if not isinstance(tensor, Tensor) or not tensor.dim() or tensor.shape[0] != batch or size == batch:
+        return tensor
+    return torch.cat([tensor] * -(-size // batch))[:size].clone()
+
+
+def _trackable(item: Any) -> Any:
+    return item.clone() if isinstance(item, Tensor) and item.is_inference() else item
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from placer.profiler.remembered import Remembered
 from placer.profiler.timing import significant
 
 
+@overload
 def profile(
     model: nn.Module,
     example_inputs: Any,
@@ -41,7 +42,41 @@ def profile(
     repeats: int = 10,
     memory_bytes: MemoryLimit = None,
     cache: CacheLike = True,
-) -> schema.Profile:
+    batch_sizes: None = None,
+) -> schema.Profile: ...
+
+
+@overload
+def profile(
+    model: nn.Module,
+    example_inputs: Any,
+    devices: int | Sequence[DeviceLike] | None = None,
+    *,
+    training: bool = True,
+    optimizer: OptimizerLike = "adam",
+    granularity: Granularity = "auto",
+    progress: Shown = True,
+    repeats: int = 10,
+    memory_bytes: MemoryLimit = None,
+    cache: CacheLike = True,
+    batch_sizes: Sequence[int],
+) -> list[schema.Profile]: ...
+
+
+def profile(
+    model: nn.Module,
+    example_inputs: Any,
+    devices: int | Sequence[DeviceLike] | None = None,
+    *,
+    training: bool = True,
+    optimizer: OptimizerLike = "adam",
+    granularity: Granularity = "auto",
+    progress: Shown = True,
+    repeats: int = 10,
+    memory_bytes: MemoryLimit = None,
+    cache: CacheLike = True,
+    batch_sizes: Sequence[int] | None = None,
+) -> schema.Profile | list[schema.Profile]:
     """Measure a model's layers, the values between them, the devices and the links.
 
     Every layer runs alone, its state copied to the device for it, so that a model larger than any device, or on
@@ -62,12 +97,14 @@ def profile(
         cache: whether layers and links that were measured before, under the same conditions, are taken from the cache:
             in the folder that ``PLACER_CACHE`` names or the user's own, in a given folder, or not at all. What is
             measured goes there at once, so that a run that was interrupted goes on where it was.
+        batch_sizes: micro-batches of so many samples are measured instead of the example's: its inputs are repeated or
+            cut along their first dimension. The layers are cut for the smallest, and are the same for all.
 
     Returns:
-        The profile, with its cluster.
+        The profile, with its cluster; for several batch sizes a list of profiles, the smallest size first.
 
     Raises:
-        InputError: inputs, devices, optimizer, limits or granularity cannot be used.
+        InputError: inputs, devices, optimizer, limits, granularity or batch sizes cannot be used.
         CaptureError: the model's layers could not be had.
         ProfilingError: a layer or link could not be measured.
     """
@@ -82,19 +119,39 @@ def profile(
     for device in found:
         by_type.setdefault(type_name(device), device)
     with unobserved(), keep_random_state(found), torch.inference_mode(False), inputs.mode(model, training):
-        (args, kwargs), tensors = inputs.trackable(args, kwargs)
-        graph = capture(model, args, kwargs, granularity=granularity)
-        if not graph.layers:
-            raise ProfilingError(f"{type(model).__name__} has no operations, so there is nothing to place")
+        tensors, structure = inputs.trackable(args, kwargs)
+        given = [tensors] if batch_sizes is None else inputs.resized(tensors, batch_sizes)
+        graphs = _capture(model, [structure.unflatten(batch) for batch in given], granularity)
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
-        steps = sum(len(of_kind.missing(graph.layers)) for of_kind in known.values()) + links_to_measure(found)
-        with progress_bar(progress, steps) as step:
-            measured = {
-                kind: measure_layers(graph, tensors, device, training, repeats, step, state, known[kind])
-                for kind, device in by_type.items()
-            }
-            cluster = measure(found, limits, step)
-    return write(graph, measured, training, state, cluster)
+        missing = [len(of_kind.missing(graph.layers)) for of_kind in known.values() for graph in graphs]
+        with progress_bar(progress, sum(missing) + links_to_measure(found)) as step:
+            measured = [
+                {
+                    kind: measure_layers(graph, batch, device, training, repeats, step, state, known[kind])
+                    for kind, device in by_type.items()
+                }
+                for graph, batch in zip(graphs, given, strict=True)
+            ]
+            cluster = measure(found, limits, step, folder)
+    profiles = [write(graph, rows, training, state, cluster) for graph, rows in zip(graphs, measured, strict=True)]
+    return profiles[0] if batch_sizes is None else profiles
+
+
+def _capture(model: nn.Module, calls: Sequence[Any], granularity: Granularity) -> list[LayerGraph]:
+    """The graph of each call, given as positional and keyword arguments; all have the layers of the first."""
+    graphs: list[LayerGraph] = []
+    for args, kwargs in calls:
+        cut = tuple(layer.name for layer in graphs[0].layers) if graphs else granularity
+        graphs.append(capture(model, args, kwargs, granularity=cut))
+        graphs[-1].granularity = graphs[0].granularity
+        if not graphs[0].layers:
+            raise ProfilingError(f"{type(model).__name__} has no operations, so there is nothing to place")
+        if [layer.name for layer in graphs[-1].layers] != [layer.name for layer in graphs[0].layers]:
+            sizes = f"{graphs[0].batch_size} and {graphs[-1].batch_size}"
+            raise ProfilingError(
+                f"{type(model).__name__} has other layers at batch sizes of {sizes}; profile each size apart"
+            )
+    return graphs
 
 
 def _remembered(
@@ -141,13 +198,12 @@ def write(
                 module=layer.module_type,
                 forward_ms={kind: significant(row.time.forward_ms) for kind, row in rows.items()},
                 backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()} if training else {},
-                weights_ms={kind: significant(row.time.weights_ms) for kind, row in rows.items()} if training else {},
-                optimizer_ms={
-                    kind: significant(row.optimizer_ms * owned[layer.name])
-                    for kind, row in rows.items()
-                    if row.optimizer_ms is not None
-                },
-                spread={kind: significant(row.time.spread, 2) for kind, row in rows.items()},
+                weights_ms=_beyond(0.0, {kind: significant(row.time.weights_ms) for kind, row in rows.items()}),
+                optimizer_ms=_beyond(
+                    0.0,
+                    {kind: significant((row.optimizer_ms or 0.0) * owned[layer.name]) for kind, row in rows.items()},
+                ),
+                spread=_beyond(0.01, {kind: significant(row.time.spread, 2) for kind, row in rows.items()}),
                 host_ms={kind: significant(row.time.host_ms) for kind, row in rows.items()},
                 saved_bytes=max(memory.saved_bytes for memory in memories) + unsent[layer.name],
                 forward_workspace_bytes=max(memory.forward_workspace_bytes for memory in memories),
@@ -170,6 +226,11 @@ def write(
         cluster=cluster,
         versions=_versions(),
     )
+
+
+def _beyond(least: float, values: Mapping[str, float]) -> dict[str, float]:
+    """Without those that say nothing, which keeps profiles small."""
+    return {kind: value for kind, value in values.items() if value > least}
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,11 @@ class Layer(Wire):
         forward_ms: device time of the forward pass by device type.
         backward_ms: device time of the backward pass by device type; empty in an inference profile.
         weights_ms: the part of ``backward_ms`` that gradients of parameters take, and nobody waits for, by device type:
-            the half that zero-bubble schedules do later.
-        optimizer_ms: time of the optimizer's step on the layer's parameters, once a batch, by device type.
+            the half that zero-bubble schedules do later. A profile leaves it out where it is nothing.
+        optimizer_ms: time of the optimizer's step on the layer's parameters, once a batch, by device type; left out
+            where it is nothing.
         spread: how far timings of one pass forwards and backwards were apart, by device type: half of the range that
-            holds their middle half, over their median.
+            holds their middle half, over their median; left out below 0.01.
         host_ms: time the host takes to launch one forward and backward, by device type; not part of any cost.
         param_bytes: parameters; a parameter that several layers share counts in the first of them alone.
         grad_bytes: gradients of the parameters that require one.
@@ -196,8 +197,12 @@ def _lines(content: dict[str, Any], depth: int = 0) -> str:
         if isinstance(value, dict) and any(isinstance(item, list) for item in value.values()):
             text = _lines(value, depth + 1)
         elif isinstance(value, list) and value:
-            text = "[\n" + ",\n".join(f"{pad} {json.dumps(item)}" for item in value) + f"\n{pad}]"
+            text = "[\n" + ",\n".join(f"{pad} {_tight(item)}" for item in value) + f"\n{pad}]"
         else:
-            text = json.dumps(value)
+            text = _tight(value)
         rows.append(f"{pad}{json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(rows) + "\n" + " " * depth + "}"
+
+
+def _tight(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

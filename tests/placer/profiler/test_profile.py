@@ -16,6 +16,7 @@ from placer.profiler.profile import profile
 from placer.schema import Profile
 from placer.testing import logical_devices
 
+TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "spread", "host_ms")
 TOKENS = torch.arange(32).reshape(2, 16)
 
 
@@ -244,6 +245,59 @@ def test_each_type_of_device_is_measured_once(monkeypatch: pytest.MonkeyPatch) -
     assert set(found.layers[0].forward_ms) == set(found.layers[0].backward_ms) == {"old", "new"}
 
 
+def test_several_batch_sizes_give_profiles_of_the_same_layers_the_smallest_first() -> None:
+    model = _small_cnn()
+    small, large = _profile(model, torch.randn(4, 3, 8, 8), batch_sizes=(6, 2), granularity="fine")
+    assert (small.batch_size, large.batch_size) == (2, 6)
+    assert [layer.name for layer in small.layers] == [layer.name for layer in large.layers]
+    assert small.granularity == large.granularity == "fine"
+    assert [3 * edge.bytes for edge in small.edges] == [edge.bytes for edge in large.edges]
+    assert small.cluster == large.cluster
+
+
+def test_each_batch_size_gives_what_an_example_of_that_size_gives() -> None:
+    model = _small_gpt()
+    found = _profile(model, TOKENS, batch_sizes=[1, 3])
+    for measured, example in zip(found, (TOKENS[:1], torch.cat([TOKENS, TOKENS[:1]])), strict=True):
+        alone = _profile(model, example, granularity=tuple(layer.name for layer in measured.layers))
+        assert [layer.saved_bytes for layer in measured.layers] == [layer.saved_bytes for layer in alone.layers]
+        assert measured.edges == alone.edges
+
+
+def test_only_what_has_the_batch_as_its_first_dimension_is_resized() -> None:
+    class Biased(nn.Module):
+        def forward(self, x: Tensor, bias: Tensor, scale: float) -> Tensor:
+            return (x + bias) * scale
+
+    (found,) = _profile(Biased(), (torch.randn(4, 8), torch.randn(8), 2.0), batch_sizes=[6])
+    assert (found.batch_size, len(found.layers)) == (6, 1)
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 2), (2, 2)])
+def test_batch_sizes_that_cannot_be_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="batch_sizes"):
+        _profile(nn.Linear(4, 4), torch.randn(2, 4), batch_sizes=sizes)
+
+
+def test_backward_passes_are_told_apart_in_halves() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.ReLU())
+    found = _profile(model, torch.randn(64, 256), granularity="fine", repeats=5)
+    first, second, relu = found.layers
+    (kind,) = first.forward_ms
+    assert first.weights_ms == first.backward_ms  # nobody waits for the gradient of the input
+    assert 0 < second.weights_ms[kind] < second.backward_ms[kind]
+    assert relu.weights_ms == {}
+
+
+def test_the_optimizers_step_is_timed_once_for_each_parameter() -> None:
+    found = _profile(_small_gpt(tied=True), TOKENS, granularity="fine")
+    times = {layer.name: sum(layer.optimizer_ms.values()) for layer in found.layers}
+    assert times["token_embedding"] > 0
+    assert times["head"] == 0  # shares the embedding's weight
+    assert all(not layer.optimizer_ms for layer in _profile(_small_gpt(), TOKENS, optimizer=None).layers)
+    assert all(not layer.optimizer_ms for layer in _profile(_small_gpt(), TOKENS, training=False).layers)
+
+
 def test_a_profile_says_what_it_was_made_of() -> None:
     found = _profile(_small_cnn(), torch.randn(2, 3, 8, 8), 2, memory_bytes=2**28)
     assert (found.model, found.batch_size, found.granularity, found.captured) == ("Sequential", 2, "auto", True)
@@ -259,7 +313,7 @@ def test_a_profile_of_two_hundred_layers_is_small() -> None:
     gpu = "NVIDIA H200"  # a longer name, and numbers as long as those of a model a million times as large
     layers = [
         layer.model_copy(
-            update={name: {gpu: 12.34} for name in ("forward_ms", "backward_ms", "host_ms")}
+            update={name: {gpu: 12.34} for name in TIMES if getattr(layer, name)}
             | {name: 1_000_003 * value for name, value in layer if name.endswith("_bytes") and value}
         )
         for layer in found.layers[:200]
