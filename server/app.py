@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from fastapi import FastAPI
 
 import placer
-from placer.errors import InputError, ServerError
+from placer.errors import InputError, PlacerError
 
 from . import serving
 from .body import Checker, Intake
 from .cluster import NodeCluster
+from .database import StoreError
 from .guard import Guard
 from .handlers import handle_errors
 from .jobs import Jobs
@@ -24,9 +25,12 @@ from .keys import Keys
 from .metrics import Measured, Metrics
 from .openapi import describe
 from .paths import include_routes
+from .peers import Peers
+from .replicas import Replicas
 from .service import Service
 from .settings import Settings
 from .store import Store
+from .upkeep import mend, mend_forever
 from .worker import Crashed, Killed, Solver, Worker, answer_empty, default_solver, prepare
 
 log = logging.getLogger("placer_server")
@@ -104,8 +108,10 @@ def background(settings: Settings | None = None, *, solver: Solver = default_sol
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
-    store = _open_store(app, settings)
-    jobs = Jobs(settings, store, app.state.metrics, app.state.solver)
+    owner = secrets.token_hex(8)
+    store = await asyncio.to_thread(_open_store, app, settings, owner)
+    peers = _peers(settings, store, owner)
+    jobs = Jobs(settings, store, app.state.metrics, app.state.solver, peers)
     service = Service(
         settings,
         store,
@@ -119,23 +125,37 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.service = service
     jobs.resume()
     warming = asyncio.create_task(_warm_up(service))
+    mending = asyncio.create_task(mend_forever(store))
     try:
         yield
     finally:
         service.cluster.stop()
+        mending.cancel()
         await jobs.close()
+        await mend(store)
         await warming
         service.checker.close()
         store.close()
 
 
-def _open_store(app: FastAPI, settings: Settings) -> Store:
+def _peers(settings: Settings, store: Store, owner: str) -> Peers | None:
+    if not store.database.shared:
+        return None
+    return Peers(store, Replicas(store.database, owner, settings.lease_s), settings.lease_s)
+
+
+def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
     try:
-        return Store(settings.database, settings.keep)
-    except ServerError as error:
+        return Store(settings.database, settings.keep, owner)
+    except StoreError as error:
+        app.state.not_started = (
+            f"{error}; set PLACER_DATABASE to a file that can be written, or a database that answers"
+        )
+        raise
+    except PlacerError as error:
         app.state.not_started = str(error)
         raise
-    except (sqlite3.Error, OSError) as error:
+    except OSError as error:
         app.state.not_started = (
             f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a file that can be written"
         )

@@ -1,129 +1,266 @@
-"""The SQLite file: its tables, and connections that one thread uses at a time."""
+"""Where the store's tables are: an SQLite file, or a PostgreSQL database that several replicas share."""
 
 from __future__ import annotations
 
-import sqlite3
 import threading
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
-from placer.errors import ServerError
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+
+from placer.errors import InputError, MissingExtraError, ServerError
+
+from .upgrade import upgrade
 
 try:
     import fcntl
 except ImportError:  # Windows, where two services on one file are not told apart
     fcntl = None  # type: ignore[assignment]
 
-MIGRATIONS = [
-    """
-    CREATE TABLE IF NOT EXISTS placements (
-        id TEXT PRIMARY KEY,
-        version TEXT NOT NULL,
-        complete INTEGER NOT NULL,
-        created_s REAL NOT NULL,
-        placement BLOB NOT NULL
-    );
-    """,
-    """
-    CREATE TABLE answers (  -- what is large comes last, so that a search does not read it
-        id TEXT PRIMARY KEY,
-        version TEXT NOT NULL,
-        complete INTEGER NOT NULL,
-        created_s REAL NOT NULL,
-        profile_id TEXT,
-        summary BLOB NOT NULL,
-        question BLOB NOT NULL,
-        placement BLOB NOT NULL
-    );
-    INSERT INTO answers
-        SELECT id, version, complete, created_s, NULL, x'7b7d', x'7b7d', placement FROM placements ORDER BY rowid;
-    DROP TABLE placements;
-    ALTER TABLE answers RENAME TO placements;
-    CREATE INDEX placements_by_profile ON placements (profile_id);
-    CREATE TABLE profiles (id TEXT PRIMARY KEY, profile BLOB NOT NULL);
-    CREATE TABLE jobs (
-        id TEXT PRIMARY KEY,
-        client TEXT NOT NULL,
-        objective TEXT NOT NULL,
-        time_limit_s REAL NOT NULL,
-        request BLOB NOT NULL
-    );
-    CREATE TABLE starts (id TEXT PRIMARY KEY, count INTEGER NOT NULL);
-    CREATE TABLE failures (id TEXT PRIMARY KEY, status INTEGER NOT NULL, problem BLOB NOT NULL);
-    """,
-]
-"""Each step brings a file from the version before it; ``PRAGMA user_version`` says which have run."""
+T = TypeVar("T")
+Work = Callable[[sa.Connection], T]
+
+MIGRATION_LOCK = 0x706C61636572
+"""Of PostgreSQL's advisory locks."""
+
+CONNECT_S = 5
+STATEMENT_S = 30
+POOL = 8
+SCHEMES = ("postgresql", "postgres", "postgresql+psycopg")
 
 
-class Database:
-    """One SQLite file, made if missing, or ``:memory:``.
+class StoreError(ServerError):
+    """The store could not be read or written: the disk is full, or PostgreSQL is away."""
 
-    Args:
-        name: the file.
+
+class Database(ABC):
+    """The connections to a store; each method takes what is to be done with one.
 
     Attributes:
+        name: of the store, without a password.
         durable: whether what is written outlives the process.
+        shared: whether other replicas may work on the same jobs.
         alone: whether no other service has the file open; that one then sees to the jobs in it.
-        writer: the connection that writes.
-        reader: one that reads: with a write-ahead log it is never held up by a writer that waits for the disk.
-        searcher: one for what takes long to read.
+        dialect: ``sqlite`` or ``postgresql``.
+    """
+
+    name: str
+    durable = True
+    shared = False
+    alone = True
+    dialect: str
+
+    def read(self, work: Work[T]) -> T:
+        """Do what only reads."""
+        return self._do(self._reading, work)
+
+    def search(self, work: Work[T]) -> T:
+        """Do what takes long to read, without holding up ``read``."""
+        return self._do(self._searching, work)
+
+    def write(self, work: Work[T]) -> T:
+        """Do all of what writes, or none of it. It may be done twice, where the connection broke at its end."""
+        return self._do(self._writing, work)
+
+    def write_one(self, work: Work[T]) -> T:
+        """Do one statement that writes."""
+        return self._do(self._writing_one, work)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the store."""
+
+    @abstractmethod
+    def _reading(self) -> Any: ...
+
+    @abstractmethod
+    def _searching(self) -> Any: ...
+
+    @abstractmethod
+    def _writing(self) -> Any: ...
+
+    @abstractmethod
+    def _writing_one(self) -> Any: ...
+
+    def _do(self, connecting: Callable[[], Any], work: Work[T]) -> T:
+        try:
+            try:
+                with connecting() as connection:
+                    return work(connection)
+            except DBAPIError as error:
+                if not error.connection_invalidated:
+                    raise
+            with connecting() as connection:  # the server was restarted since; a new connection finds it
+                return work(connection)
+        except SQLAlchemyError as error:
+            raise StoreError(f"database {self.name!r} cannot be used: {_reason(error)}") from error
+
+
+def open_database(name: str) -> Database:
+    """The database of that name, its tables made or migrated.
+
+    Args:
+        name: an SQLite file, made if missing; ``:memory:``; or ``postgresql://user:password@host/database``.
 
     Raises:
-        ServerError: a later version of Placer made the file.
+        InputError: the URL cannot be read.
+        MissingExtraError: PostgreSQL's driver is not installed.
+        ServerError: a later version of Placer made it; StoreError: it cannot be used.
     """
+    scheme, separator, _ = name.partition("://")
+    if not separator:
+        return SqliteDatabase(name)
+    if scheme not in SCHEMES:
+        raise InputError(
+            f"PLACER_DATABASE is a URL of {scheme!r}; it takes a file, ':memory:', or postgresql://user@host/database"
+        )
+    return PostgresDatabase(name)
+
+
+class SqliteDatabase(Database):
+    """One SQLite file with a write-ahead log, or ``:memory:``.
+
+    One connection writes, one reads, so that it is never held up by a writer that waits for the disk, and one searches.
+    """
+
+    dialect = "sqlite"
 
     def __init__(self, name: str) -> None:
         self.durable = name != ":memory:"
         if self.durable:
             name = str(Path(name).expanduser())
             Path(name).parent.mkdir(parents=True, exist_ok=True)
-        self.writer = Connection(name)
+        self.name = name
+        self._engine = sa.create_engine(
+            sa.URL.create("sqlite", database=name),
+            poolclass=sa.StaticPool if not self.durable else sa.NullPool,
+            isolation_level="AUTOCOMMIT",
+            connect_args={"check_same_thread": False, "timeout": 5},
+        )
+        try:
+            self._open()
+        except SQLAlchemyError as error:
+            raise StoreError(f"database {name!r} cannot be used: {_reason(error)}") from error
+
+    def _open(self) -> None:
+        self._writer = _Turns(self._engine.connect())
         # NORMAL: a commit outlives a killed process at once, and a power failure after the next checkpoint.
         # Large pages: requests are tens of kilobytes, and each page of a write has a price of its own.
         for pragma in ("page_size=16384", "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=1000"):
-            self.writer.connection.execute(f"PRAGMA {pragma}")
-        _migrate(self.writer.connection, name)
-        self.reader = Connection(name) if self.durable else self.writer
-        self.searcher = Connection(name) if self.durable else self.writer
-        self._lock = _Lock(name + ".lock") if self.durable else None
+            self._writer.connection.exec_driver_sql(f"PRAGMA {pragma}")
+        with self._writing() as connection:
+            upgrade(connection, self.name)
+        self._reader = _Turns(self._engine.connect()) if self.durable else self._writer
+        self._searcher = _Turns(self._engine.connect()) if self.durable else self._writer
+        self._lock = _Lock(self.name + ".lock") if self.durable else None
         self.alone = self._lock is None or self._lock.held
 
     def close(self) -> None:
         """Write everything to the file and let go of it."""
-        self.searcher.connection.close()
-        self.reader.connection.close()
-        self.writer.connection.close()
+        for turns in (self._searcher, self._reader, self._writer):
+            turns.connection.close()
+        self._engine.dispose()
         if self._lock is not None:
             self._lock.close()
 
+    def _reading(self) -> Any:
+        return self._reader
 
-class Connection:
+    def _searching(self) -> Any:
+        return self._searcher
+
+    def _writing_one(self) -> Any:
+        return self._writer
+
+    @contextmanager
+    def _writing(self) -> Iterator[sa.Connection]:
+        with self._writer as connection:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.exec_driver_sql("COMMIT")
+            except BaseException:
+                if connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
+                    connection.exec_driver_sql("ROLLBACK")
+                raise
+
+
+class PostgresDatabase(Database):
+    """A PostgreSQL database, through a pool of connections."""
+
+    dialect = "postgresql"
+    shared = True
+
+    def __init__(self, name: str) -> None:
+        try:
+            url = sa.make_url(name).set(drivername="postgresql+psycopg")
+        except (ArgumentError, ValueError) as error:
+            raise InputError(
+                "PLACER_DATABASE cannot be read as a URL; it is like postgresql://user:password@host/database"
+            ) from error
+        self.name = url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
+        try:
+            self._engine = sa.create_engine(
+                url,
+                pool_size=POOL,
+                max_overflow=0,
+                pool_timeout=CONNECT_S,
+                connect_args={"connect_timeout": CONNECT_S, "keepalives_idle": CONNECT_S, **_LIVENESS, **url.query},
+            )
+        except ImportError as error:
+            raise MissingExtraError(
+                "PostgreSQL's driver is not installed: pip install 'torch-placer[postgres]'"
+            ) from error
+        sa.event.listen(self._engine, "connect", _set_limits)
+        self._plain = self._engine.execution_options(isolation_level="AUTOCOMMIT")
+        self.write(self._upgrade)
+
+    def _upgrade(self, connection: sa.Connection) -> None:
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(MIGRATION_LOCK)))
+        upgrade(connection, self.name)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._engine.dispose()
+
+    def _reading(self) -> Any:
+        return self._plain.connect()
+
+    _searching = _writing_one = _reading
+
+    def _writing(self) -> Any:
+        return self._engine.begin()
+
+
+_LIVENESS = {"keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 1000 * 2 * CONNECT_S}
+"""A server that went away without a word is noticed in seconds, not hours."""
+
+
+def _set_limits(connection: Any, _: object) -> None:
+    """No statement holds up a thread, or a lock, for long."""
+    connection.autocommit = True
+    connection.execute(f"SET statement_timeout = '{STATEMENT_S}s'")
+    connection.execute(f"SET idle_in_transaction_session_timeout = '{STATEMENT_S}s'")
+    connection.autocommit = False
+
+
+class _Turns:
     """A connection that one thread uses at a time: ``with`` it."""
 
-    def __init__(self, database: str) -> None:
-        self.connection = sqlite3.connect(database, check_same_thread=False, timeout=5, isolation_level=None)
+    def __init__(self, connection: sa.Connection) -> None:
+        self.connection = connection
         self._lock = threading.Lock()
 
-    def __enter__(self) -> sqlite3.Connection:
+    def __enter__(self) -> sa.Connection:
         self._lock.acquire()
         return self.connection
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of what is written in the context, or none of it."""
-        with self as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
 
 
 class _Lock:
@@ -142,15 +279,7 @@ class _Lock:
         self._file.close()
 
 
-def _migrate(connection: sqlite3.Connection, name: str) -> None:
-    connection.execute("BEGIN IMMEDIATE")
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    connection.execute("COMMIT")
-    if version > len(MIGRATIONS):
-        connection.close()
-        raise ServerError(
-            f"database {name!r} has version {version}, this Placer reads up to {len(MIGRATIONS)}: a later Placer made"
-            " it; upgrade, or set PLACER_DATABASE to another file"
-        )
-    for number, script in enumerate(MIGRATIONS[version:], version + 1):
-        connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
+def _reason(error: SQLAlchemyError) -> str:
+    """What the driver said, without the statement and its values."""
+    said = str(error.orig) if isinstance(error, DBAPIError) else str(error)
+    return " ".join(said.split())[:500]

@@ -43,9 +43,9 @@ BEAT_S = 10.0
 async def get_events(request: Request, id: str, service: Serving, on_disconnect: OnDisconnect = "keep") -> Response:
     """Incumbent, bound and time of a solve as they change, and its end, as server-sent events."""
     key = checked_id(id)
-    job = service.jobs.find(key)
+    job = await service.jobs.seek(key)
     if job is None:
-        reply = stored_response(request, service, key, plain=True)
+        reply = await stored_response(request, service, key, plain=True)
         kind = "failed" if reply.media_type == PROBLEM else "done"
         return Response(event(kind, bytes(reply.body)), headers=HEADERS, media_type=EVENTS)
     return StreamingResponse(_stream(service, job, on_disconnect), headers=HEADERS, media_type=EVENTS)

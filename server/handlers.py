@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+from .database import StoreError
 from .paths import ROUTERS
 from .problem import Problem, clip
 
@@ -23,6 +24,7 @@ def handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_parameters)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(StoreError, _on_store)
     app.add_exception_handler(Exception, _on_defect)
 
 
@@ -71,6 +73,12 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Problem(
         400, "disconnected", "The body is cut off", "the client left before the body was complete"
     ).response()
+
+
+async def _on_store(request: Request, error: Exception) -> Response:
+    log.error("%s %s: %s", request.method, clip(request.url.path, 200), error)
+    detail = "the store cannot be used at the moment; what was accepted is kept, and asking again may go well"
+    return Problem(503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}).response()
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

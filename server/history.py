@@ -94,7 +94,7 @@ async def list_placements(
 async def get_request(request: Request, id: str, service: Serving) -> Response:
     """The question of a placement, as it can be asked again."""
     key = checked_id(id)
-    if (question := service.store.request(key)) is None:
+    if (question := await service.store.ask(service.store.request, key)) is None:
         detail = f"there is no request of placement {key}: it is not done, or was ended before it was begun"
         raise Problem(404, "no-such-request", "There is no such request", detail)
     return json_reply(request, question, tagged=True)
@@ -104,7 +104,7 @@ async def get_request(request: Request, id: str, service: Serving) -> Response:
 async def get_profile(request: Request, id: str, service: Serving) -> Response:
     """A profile that placements were asked for; lists of placements have its id."""
     key = checked_id(id, "profile")
-    if (profile := service.store.profile(key)) is None:
+    if (profile := await service.store.ask(service.store.profile, key)) is None:
         raise Problem(404, "no-such-profile", "There is no such profile", f"there is no profile {key}")
     return json_reply(request, profile, tagged=True)
 

@@ -58,7 +58,7 @@ class Job:
     solved: Solved | None = None
     problem: Problem | None = None
     finished: asyncio.Event = field(default_factory=asyncio.Event)
-    written: asyncio.Future[None] | None = None
+    written: asyncio.Future[bool] | None = None
     worker: Worker[Solved] | None = None
     _watchers: set[asyncio.Event] = field(default_factory=set)
 

@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import math
-import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
@@ -22,10 +21,13 @@ import placer
 from placer.schema import Placement
 
 from .body import Question
+from .database import StoreError
 from .job import Job
 from .metrics import Metrics
+from .peers import Peers
 from .problem import Problem
 from .queue import FairQueue
+from .replicas import Begun
 from .settings import Settings
 from .store import Accepted, Answer, Asked, Store
 from .worker import Crashed, Died, Killed, Missing, Refused, Solver, SolveTask, Worker
@@ -34,6 +36,9 @@ log = logging.getLogger("placer_server")
 
 MAX_RETRY_AFTER_S = 30
 FAILURES_KEPT = 1000
+_WRITERS = 4
+"""Threads that write requests down, where the store takes several at a time."""
+
 MAX_STARTS = 3
 """A job whose worker, or whose service, was killed so often is not tried again."""
 
@@ -44,13 +49,16 @@ class Jobs:
     All methods are called in the event loop.
     """
 
-    def __init__(self, settings: Settings, store: Store, metrics: Metrics, solver: Solver) -> None:
+    def __init__(
+        self, settings: Settings, store: Store, metrics: Metrics, solver: Solver, peers: Peers | None = None
+    ) -> None:
         self._settings = settings
+        self._peers = peers
         self._store = store
         self._metrics = metrics
         self._task = SolveTask(solver)
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="placer-solve")
-        self._writers = ThreadPoolExecutor(1, thread_name_prefix="placer-accept")
+        self._writers = ThreadPoolExecutor(_WRITERS if peers else 1, thread_name_prefix="placer-accept")
         self._running: dict[str, Job] = {}
         self._queued = FairQueue()
         self._failed: OrderedDict[str, Job] = OrderedDict()
@@ -58,8 +66,18 @@ class Jobs:
         self._closing = False
 
     def find(self, key: str) -> Job | None:
-        """The job of that id that is queued, runs or failed lately."""
-        return self._queued.get(key) or self._running.get(key) or self._failed.get(key)
+        """The job of that id that is queued, runs or failed lately, or that is watched while another solves it."""
+        watched = self._peers.find(key) if self._peers else None
+        return self._queued.get(key) or self._running.get(key) or watched or self._failed.get(key)
+
+    async def seek(self, key: str) -> Job | None:
+        """The same, also if another replica has it and nobody asked for it here yet.
+
+        Raises:
+            StoreError: it is not here, and the store cannot be used.
+        """
+        job = self.find(key)
+        return await self._peers.seek(key) if job is None and self._peers else job
 
     def submit(self, question: Question, payload: bytes, client: str = "") -> Job:
         """The job that answers the question: one that is on its way already, else a new one.
@@ -76,12 +94,15 @@ class Jobs:
         job = Job(question, payload, client)
         asked = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
         job.written = asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
-        job.written.add_done_callback(lambda future: _log_unwritten(question.id, future))
+        job.written.add_done_callback(lambda future: self._note_written(job, future))
         self._take(job)
         return job
 
     def resume(self) -> None:
         """Take up what an earlier start accepted and did not answer."""
+        if self._peers:  # takes them one by one, as there is room
+            self._peers.start(self)
+            return
         if not self._store.database.alone:
             log.warning("another service has the database open; what is left in it to be solved is that one's")
             return
@@ -91,14 +112,59 @@ class Jobs:
             log.info("solve %s was accepted before this start and goes on", left.id)
             self._take(job)
 
+    @property
+    def away(self) -> str:
+        """Why the store that replicas share cannot be used; empty if it can."""
+        return self._peers.away if self._peers else ""
+
+    def room(self) -> int:
+        """How many jobs could begin at once."""
+        return 0 if self._closing else max(0, self._settings.workers - len(self._running) - len(self._queued))
+
+    def running(self) -> list[Job]:
+        """Those that have a worker."""
+        return list(self._running.values())
+
+    def adopt(self, left: Accepted, job: Job | None) -> None:
+        """Solve what another replica left; those who watched it here wait for this job."""
+        if job is None:
+            question = Question(left.id, left.objective, left.time_limit_s)  # type: ignore[arg-type]
+            job = Job(question, b"", left.client, wanted=True)
+        job.payload, job.starts, job.state = left.request, left.starts, "queued"
+        if self._queued.get(left.id) is None and left.id not in self._running:
+            self._take(job)
+
+    def end(self, key: str) -> None:
+        """End a job with the best so far: another replica was asked to."""
+        job = self._queued.get(key) or self._running.get(key)
+        if job is not None and not job.stopped:
+            self._tell(job)
+
+    def _note_written(self, job: Job, future: asyncio.Future[bool]) -> None:
+        key = job.question.id
+        if future.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            log.error("request %s could not be written; a crash would lose it: %s", key, error)
+        elif not future.result() and self._peers and self._queued.get(key) is job:
+            self._queued.remove(job)
+            self._peers.watch(job)
+
     def _take(self, job: Job) -> None:
         self._failed.pop(job.question.id, None)
         self._queued.add(job)
         self._start_next()
 
     async def stop(self, job: Job) -> None:
-        """End the job with the best placement so far, and wait for it."""
-        self._tell(job)
+        """End the job with the best placement so far, and wait for it.
+
+        Raises:
+            StoreError: another replica solves it, and cannot be told.
+        """
+        if self._peers and self._peers.find(job.question.id) is job:
+            await asyncio.to_thread(self._peers.replicas.ask_stop, job.question.id)
+        else:
+            self._tell(job)
         await job.finished.wait()
 
     def leave(self, job: Job) -> None:
@@ -129,9 +195,12 @@ class Jobs:
             await asyncio.wait(self._tasks)
         self._threads.shutdown(wait=True)
         self._writers.shutdown(wait=True)
+        if self._peers:
+            await self._peers.close()
+            return
         try:
             self._store.forget_starts()
-        except sqlite3.Error as error:
+        except StoreError as error:
             log.error("the end could not be written down: %s", error)
 
     def _tell(self, job: Job) -> None:
@@ -198,10 +267,21 @@ class Jobs:
                     job.worker = self._worker(job)
                     continue
                 await self._note_failure(job, error)
+            except _Elsewhere:
+                self._give_away(job)
+                return
             except Exception as error:
                 await self._note_failure(job, error)
             break
         self._finish(job)
+
+    def _give_away(self, job: Job) -> None:
+        """Another replica took it before a worker here began."""
+        assert self._peers is not None
+        self._running.pop(job.question.id, None)
+        self._peers.watch(job)
+        if not self._closing:
+            self._start_next()
 
     async def _note_failure(self, job: Job, error: Exception) -> None:
         if self._closing and job.handed_on and isinstance(error, Died | Killed):
@@ -211,7 +291,7 @@ class Jobs:
             log.error("solve %s failed: %s", job.question.id, error)
         try:
             await asyncio.to_thread(self._store.fail, job.question.id, problem.status, problem.content())
-        except sqlite3.Error as unwritten:
+        except StoreError as unwritten:
             log.error("failure of %s could not be written, and is kept in memory: %s", job.question.id, unwritten)
 
     def _solve(self, job: Job) -> None:
@@ -221,8 +301,10 @@ class Jobs:
             raise Crashed(f"it was begun {job.starts} times, and the service or its worker was killed each time")
         job.starts += 1
         try:
-            self._store.started(job.question.id, job.starts)
-        except sqlite3.Error as error:
+            if self._begin(job) == "answered":
+                job.answer = self._stored_answer(job)
+                return
+        except StoreError as error:
             log.error("the start of %s could not be written: %s", job.question.id, error)
         try:
             job.solved = job.worker.run()
@@ -232,6 +314,21 @@ class Jobs:
                 raise
             job.answer = _nothing_found(job)
         self._keep(job)
+
+    def _begin(self, job: Job) -> Begun:
+        if self._peers is None:
+            self._store.started(job.question.id, job.starts)
+            return "mine"
+        begun = self._peers.replicas.begin(job.question.id, job.starts)
+        if begun == "taken":
+            job.starts -= 1
+            raise _Elsewhere
+        return begun
+
+    def _stored_answer(self, job: Job) -> bytes:
+        """Another replica answered it just now."""
+        answer = self._store.get(job.question.id)
+        return answer.placement if answer else _nothing_found(job)
 
     async def _keep_unsolved(self, job: Job) -> None:
         await job.is_written()
@@ -246,7 +343,7 @@ class Jobs:
         asked = Asked(*job.solved[1:]) if job.solved is not None else None
         try:
             self._store.put(job.question.id, answer, asked, settled=complete or not (job.handed_on or asked_again))
-        except sqlite3.Error as error:
+        except StoreError as error:
             log.error("placement %s could not be written, and is kept in memory: %s", job.question.id, error)
 
     def _finish(self, job: Job) -> None:
@@ -297,6 +394,10 @@ class Jobs:
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(min(left, default=1))))
 
 
+class _Elsewhere(Exception):
+    """Another replica solves the job."""
+
+
 def _nothing_found(job: Job) -> bytes:
     placement = Placement(
         id=job.question.id, status="unknown", objective=job.question.objective, method="stopped before any was found"
@@ -318,11 +419,6 @@ def _failure(error: Exception) -> Problem:
 def _stopping() -> Problem:
     detail = "the service is stopping; ask again in a moment"
     return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
-
-
-def _log_unwritten(key: str, future: asyncio.Future[None]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        log.error("request %s could not be written; a crash would lose it: %s", key, error)
 
 
 def _how(job: Job) -> str:

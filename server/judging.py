@@ -30,7 +30,7 @@ Ids = Annotated[
 @router.post("/v1/placements:evaluate", response_model=Evaluation)
 async def evaluate(request: Request, service: Serving, id: Id = None) -> Response:
     """Judge a map of your own by the cost model that the solver minimises, and say what is wrong with it."""
-    stored = [_stored(service, id)] if id is not None else []
+    stored = [await _stored(service, id)] if id is not None else []
     async with service.intake.body(request) as body:
         content = await service.judge.judge(evaluate_task, Asking(body, tuple(stored)))
     return json_reply(request, content)
@@ -39,15 +39,16 @@ async def evaluate(request: Request, service: Serving, id: Id = None) -> Respons
 @router.post("/v1/placements:compare", response_model=Comparison)
 async def compare(request: Request, service: Serving, id: Ids = []) -> Response:  # noqa: B006
     """Hold placements and maps of your own against each other, all judged by one request."""
-    stored = [_stored(service, one) for one in dict.fromkeys(id)]
+    stored = [await _stored(service, one) for one in dict.fromkeys(id)]
     async with service.intake.body(request, optional=True) as body:
         content = await service.judge.judge(compare_task, Asking(body, tuple(stored)))
     return json_reply(request, content)
 
 
-def _stored(service: Service, given: str) -> Stored:
+async def _stored(service: Service, given: str) -> Stored:
     key = checked_id(given)
-    answer, question = service.store.get(key), service.store.request(key)
+    store = service.store
+    answer, question = await store.ask(store.get, key), await store.ask(store.request, key)
     if answer is None:
         detail = f"there is no placement {key}; POST its request to /v1/placements"
         raise Problem(404, "no-such-placement", "There is no such placement", detail)

@@ -64,7 +64,7 @@ async def post_placement(
     """
     async with service.intake.body(request) as body:
         question = await service.checker.check(body)
-    if (answer := _complete_answer(service, question)) is not None:
+    if (answer := await _complete_answer(service, question)) is not None:
         service.metrics.cache_hits.inc()
         return json_reply(request, answer)
     job = service.jobs.submit(question, body, client_of(request))
@@ -83,10 +83,10 @@ async def get_placement(
 ) -> Response:
     """A placement that was asked for, or how far its solve is."""
     key = checked_id(id)
-    if (job := service.jobs.find(key)) is not None:
+    if (job := await service.jobs.seek(key)) is not None:
         await _wait(request, service, job, wait or 0.0, on_disconnect)
         return job_response(request, job)
-    return stored_response(request, service, key)
+    return await stored_response(request, service, key)
 
 
 @router.delete("/v1/placements/{id}", response_model=Placement)
@@ -96,10 +96,10 @@ async def stop_placement(request: Request, id: str, service: Serving) -> Respons
     Asking the same question again solves it again, with all its time.
     """
     key = checked_id(id)
-    if (job := service.jobs.find(key)) is not None:
+    if (job := await service.jobs.seek(key)) is not None:
         await service.jobs.stop(job)
         return job_response(request, job)
-    return stored_response(request, service, key)
+    return await stored_response(request, service, key)
 
 
 @router.get("/v1/cluster", response_model=Cluster)
@@ -117,8 +117,8 @@ async def get_health() -> Response:
 @router.get("/readyz", response_model=Health)
 async def get_readiness(service: Serving) -> Response:
     """Whether the service takes solves."""
-    if service.not_ready:
-        raise Problem(503, "not-ready", "The service is not ready", service.not_ready, headers={"Retry-After": "1"})
+    if why := service.not_ready or service.jobs.away:
+        raise Problem(503, "not-ready", "The service is not ready", why, headers={"Retry-After": "1"})
     return _health("ready")
 
 
@@ -152,15 +152,16 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _complete_answer(service: Service, question: Question) -> bytes | None:
+async def _complete_answer(service: Service, question: Question) -> bytes | None:
     """The stored answer, unless it was stopped early or another version of Placer made it."""
-    answer = service.store.get(question.id)
+    store = service.store
+    answer = store.recent(question.id) or await store.ask(store.get, question.id)
     if answer is None or not answer.complete or answer.version != placer.__version__:
         return None
     return answer.placement
 
 
-def stored_response(request: Request, service: Service, key: str, *, plain: bool = False) -> Response:
+async def stored_response(request: Request, service: Service, key: str, *, plain: bool = False) -> Response:
     """What the store has of an id: an answer or a failure.
 
     Args:
@@ -172,11 +173,12 @@ def stored_response(request: Request, service: Service, key: str, *, plain: bool
     Raises:
         Problem: nothing.
     """
-    if (answer := service.store.get(key)) is not None:
+    store = service.store
+    if (answer := await store.ask(store.get, key)) is not None:
         if plain:
             return Response(answer.placement, media_type=JSON)
         return json_reply(request, answer.placement, tagged=True)
-    if (failed := service.store.failure(key)) is not None:
+    if (failed := await store.ask(store.failure, key)) is not None:
         return Response(failed[1], failed[0], media_type=PROBLEM)
     detail = f"there is no placement {key}; POST its request to /v1/placements"
     raise Problem(404, "no-such-placement", "There is no such placement", detail)

@@ -30,7 +30,9 @@ class Settings(BaseSettings):
         rate_per_s: how often a key may ask, where its line does not say.
         tls_cert: a certificate chain in PEM; without one the service speaks plain HTTP, say to a proxy.
         tls_key: the certificate's private key in PEM.
-        database: the file that keeps the placements, made if missing; ``:memory:`` keeps them until the service stops.
+        database: the file that keeps the placements, made if missing; ``:memory:`` keeps them until the service stops;
+            ``postgresql://user:password@host/database`` where several replicas share them.
+        lease_s: after so long without a sign of life from a replica, the others take over its jobs.
         keep: how many placements the database keeps; the oldest go first.
         max_body_bytes: the largest request body.
         max_bodies_bytes: what all bodies that are being read and checked at a time may take together.
@@ -56,6 +58,7 @@ class Settings(BaseSettings):
     tls_cert: str = ""
     tls_key: str = ""
     database: str = Field(default_factory=lambda: str(_state_directory() / "placements.db"))
+    lease_s: Annotated[float, Field(ge=1, le=3600)] = 10.0
     keep: Annotated[int, Field(ge=1)] = 10_000
     max_body_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
     max_bodies_bytes: Annotated[int, Field(ge=1)] = 128 * 2**20

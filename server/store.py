@@ -1,28 +1,40 @@
-"""What was asked and answered, kept in SQLite by the content hash of the question.
+"""What was asked and answered, kept by the content hash of the question.
 
     accept ──▶ jobs ──▶ settle ──▶ placements, profiles
                   └───▶ fail ────▶ failures
 
-What was accepted stays in ``jobs`` until it is answered, so that the next start finds what a crash left.
+What was accepted stays in ``jobs`` until it is answered, so that the next start, or another replica, finds what a crash
+left. How replicas share the jobs is in ``shared``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import sqlite3
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
-from .database import Database
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from .database import StoreError, open_database
+from .recent import Recent
+from .tables import failures, jobs, placements, profiles
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 MEMORY_BYTES = 32 * 2**20
 """How much of the store is kept in memory as well, so that a question asked often costs no read."""
 
 FAILURES_KEPT = 1000
+
+MOST_UNWRITTEN = 1_000
+"""Ends of jobs that wait for a store which takes nothing; the jobs of more are solved again by the next start."""
 
 
 @dataclass(frozen=True)
@@ -79,28 +91,62 @@ class Accepted:
     starts: int = 0
 
 
+JOB = (jobs.c.id, jobs.c.client, jobs.c.objective, jobs.c.time_limit_s, jobs.c.request, jobs.c.starts)
+
+_INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_KEY: sa.BindParameter[str] = sa.bindparam("key")
+_ANSWER = sa.select(placements.c.placement, placements.c.complete, placements.c.version).where(placements.c.id == _KEY)
+_PROFILE = sa.select(profiles.c.profile).where(profiles.c.id == _KEY)
+_FAILURE = sa.select(failures.c.status, failures.c.problem).where(failures.c.id == _KEY)
+_REQUEST = (
+    sa.select(placements.c.question, profiles.c.profile)
+    .join(profiles, profiles.c.id == placements.c.profile_id)
+    .where(placements.c.id == _KEY)
+)
+
+
 class Store:
     """The answers, newest ``keep`` of them, and what is yet to be answered. Safe to use from several threads.
 
+    Every method that reads or writes raises StoreError where the store cannot be used.
+
     Args:
-        database: an SQLite file, made if missing, or ``:memory:``.
+        database: see ``open_database``.
         keep: how many answers it keeps.
+        owner: this replica, where several share the store.
     """
 
-    def __init__(self, database: str, keep: int) -> None:
+    def __init__(self, database: str, keep: int, owner: str | None = None) -> None:
         self._keep = keep
-        self._recent = _Recent(MEMORY_BYTES)
-        self.database = Database(database)
+        self._recent: Recent[Answer] = Recent(MEMORY_BYTES)
+        self._unwritten: dict[str, Callable[[sa.Connection], None]] = {}
+        self._unwritten_answers: dict[str, Answer] = {}
+        self._lock = threading.Lock()
+        self.database = open_database(database)
+        self._owner = owner if self.database.shared else None
+        self._insert = _INSERTS[self.database.dialect]
+        new = self._insert(jobs).inline().on_conflict_do_nothing(index_elements=["id"])
+        self._accept = new.execution_options(preserve_rowcount=True)
+
+    async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of the store from the event loop: here if it only reads a file, else in a thread."""
+        if self.database.shared:
+            return await asyncio.to_thread(call, *args, **kwargs)
+        return call(*args, **kwargs)
+
+    def recent(self, key: str) -> Answer | None:
+        """The answer to a question, if it is at hand without a read."""
+        return self._recent.get(key) or self._unwritten_answers.get(key)
 
     def get(self, key: str) -> Answer | None:
         """The answer to a question, or None if it was never asked."""
-        if (answer := self._recent.get(key)) is not None:
+        if (answer := self.recent(key)) is not None:
             return answer
-        row = self._one("SELECT placement, complete, version FROM placements WHERE id = ?", key)
+        row = self._one(_ANSWER, key)
         if row is None:
             return None
-        answer = Answer(bytes(row[0]), bool(row[1]), row[2])
-        self._recent.put(key, answer)
+        answer = Answer(*row)
+        self._remember(key, answer)
         return answer
 
     def put(self, key: str, answer: Answer, asked: Asked | None = None, *, settled: bool = True) -> None:
@@ -113,107 +159,80 @@ class Store:
             settled: whether the job is done; if not, the next start goes on with it.
 
         Raises:
-            sqlite3.Error: it could not be written, say because the disk is full; it is kept in memory all the same.
+            StoreError: it could not be written; it is kept in memory all the same, and ``mend`` tries again.
         """
-        self._recent.put(key, answer)
-        self._write(lambda connection: self._put(connection, key, answer, asked, settled))
+        self._remember(key, answer)
+        self._end(key, partial(self._put, key=key, answer=answer, asked=asked, settled=settled), answer)
 
-    def _put(
-        self, connection: sqlite3.Connection, key: str, answer: Answer, asked: Asked | None, settled: bool
-    ) -> None:
+    def _put(self, connection: sa.Connection, key: str, answer: Answer, asked: Asked | None, settled: bool) -> None:
+        values: dict[str, Any] = {"profile_id": None, "summary": {}, "question": b"{}"}
         if asked is not None:
-            connection.execute("INSERT OR IGNORE INTO profiles VALUES (?, ?)", (asked.profile_id, asked.profile))
-        parts = (asked.profile_id, asked.summary, asked.question) if asked else (None, b"{}", b"{}")
-        row = (key, answer.version, answer.complete, time.time(), *parts, answer.placement)
-        connection.execute("INSERT OR REPLACE INTO placements VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            new = self._insert(profiles).on_conflict_do_nothing(index_elements=["id"])
+            connection.execute(new, {"id": asked.profile_id, "profile": asked.profile})
+            values = {"profile_id": asked.profile_id, "summary": _plain(asked.summary), "question": asked.question}
+        values |= {"id": key, "version": answer.version, "complete": answer.complete, "created_s": time.time()}
+        connection.execute(sa.delete(placements).where(placements.c.id == key))  # the newest is written last
+        connection.execute(sa.insert(placements), {**values, "placement": answer.placement})
         if settled:
-            _remove_job(connection, key)
+            connection.execute(sa.delete(jobs).where(jobs.c.id == key))
         self._prune(connection)
 
-    def _prune(self, connection: sqlite3.Connection) -> None:
+    def _prune(self, connection: sa.Connection) -> None:
         """By the order of writing: a clock may jump."""
-        old = connection.execute(
-            "DELETE FROM placements WHERE rowid IN (SELECT rowid FROM placements ORDER BY rowid DESC LIMIT -1 OFFSET ?)"
-            " RETURNING profile_id",
-            (self._keep,),
-        ).fetchall()
-        for (profile_id,) in old:
-            connection.execute(
-                "DELETE FROM profiles WHERE id = ? AND NOT EXISTS (SELECT 1 FROM placements WHERE profile_id = ?)",
-                (profile_id, profile_id),
-            )
+        last = sa.select(placements.c.row).order_by(placements.c.row.desc()).offset(self._keep).limit(1)
+        old = sa.delete(placements).where(placements.c.row <= last.scalar_subquery()).returning(placements.c.profile_id)
+        for profile_id in set(connection.scalars(old)):
+            left = sa.exists().where(placements.c.profile_id == profile_id)
+            connection.execute(sa.delete(profiles).where(profiles.c.id == profile_id, ~left))
 
-    def accept(self, job: Accepted) -> None:
+    def accept(self, job: Accepted) -> bool:
         """Write down a request before its client is told that it was accepted.
 
-        Raises:
-            sqlite3.Error: it could not be written.
+        Returns:
+            Whether it is this replica's to answer; if not, another has accepted the same before.
         """
-        row = (job.id, job.client, job.objective, job.time_limit_s, job.request)
-        with self.database.writer as connection:  # one statement is a transaction by itself
-            connection.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?)", row)
+        values = {"id": job.id, "client": job.client, "objective": job.objective, "time_limit_s": job.time_limit_s}
+        row = {**values, "request": job.request, "owner": self._owner}
+        new = self.database.write_one(lambda connection: connection.execute(self._accept, row).rowcount == 1)
+        return new or not self.database.shared
 
     def started(self, key: str, starts: int) -> None:
-        """Write down that a worker begins with a job, so that one which takes the service down is not tried forever.
-
-        Raises:
-            sqlite3.Error: it could not be written.
-        """
-        with self.database.writer as connection:
-            connection.execute("INSERT OR REPLACE INTO starts VALUES (?, ?)", (key, starts))
+        """Write down that a worker begins with a job, so that one which takes the service down is not tried forever."""
+        begun = sa.update(jobs).where(jobs.c.id == key).values(starts=starts, running=True)
+        self.database.write_one(lambda connection: connection.execute(begun))
 
     def fail(self, key: str, status: int, problem: bytes) -> None:
         """Keep why a job has no answer.
 
         Raises:
-            sqlite3.Error: it could not be written.
+            StoreError: it could not be written; ``mend`` tries again.
         """
-
-        def write(connection: sqlite3.Connection) -> None:
-            connection.execute("INSERT OR REPLACE INTO failures VALUES (?, ?, ?)", (key, status, problem))
-            connection.execute(
-                "DELETE FROM failures WHERE rowid IN"
-                " (SELECT rowid FROM failures ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                (FAILURES_KEPT,),
-            )
-            _remove_job(connection, key)
-
-        self._write(write)
+        self._end(key, partial(_fail, key=key, status=status, problem=problem))
 
     def failure(self, key: str) -> tuple[int, bytes] | None:
         """The status and problem of a job that failed, or None."""
-        row = self._one("SELECT status, problem FROM failures WHERE id = ?", key)
-        return (row[0], bytes(row[1])) if row else None
+        row = self._one(_FAILURE, key)
+        return (row[0], row[1]) if row else None
 
     def backlog(self) -> list[Accepted]:
         """What was accepted and not answered, in the order in which it came."""
-        query = (
-            "SELECT id, client, objective, time_limit_s, request, coalesce(count, 0)"
-            " FROM jobs LEFT JOIN starts USING (id) ORDER BY jobs.rowid"
-        )
-        with self.database.reader as connection:
-            return [Accepted(*row) for row in connection.execute(query)]
+        query = sa.select(*JOB).order_by(jobs.c.row)
+        return [Accepted(*row) for row in self.database.read(lambda connection: connection.execute(query).all())]
 
     def forget_starts(self) -> None:
-        """A service that ends in order takes no job down with it.
-
-        Raises:
-            sqlite3.Error: it could not be written.
-        """
-        self._write(lambda connection: connection.execute("DELETE FROM starts"))
+        """A service that ends in order takes no job down with it; one of several calls ``Replicas.leave``."""
+        freed = sa.update(jobs).values(starts=0, running=False)
+        self.database.write(lambda connection: connection.execute(freed))
 
     def profile(self, key: str) -> bytes | None:
         """A profile as JSON by its content hash, or None if no placement of it is kept."""
-        row = self._one("SELECT profile FROM profiles WHERE id = ?", key)
-        return bytes(row[0]) if row else None
+        row = self._one(_PROFILE, key)
+        return row[0] if row else None
 
     def request(self, key: str) -> bytes | None:
         """The PlacementRequest of an answer as JSON, or None where it is not kept."""
-        query = (
-            "SELECT question, profile FROM placements JOIN profiles ON profiles.id = profile_id WHERE placements.id = ?"
-        )
-        row = self._one(query, key)
-        return b'{"profile": %s, %s' % (bytes(row[1]), bytes(row[0])[1:]) if row else None
+        row = self._one(_REQUEST, key)
+        return b'{"profile": %s, %s' % (row[1], row[0][1:]) if row else None
 
     def search(self, text: str, filters: dict[str, str], before: int, limit: int) -> list[dict[str, Any]]:
         """Summaries of answers, newest first.
@@ -224,67 +243,74 @@ class Store:
             before: only those whose ``row`` is smaller.
             limit: how many at most.
         """
-        query = "SELECT rowid, id, profile_id, complete, version, created_s, summary FROM placements WHERE rowid < ?"
-        values: list[Any] = [before]
+        c = placements.c
+        query = sa.select(c.row, c.id, c.profile_id, c.complete, c.version, c.created_s, c.summary).where(
+            c.row < before
+        )
         if text:
-            query += " AND (id LIKE ? ESCAPE '!' OR json_extract(summary, '$.model') LIKE ? ESCAPE '!')"
-            values += [f"%{_escaped(text)}%"] * 2
+            model = c.summary["model"].as_string()
+            query = query.where(c.id.icontains(text, autoescape=True) | model.icontains(text, autoescape=True))
         for name, value in filters.items():
-            query += f" AND json_extract(summary, '$.{name}') = ?"
-            values.append(value)
-        with self.database.searcher as connection:
-            rows = connection.execute(f"{query} ORDER BY rowid DESC LIMIT ?", (*values, limit)).fetchall()
-        return [
-            {"row": row[0], "id": row[1], "profile_id": row[2], "complete": bool(row[3]), "version": row[4]}
-            | {"created_s": row[5], **json.loads(row[6])}
-            for row in rows
-        ]
+            query = query.where(c.summary[name].as_string() == value)
+        query = query.order_by(c.row.desc()).limit(limit)
+        rows = self.database.search(lambda connection: connection.execute(query).mappings().all())
+        return [{**{name: row[name] for name in row if name != "summary"}, **row["summary"]} for row in rows]
+
+    def mend(self) -> int:
+        """Write what could not be written before.
+
+        Returns:
+            How many ends of jobs are still unwritten.
+        """
+        for key, write in list(self._unwritten.items()):
+            self.database.write(write)
+            with self._lock:
+                if self._unwritten.get(key) is write:  # else a later end of the same came meanwhile
+                    del self._unwritten[key]
+                    self._unwritten_answers.pop(key, None)
+        return len(self._unwritten)
+
+    @property
+    def unwritten(self) -> int:
+        """How many ends of jobs could not be written yet."""
+        return len(self._unwritten)
 
     def close(self) -> None:
-        """Write everything to the file and let go of it."""
+        """Write everything and let go of the database."""
         self.database.close()
 
-    def _write(self, work: Callable[[sqlite3.Connection], object]) -> None:
-        with self.database.writer.transaction() as connection:
-            work(connection)
-
-    def _one(self, query: str, key: str) -> tuple[Any, ...] | None:
-        with self.database.reader as connection:
-            row: tuple[Any, ...] | None = connection.execute(query, (key,)).fetchone()
-        return row
-
-
-def _remove_job(connection: sqlite3.Connection, key: str) -> None:
-    connection.execute("DELETE FROM jobs WHERE id = ?", (key,))
-    connection.execute("DELETE FROM starts WHERE id = ?", (key,))
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"!{letter}" if letter in "!%_" else letter for letter in text)
-
-
-class _Recent:
-    """The answers used last, up to so many bytes of them."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._bytes = 0
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> Answer | None:
+    def _end(self, key: str, write: Callable[[sa.Connection], None], answer: Answer | None = None) -> None:
+        try:
+            self.database.write(write)
+        except StoreError:
+            with self._lock:
+                if len(self._unwritten) < MOST_UNWRITTEN:
+                    self._unwritten[key] = write
+                    if answer is not None:
+                        self._unwritten_answers[key] = answer
+            raise
         with self._lock:
-            answer = self._answers.get(key)
-            if answer is not None:
-                self._answers.move_to_end(key)
-            return answer
+            self._unwritten.pop(key, None)
+            self._unwritten_answers.pop(key, None)
 
-    def put(self, key: str, answer: Answer) -> None:
-        with self._lock:
-            if (old := self._answers.pop(key, None)) is not None:
-                self._bytes -= len(old.placement)
-            self._answers[key] = answer
-            self._bytes += len(answer.placement)
-            while self._bytes > self._limit_bytes:
-                _, dropped = self._answers.popitem(last=False)
-                self._bytes -= len(dropped.placement)
+    def _remember(self, key: str, answer: Answer) -> None:
+        """Where replicas share the store, one that was stopped early may be solved again by another."""
+        if answer.complete or not self.database.shared:
+            self._recent.put(key, answer, len(answer.placement))
+
+    def _one(self, query: sa.Executable, key: str) -> Any:
+        """The row that a query finds, or None."""
+        return self.database.read(lambda connection: connection.execute(query, {"key": key}).one_or_none())
+
+
+def _fail(connection: sa.Connection, key: str, status: int, problem: bytes) -> None:
+    connection.execute(sa.delete(failures).where(failures.c.id == key))
+    connection.execute(sa.insert(failures), {"id": key, "status": status, "problem": problem})
+    last = sa.select(failures.c.row).order_by(failures.c.row.desc()).offset(FAILURES_KEPT).limit(1)
+    connection.execute(sa.delete(failures).where(failures.c.row <= last.scalar_subquery()))
+    connection.execute(sa.delete(jobs).where(jobs.c.id == key))
+
+
+def _plain(summary: bytes) -> Any:
+    """PostgreSQL's text takes no NUL, which a model's name may have."""
+    return json.loads(summary.replace(rb"\u0000", rb"\ufffd"))

@@ -20,6 +20,7 @@ from placer_server.settings import Settings
 sys.path.insert(0, str(Path(__file__).parent))  # workers get this path, and import the solvers below by name
 
 import solvers_for_tests
+from postgres_server import PostgresServer, find_binaries
 
 Serve = Callable[..., TestClient]
 
@@ -65,3 +66,28 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def running_postgres() -> Iterator[PostgresServer]:
+    binaries = find_binaries()
+    if binaries is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    pytest.importorskip("psycopg", reason="PostgreSQL's driver is not installed: pip install 'torch-placer[postgres]'")
+    server = PostgresServer(binaries)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def postgres(running_postgres: PostgresServer) -> str:
+    """The URL of a new, empty PostgreSQL database."""
+    return running_postgres.new_database()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A new database of each kind."""
+    if request.param == "sqlite":
+        return str(tmp_path / "placements.db")
+    return str(request.getfixturevalue("postgres"))

@@ -152,30 +152,3 @@ def test_a_clock_that_jumps_back_costs_no_new_answer(tmp_path, monkeypatch):
     store.close()
     again = Store(str(tmp_path / "p.db"), keep=1)
     assert (again.get("old"), again.get("new")) == (None, Answer(b"{}", True, "1"))
-
-
-def test_a_database_of_the_first_version_is_brought_up_to_date(tmp_path):
-    import sqlite3
-
-    from placer_server.database import MIGRATIONS
-
-    old = sqlite3.connect(tmp_path / "p.db")
-    old.executescript(MIGRATIONS[0])
-    old.execute("INSERT INTO placements VALUES ('a', '1', 1, 5.0, x'7b7d')")
-    old.commit()
-    old.close()
-    store = Store(str(tmp_path / "p.db"), keep=10)
-    assert store.get("a") == Answer(b"{}", True, "1")
-    assert store.request("a") is None
-
-
-def test_a_database_of_a_later_version_is_refused(tmp_path):
-    import sqlite3
-
-    from placer.errors import ServerError
-
-    later = sqlite3.connect(tmp_path / "p.db")
-    later.execute("PRAGMA user_version = 99")
-    later.close()
-    with pytest.raises(ServerError, match="version 99"):
-        Store(str(tmp_path / "p.db"), keep=10)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 
 import pytest
 
@@ -97,17 +96,6 @@ def test_an_answer_of_another_version_of_placer_is_made_anew(serve, request_body
     monkeypatch.setattr("placer.__version__", "another")
     client.post("/v1/placements", json=request_body())
     assert 'placer_solves_total{status="answered"} 2.0' in client.get("/metrics").text
-
-
-def test_a_full_disk_costs_no_answer(serve, request_body, monkeypatch):
-    def full(*_):
-        raise sqlite3.OperationalError("database or disk is full")
-
-    client = serve()
-    monkeypatch.setattr(client.app.state.service.store, "_write", full)
-    first = client.post("/v1/placements", json=request_body())
-    assert first.status_code == 200
-    assert client.get(f"/v1/placements/{first.json()['id']}").content == first.content
 
 
 def test_answers_outlive_the_service(serve, request_body, tmp_path):

@@ -5,16 +5,12 @@ import sqlite3
 import pytest
 
 from placer_server import store as module
+from placer_server.database import StoreError
 from placer_server.store import Answer, Store
 
 
 def answer(text=b"{}", complete=True):
     return Answer(text, complete, "1")
-
-
-@pytest.fixture
-def database(tmp_path):
-    return str(tmp_path / "placements.db")
 
 
 def test_what_was_put_is_got_by_the_next_store_of_the_file(database):
@@ -45,15 +41,16 @@ def test_a_new_answer_replaces_the_old(database):
     assert Store(database, keep=10).get("a") == answer(b"2")
 
 
-def test_the_file_is_in_wal_mode(database):
+def test_the_file_is_in_wal_mode(tmp_path):
+    database = str(tmp_path / "placements.db")
     Store(database, keep=1).close()
     assert sqlite3.connect(database).execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_an_answer_that_cannot_be_written_is_kept_in_memory(database):
-    store = Store(database, keep=10)
+def test_an_answer_that_cannot_be_written_is_kept_in_memory(tmp_path):
+    store = Store(str(tmp_path / "placements.db"), keep=10)
     store.close()  # stands in for a disk that takes no more
-    with pytest.raises(sqlite3.Error):
+    with pytest.raises(StoreError):
         store.put("a", answer())
     assert store.get("a") == answer()
 

@@ -1,0 +1,1 @@
+"""One file a step; once released, a step never changes."""

@@ -1,0 +1,72 @@
+"""Brings a store's tables up to this version of Placer, once, however many replicas start together."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from sqlalchemy import Connection, inspect
+
+from placer.errors import ServerError
+
+from .tables import HEAD, METADATA
+
+KNOWN = tuple(f"{number:04}" for number in range(1, int(HEAD) + 1))
+
+
+def upgrade(connection: Connection, name: str) -> None:
+    """Make or migrate the tables.
+
+    Args:
+        connection: in a transaction that no other upgrade of the store shares.
+        name: of the store, for the message.
+
+    Raises:
+        ServerError: a later version of Placer made the store.
+    """
+    found = _revision(connection)
+    if found == HEAD:
+        return
+    if found is not None and found not in KNOWN:
+        raise ServerError(
+            f"database {name!r} has version {found}, this Placer reads up to {HEAD}: a later Placer made it;"
+            " upgrade, or set PLACER_DATABASE to another"
+        )
+    if found is None:  # Alembic would make the same; without its import a first start is a third of a second quicker
+        METADATA.create_all(connection)
+        _stamp(connection, HEAD)
+    else:
+        _migrate(connection, found)
+    _mark_file(connection)
+
+
+def _revision(connection: Connection) -> str | None:
+    """Which revision the tables are; None if there are none."""
+    if inspect(connection).has_table("alembic_version"):
+        revision: str = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+        return revision
+    if connection.dialect.name == "sqlite":  # before Alembic, the file itself said which
+        number = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+        return f"{number:04}" if number else None
+    return None
+
+
+def _stamp(connection: Connection, revision: str) -> None:
+    connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
+    connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{revision}')")
+
+
+def _migrate(connection: Connection, found: str) -> None:
+    command = importlib.import_module("alembic.command")
+    config = importlib.import_module("alembic.config").Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.attributes["connection"] = connection
+    if not inspect(connection).has_table("alembic_version"):
+        _stamp(connection, found)
+    command.upgrade(config, HEAD)
+
+
+def _mark_file(connection: Connection) -> None:
+    """So that a Placer from before Alembic refuses the file too."""
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(f"PRAGMA user_version = {int(HEAD)}")
