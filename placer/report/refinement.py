@@ -1,0 +1,59 @@
+"""A refinement as a table: what each round predicted, and what was measured."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from placer.report.units import bytes_text, ms_text
+from placer.schema.refinement import Refinement, Round, StageTime
+
+__all__ = ["refinement_table"]
+
+_ENDED = {
+    "settled": "settled: solving again moves nothing, or gains too little",
+    "repeated": "ended: solving again leads back to a placement that was measured before",
+    "rounds": "ended: as many rounds as were allowed",
+}
+
+
+def refinement_table(refinement: Refinement) -> RenderableType:
+    """Per round and stage: the pass predicted and measured, and how far they are apart; then how it ended.
+
+    Args:
+        refinement: from ``placer.refine``.
+    """
+    grid = Table(title=f"Refinement of {refinement.placement.model or 'model'}", title_justify="left")
+    grid.add_column("round", justify="right")
+    grid.add_column("stage")
+    for heading in ("layers", "predicted", "measured", "off by", "of it loss"):
+        grid.add_column(heading, justify="right")
+    for number, one in enumerate(refinement.rounds, start=1):
+        for index, stage in enumerate(one.stages):
+            last = index == len(one.stages) - 1
+            grid.add_row(str(number) if index == 0 else "", *_cells(stage), end_section=last)
+    lines = [_round_text(number, one) for number, one in enumerate(refinement.rounds, start=1)]
+    return Group(grid, Text("\n".join([*lines, _ENDED[refinement.ended]])))
+
+
+def _cells(stage: StageTime) -> tuple[str, ...]:
+    loss_ms = stage.loss_forward_ms + stage.loss_backward_ms
+    return (
+        stage.device,
+        str(len(stage.layers)),
+        ms_text(stage.predicted_ms),
+        ms_text(stage.measured_ms),
+        _off(stage.predicted_ms, stage.measured_ms),
+        ms_text(loss_ms) if loss_ms else "",
+    )
+
+
+def _round_text(number: int, one: Round) -> str:
+    shown = bytes_text if one.placement.objective == "memory" else ms_text
+    said, was = shown(one.predicted_value), shown(one.measured_value)
+    return f"round {number}     {one.placement.objective}: {said} predicted, {was} measured"
+
+
+def _off(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.1%}" if measured else "-"
