@@ -7,7 +7,7 @@ A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every 
 from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import Courier, Lane, Mark
 from placer.devices.memory import context_bytes, library_bytes, memory_bytes, peak_bytes, release_cache
-from placer.devices.moving import copy, location, move, same
+from placer.devices.moving import copy, location, move, same, write
 from placer.devices.names import (
     CPU,
     DeviceLike,
@@ -21,23 +21,31 @@ from placer.devices.names import (
     type_name,
 )
 from placer.devices.recording import NotRecordable, cache_bytes, keep_random_state, queued_ms, record, replay_ms
+from placer.devices.routes import HOST, detour, has_detour, straight
 from placer.devices.stand_ins import Registry, observed, registries, stand_ins, unobserved
+from placer.devices.transfers import Shipment, copy_s, host_buffer
 
 __all__ = [
     "CPU",
+    "HOST",
     "Courier",
     "DeviceLike",
     "Lane",
     "Mark",
     "NotRecordable",
     "Registry",
+    "Shipment",
     "available",
     "boot_id",
     "cache_bytes",
     "context_bytes",
     "copy",
+    "copy_s",
     "current",
     "default_kind",
+    "detour",
+    "has_detour",
+    "host_buffer",
     "host_name",
     "keep_random_state",
     "library_bytes",
@@ -58,7 +66,9 @@ __all__ = [
     "same",
     "speed_facts",
     "stand_ins",
+    "straight",
     "synchronise",
     "type_name",
     "unobserved",
+    "write",
 ]

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from placer.devices import moving
 from placer.devices.moving import location
+from placer.devices.routes import HOST, has_detour
 
 Mark = Any
 """A point in a lane; on a CPU stand-in, where what was issued is done: None, or the time in s if that is asked for."""
@@ -104,6 +106,7 @@ class Courier:
     def __init__(self) -> None:
         self.trace: list[Delivery] | None = None
         self._lanes: dict[tuple[torch.device, torch.device, str], tuple[Lane, Lane]] = {}
+        self._stopovers: dict[tuple[Lane, torch.Size, torch.dtype], tuple[Tensor, Mark]] = {}
 
     @torch.no_grad()
     def send(
@@ -134,12 +137,27 @@ class Courier:
         incoming.wait(ready, *(free if isinstance(free, Sequence) else (free,)))
         timed = self.trace is not None
         began = incoming.mark(timed=True) if timed else None
-        with outgoing, incoming:
-            target.copy_(source, non_blocking=True)
+        if has_detour(here, there):
+            self._send_through_host(source, target, outgoing, incoming)
+        else:
+            with outgoing, incoming:
+                moving.write(source, target, here, there)
         ended = incoming.mark(timed=timed)
         if self.trace is not None:
             self.trace.append(Delivery(here, there, began, ended, incoming.device, label))
         return ended
+
+    def _send_through_host(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
+        """Copy to the host's memory and on; the buffer there is used again once what was in it has left."""
+        key = (incoming, source.shape, source.dtype)
+        buffer, left = self._stopovers.get(key) or (_host_like(source), None)
+        outgoing.wait(left)
+        with outgoing:
+            moving.write(source, buffer, outgoing.device, HOST)
+        incoming.wait(outgoing.mark())
+        with incoming:
+            moving.write(buffer, target, HOST, incoming.device)
+        self._stopovers[key] = (buffer, incoming.mark())
 
     def _pair(self, here: torch.device, there: torch.device, channel: str) -> tuple[Lane, Lane]:
         if (here, there, channel) not in self._lanes:
@@ -149,3 +167,8 @@ class Courier:
                 incoming = outgoing
             self._lanes[here, there, channel] = (outgoing, incoming)
         return self._lanes[here, there, channel]
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    """A tensor of that shape in the host's memory, pinned where a GPU is to fill it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from placer.devices.names import CPU
+from placer.devices.routes import HOST, has_detour
 from placer.devices.stand_ins import registries, stand_ins
 
 
@@ -36,6 +37,17 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 def copy(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of the tensor's data on that device, without a gradient."""
+    if has_detour(location(tensor), device):
+        tensor = _copy_straight(tensor, HOST)
+    return _copy_straight(tensor, device)
+
+
+def write(source: Tensor, target: Tensor, here: torch.device, there: torch.device) -> None:
+    """Copy into a tensor, straight from the one device to the other, without waiting for a GPU."""
+    target.copy_(source, non_blocking=True)
+
+
+def _copy_straight(tensor: Tensor, device: torch.device) -> Tensor:
     copied: Tensor = torch.ops.aten._to_copy.default(
         tensor.detach(), device=device, non_blocking=device.type == "cuda" and tensor.device.type == "cuda"
     )

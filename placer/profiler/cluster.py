@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +9,8 @@ import torch
 from placer import devices as hardware
 from placer.devices import DeviceLike
 from placer.errors import InputError
-from placer.profiler.links import links_to_measure, measure_links
+from placer.profiler.cache import Cache, CacheLike, open_cache
+from placer.profiler.links import Ports, links_to_measure, measure_links
 from placer.profiler.progress import Shown, Step, progress_bar
 from placer.schema import Cluster, Device
 
@@ -23,6 +23,7 @@ def measure_cluster(
     *,
     memory_bytes: MemoryLimit = None,
     progress: Shown = True,
+    cache: CacheLike = False,
 ) -> Cluster:
     """Measure devices and links.
 
@@ -34,26 +35,30 @@ def measure_cluster(
         devices: a count, a list of devices, or None for all.
         memory_bytes: what a placement may use, in bytes, of every device or by device; None for all of its memory.
         progress: whether to show a bar.
+        cache: whether links that were measured since the machine started are taken from the cache, see ``profile``.
 
     Returns:
         The devices, and a link for each directed pair.
 
     Raises:
         InputError: a device is not there, or a limit is not positive or above the device's memory.
-        ProfilingError: bytes arrived changed, or a copy failed.
+        ProfilingError: bytes between a device and its host arrived changed, or a copy failed.
     """
     found = hardware.resolve(devices)
     limits = resolve_limits(found, memory_bytes)
-    with progress_bar(progress, links_to_measure(found)) as step:
-        return measure(found, limits, step)
+    kept = open_cache(cache)
+    with progress_bar(progress, links_to_measure(found, kept)) as step:
+        return measure(found, limits, step, kept)
 
 
-def measure(found: Sequence[torch.device], limits: Mapping[torch.device, int], step: Step) -> Cluster:
+def measure(
+    found: Sequence[torch.device], limits: Mapping[torch.device, int], step: Step, cache: Cache | None = None
+) -> Cluster:
     """As ``measure_cluster``, on devices that are known to be there."""
     with hardware.unobserved(), hardware.keep_random_state(found):
-        links = measure_links(found, step)  # first, as access to peers takes memory too
-        described = [_describe(device, found, limits.get(device)) for device in found]
-        return Cluster(devices=tuple(described), links=tuple(links))
+        measured = measure_links(found, step, cache)  # first, as access to peers takes memory too
+        described = [_describe(device, found, limits.get(device), measured.ports.get(device)) for device in found]
+        return Cluster(devices=tuple(described), links=tuple(measured.links))
 
 
 def resolve_limits(found: Sequence[torch.device], memory_bytes: MemoryLimit) -> dict[torch.device, int]:
@@ -79,7 +84,7 @@ def resolve_limits(found: Sequence[torch.device], memory_bytes: MemoryLimit) -> 
     return limits
 
 
-def _describe(device: torch.device, found: Sequence[torch.device], limit: int | None) -> Device:
+def _describe(device: torch.device, found: Sequence[torch.device], limit: int | None, ports: Ports | None) -> Device:
     total = hardware.memory_bytes(device)[1]
     if device.type == hardware.CPU:
         total //= sum(other.type == hardware.CPU for other in found)
@@ -94,5 +99,7 @@ def _describe(device: torch.device, found: Sequence[torch.device], limit: int | 
         type=hardware.type_name(device),
         memory_bytes=memory,
         reserve_bytes=reserve,
-        host=platform.node(),
+        host=hardware.host_name(),
+        to_host=ports.to_host if ports else None,
+        from_host=ports.from_host if ports else None,
     )

@@ -1,50 +1,147 @@
-"""The links between devices: latency and bandwidth of each directed pair, fitted over several sizes."""
+"""The links between devices, and between each device and its host: measured, or taken from the cache.
+
+A link that changes bytes is never used: what would go over it goes by way of the host's memory, in this process from
+now on, and wherever a placement is used that was made with this cluster. Its times are those of that way.
+"""
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from pydantic import ValidationError
 
 from placer import devices as hardware
 from placer.errors import ProfilingError
+from placer.profiler import ways
+from placer.profiler.cache import Cache, key_of
+from placer.profiler.conditions import conditions
 from placer.profiler.progress import Step
-from placer.profiler.timing import significant
-from placer.schema import Link
+from placer.schema import Link, Rate
 
-_HOST_SIZES = (64 * 2**10, 2**20, 8 * 2**20, 32 * 2**20)
-_DEVICE_SIZES = (256 * 2**10, 4 * 2**20, 32 * 2**20, 128 * 2**20)
-_REPEATS = 7
-
-
-def links_to_measure(found: Sequence[torch.device]) -> int:
-    """How many links are measured: each directed pair, all pairs of stand-ins as one."""
-    return len({_link_key(source, target) for source in found for target in found if source != target})
+_LOADS: dict[str, dict[str, bool]] = {
+    "both_ways": {"both_ways": True},
+    "computing": {"computing": True},
+    "both_ways_computing": {"both_ways": True, "computing": True},
+}
+_log = logging.getLogger(__name__)
 
 
-def measure_links(found: Sequence[torch.device], step: Step) -> list[Link]:
-    """Measure a link for each directed pair; all pairs of CPU stand-ins are one and the same.
+@dataclass
+class Ports:
+    """The ways between one GPU and its host's memory."""
+
+    to_host: Rate
+    from_host: Rate
+
+
+@dataclass
+class Connections:
+    """What was measured between devices.
+
+    Attributes:
+        links: one for each directed pair.
+        ports: by GPU, its ways to and from the host.
+    """
+
+    links: list[Link] = field(default_factory=list)
+    ports: dict[torch.device, Ports] = field(default_factory=dict)
+
+
+def links_to_measure(found: Sequence[torch.device], cache: Cache | None = None) -> int:
+    """How many steps ``measure_links`` takes: each directed pair that is not cached, and each GPU's host.
+
+    All pairs of stand-ins are one.
+    """
+    pairs = {_link_key(source, target): (source, target) for source in found for target in found if source != target}
+    unknown = sum(_known(cache, source, target) is None for source, target in pairs.values())
+    return unknown + (sum(device.type == "cuda" for device in found) if pairs else 0)
+
+
+def measure_links(found: Sequence[torch.device], step: Step, cache: Cache | None = None) -> Connections:
+    """Measure a link for each directed pair, and each GPU's ways to and from its host.
+
+    All pairs of CPU stand-ins are one and the same memory, so their times are measured once; every pair is checked.
+
+    Args:
+        found: the devices.
+        step: told what begins.
+        cache: where links without a fault that were measured since the machine started are found, and kept.
 
     Raises:
-        ProfilingError: bytes arrived changed.
+        ProfilingError: bytes between a device and its host arrived changed, so that nothing is left to trust.
     """
-    fits: dict[tuple[str, str], tuple[float, float]] = {}
-    links = []
+    measured = Connections()
+    if len(found) < 2:
+        return measured
+    for device in found:
+        if device.type == "cuda":
+            step(f"{device} <-> host")
+            measured.ports[device] = _ports(device)
+    rates: dict[tuple[str, str], dict[str, Any]] = {}
     for source in found:
         for target in found:
-            if source == target:
-                continue
-            key = _link_key(source, target)
-            if key not in fits:
-                step(f"{key[0]} -> {key[1]}")
-                fits[key] = _measure_link(source, target)
-            latency_s, bandwidth = fits[key]
-            links.append(
-                Link(source=str(source), target=str(target), latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
-            )
-    return links
+            if source != target:
+                measured.links.append(_link(source, target, rates, measured.ports, step, cache))
+    return measured
+
+
+def _link(
+    source: torch.device,
+    target: torch.device,
+    rates: dict[tuple[str, str], dict[str, Any]],
+    ports: dict[torch.device, Ports],
+    step: Step,
+    cache: Cache | None,
+) -> Link:
+    key = _link_key(source, target)
+    hardware.straight(source, target)
+    try:
+        known = rates.get(key) or _known(cache, source, target)
+        if known is None:
+            step(f"{key[0]} -> {key[1]}")
+            known = _measure(source, target)
+            _keep(cache, source, target, known)
+        else:
+            ways.check(source, target)
+        rates[key] = known
+        return Link(source=str(source), target=str(target), **known)
+    except ways.Changed as changed:
+        return _by_way_of_host(source, target, changed, ports)
+
+
+def _measure(source: torch.device, target: torch.device) -> dict[str, Any]:
+    """The fields of a link; under load only between GPUs: a stand-in's copies are its computations' own memory."""
+    measured: dict[str, Any] = ways.rate(source, target).model_dump()
+    if source.type == target.type == "cuda":
+        for name, load in _LOADS.items():
+            measured[name] = ways.rate(source, target, **load).model_dump()
+    return measured
+
+
+def _by_way_of_host(
+    source: torch.device, target: torch.device, changed: ways.Changed, ports: dict[torch.device, Ports]
+) -> Link:
+    hardware.detour(source, target)
+    _log.warning("link %s -> %s: %s; copies go by way of the host's memory instead", source, target, changed)
+    there, on = (ports.get(device) for device in (source, target))
+    legs = [there.to_host if there else None, on.from_host if on else None]
+    known = [leg for leg in legs if leg is not None] or [ways.rate(hardware.HOST, hardware.HOST)] * 2
+    whole = known[0] if len(known) == 1 else ways.through_host(*known)
+    return Link(source=str(source), target=str(target), route="host", fault=str(changed), **whole.model_dump())
+
+
+def _ports(device: torch.device) -> Ports:
+    try:
+        return Ports(ways.rate(device, hardware.HOST), ways.rate(hardware.HOST, device))
+    except ways.Changed as changed:
+        raise ProfilingError(
+            f"between {device} and the host's memory, {changed}: nothing that runs there can be trusted; "
+            "leave the device out"
+        ) from changed
 
 
 def _link_key(source: torch.device, target: torch.device) -> tuple[str, str]:
@@ -52,70 +149,24 @@ def _link_key(source: torch.device, target: torch.device) -> tuple[str, str]:
     return tuple(device.type if device.type == hardware.CPU else str(device) for device in (source, target))  # type: ignore[return-value]
 
 
-def _measure_link(source: torch.device, target: torch.device) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in bytes per second from ``source`` to ``target``."""
-    sizes = _HOST_SIZES if source.type == target.type == hardware.CPU else _DEVICE_SIZES
-    times = []
-    for size in sizes:
-        sent = torch.randint(-128, 128, (size,), dtype=torch.int8, device=source)
-        received = torch.zeros(size, dtype=torch.int8, device=target)
-        times.append(_copy_s(sent, received, source, target))
-        arrived(sent, received, source, target)
-    return fit(sizes, times)
+def _cache_key(source: torch.device, target: torch.device) -> str:
+    """Of this pair in this machine, until it starts again: cards and settings of the bus may change then."""
+    ends = [conditions(device) | {"place": hardware.place(device)} for device in (source, target)]
+    return key_of(ends=ends, host=hardware.host_name(), boot=hardware.boot_id())
 
 
-def _copy_s(sent: Tensor, received: Tensor, source: torch.device, target: torch.device) -> float:
-    """The shortest of several copies: what disturbs a copy only ever makes it longer."""
-
-    def copy() -> None:
-        received.copy_(sent, non_blocking=True)
-
-    accelerator = next((device for device in (source, target) if device.type == "cuda"), None)
-    copy()
-    if accelerator is not None:
-        return min(hardware.queued_ms([copy], accelerator, _REPEATS)[0]) / 1e3
-    samples = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        copy()
-        samples.append(time.perf_counter() - began)
-    return min(samples)
+def _known(cache: Cache | None, source: torch.device, target: torch.device) -> dict[str, Any] | None:
+    content = None if cache is None else cache.read("links", _cache_key(source, target))
+    try:
+        return None if content is None else _fields(Link(source="a", target="b", **content))
+    except (ValidationError, TypeError):
+        return None
 
 
-def arrived(sent: Tensor, received: Tensor, source: torch.device, target: torch.device) -> None:
-    """Raise a ProfilingError unless the bytes are the same: some machines corrupt peer-to-peer copies silently."""
-    for device in (source, target):
-        hardware.synchronise(device)
-    wrong = int((sent.cpu() != received.cpu()).sum())
-    if wrong:
-        raise ProfilingError(
-            f"link {source} -> {target} is not to be trusted: {wrong} of {sent.numel()} bytes arrived changed; "
-            "leave one of the two devices out"
-        )
+def _keep(cache: Cache | None, source: torch.device, target: torch.device, known: dict[str, Any]) -> None:
+    if cache is not None:
+        cache.write("links", _cache_key(source, target), known)
 
 
-def fit(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """The latency and bandwidth of ``time = latency + size / bandwidth`` with the least squared relative error.
-
-    Args:
-        sizes: in bytes, at least two different ones.
-        times_s: measured, in seconds.
-
-    Returns:
-        Latency in seconds, at least 0, and bandwidth in bytes per second; where the line does not rise, the bandwidth
-        is that of the largest size.
-    """
-    weights = [1 / max(t, 1e-9) ** 2 for t in times_s]
-    total = sum(weights)
-    mean_size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
-    mean_time = sum(w * t for w, t in zip(weights, times_s, strict=True)) / total
-    spread = sum(w * (n - mean_size) ** 2 for w, n in zip(weights, sizes, strict=True))
-    slope = sum(w * (n - mean_size) * (t - mean_time) for w, n, t in zip(weights, sizes, times_s, strict=True)) / spread
-    if slope <= 0:
-        return 0.0, significant(sizes[-1] / max(times_s[-1], 1e-9))
-    latency = mean_time - slope * mean_size
-    if latency < 0:  # a line through the origin
-        slope = sum(w * n * t for w, n, t in zip(weights, sizes, times_s, strict=True)) / sum(
-            w * n * n for w, n in zip(weights, sizes, strict=True)
-        )
-    return significant(max(0.0, latency)), significant(1 / slope)
+def _fields(link: Link) -> dict[str, Any]:
+    return link.model_dump(exclude={"source", "target"}, exclude_defaults=True)

@@ -124,7 +124,7 @@ def profile(
         graphs = _capture(model, [structure.unflatten(batch) for batch in given], granularity)
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
         missing = [len(of_kind.missing(graph.layers)) for of_kind in known.values() for graph in graphs]
-        with progress_bar(progress, sum(missing) + links_to_measure(found)) as step:
+        with progress_bar(progress, sum(missing) + links_to_measure(found, folder)) as step:
             measured = [
                 {
                     kind: measure_layers(graph, batch, device, training, repeats, step, state, known[kind])

@@ -10,7 +10,7 @@ changed copy.
 from __future__ import annotations
 
 from placer.schema.base import SCHEMA_VERSION, Limiting, Objective, Schedule, Status, Transfers
-from placer.schema.cluster import Cluster, Device, Link
+from placer.schema.cluster import Cluster, Device, Link, Rate
 from placer.schema.placement import DeviceLoad, Help, Infeasibility, Limits, MemoryUse, Placement, SingleDevice
 from placer.schema.profile import Edge, Layer, Profile
 from placer.schema.request import Constraints, PlacementRequest
@@ -33,6 +33,7 @@ __all__ = [
     "Placement",
     "PlacementRequest",
     "Profile",
+    "Rate",
     "Schedule",
     "SingleDevice",
     "Status",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -15,6 +15,16 @@ from placer.schema.base import (
     refuse_duplicates,
 )
 
+Bandwidth = Annotated[float, Field(gt=0, le=1e18)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class Rate(Wire):
+    """How fast bytes flow one way: n bytes take ``latency_s + n / bandwidth_bytes_per_s``."""
+
+    bandwidth_bytes_per_s: Bandwidth
+    latency_s: Seconds = 0.0
+
 
 class Device(Wire):
     """One accelerator, or one CPU stand-in.
@@ -25,6 +35,9 @@ class Device(Wire):
         memory_bytes: the limit; what a placement may use is this less the reserve.
         reserve_bytes: kept free of the placement: context, library workspaces, other programs.
         host: the machine that the device is in.
+        to_host: how fast bytes flow from the device to its host's memory; None where it was not measured, and for
+            stand-ins, which are in that memory.
+        from_host: the same from there to the device.
     """
 
     name: Name
@@ -32,6 +45,8 @@ class Device(Wire):
     memory_bytes: Bytes
     reserve_bytes: Bytes = 0
     host: Annotated[str, StringConstraints(max_length=512)] = ""
+    to_host: Rate | None = None
+    from_host: Rate | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -48,12 +63,29 @@ class Device(Wire):
 
 
 class Link(Wire):
-    """A directed way between two devices: a transfer of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``."""
+    """A directed way between two devices: a transfer of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``.
+
+    Attributes:
+        source: the device that sends.
+        target: the device that receives.
+        bandwidth_bytes_per_s: of one transfer alone.
+        latency_s: of one transfer alone.
+        both_ways: while as much flows the other way; None where it was not measured.
+        computing: while both devices compute.
+        both_ways_computing: while both is the case.
+        route: ``direct``; or ``host``: by way of the host's memory, where a direct copy would change bytes.
+        fault: what was found wrong with the direct way; empty where nothing was.
+    """
 
     source: Name
     target: Name
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
-    latency_s: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    bandwidth_bytes_per_s: Bandwidth
+    latency_s: Seconds = 0.0
+    both_ways: Rate | None = None
+    computing: Rate | None = None
+    both_ways_computing: Rate | None = None
+    route: Literal["direct", "host"] = "direct"
+    fault: Annotated[str, StringConstraints(max_length=512)] = ""
 
     def transfer_ms(self, size_bytes: int) -> float:
         """The time that ``size_bytes`` take over this link, in milliseconds."""

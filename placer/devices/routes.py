@@ -1,0 +1,32 @@
+"""Which way bytes go between two devices: straight, or, where a link corrupts them, through the host's memory.
+
+    cuda:0 ──────────────────────────▶ cuda:1      straight: peer to peer
+    cuda:0 ────▶ the host's memory ──▶ cuda:1      a detour
+
+Some machines corrupt copies between peers silently. A profile finds such links, and a placement made with it tells
+which: this process then copies over none of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+HOST = torch.device("cpu")
+"""The host's memory, and no stand-in."""
+
+_detours: set[tuple[torch.device, torch.device]] = set()
+
+
+def detour(source: torch.device, target: torch.device) -> None:
+    """From now on, let what goes from ``source`` to ``target`` go through the host's memory."""
+    _detours.add((source, target))
+
+
+def straight(source: torch.device, target: torch.device) -> None:
+    """From now on, let it go straight again."""
+    _detours.discard((source, target))
+
+
+def has_detour(source: torch.device, target: torch.device) -> bool:
+    """Whether what goes from ``source`` to ``target`` goes through the host's memory."""
+    return bool(_detours) and (source, target) in _detours

@@ -1,0 +1,127 @@
+"""The times of copies between memories: one alone, several at once, and beside work that the devices do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from placer.devices import moving
+from placer.devices.lanes import Lane
+
+_ASLEEP_CYCLES = 2_000_000  # about a millisecond: the queues fill before the first copy begins
+_SIDE = 4096  # of the matrices that keep a device busy
+_MOST_PRODUCTS = 2_000
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """A copy that is timed.
+
+    Attributes:
+        sent: what is copied.
+        received: what it is copied into.
+        source: the device of ``sent``; ``HOST`` for the host's memory.
+        target: that of ``received``.
+    """
+
+    sent: Tensor
+    received: Tensor
+    source: torch.device
+    target: torch.device
+
+    def go(self) -> None:
+        """Copy, without waiting for a GPU."""
+        moving.write(self.sent, self.received, self.source, self.target)
+
+
+def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
+    """Bytes in the host's memory, pinned where GPUs are to copy them without a detour of their own."""
+    return torch.zeros(size_bytes, dtype=torch.int8, pin_memory=pinned)
+
+
+def copy_s(
+    shipments: Sequence[Shipment], repeats: int, computing: Sequence[torch.device] = (), lasting_s: float = 0.0
+) -> list[float]:
+    """The median time of each copy while all of them go on at once.
+
+    Args:
+        shipments: each goes again and again, in a queue of its own. Between two host memories only one can.
+        repeats: how often, at least 3.
+        computing: GPUs that multiply matrices meanwhile.
+        lasting_s: about how long all of that takes, for how much they multiply.
+
+    Returns:
+        Seconds, in the order of the shipments; the first and last copies, which may go alone, are left out.
+    """
+    if not any(end.type == "cuda" for item in shipments for end in (item.source, item.target)):
+        return [_host_copy_s(item, repeats) for item in shipments]
+    for item in shipments:
+        item.go()
+    _wait(shipments, computing)
+    for device in computing:
+        _multiply(device, lasting_s)
+    marks = []
+    for item in shipments:
+        outgoing, incoming = _lanes(item)
+        with outgoing, incoming:
+            with torch.cuda.device(outgoing.device):
+                torch.cuda._sleep(_ASLEEP_CYCLES)  # type: ignore[no-untyped-call]
+            marks.append([outgoing.mark(timed=True)])
+            for _ in range(repeats):
+                item.go()
+                marks[-1].append(outgoing.mark(timed=True))
+    _wait(shipments, computing)
+    return [_median_s(row) for row in marks]
+
+
+def _lanes(item: Shipment) -> tuple[Lane, Lane]:
+    """Queues for both ends; a copy runs in that of the GPU that it leaves, or else comes to."""
+    if item.source.type != "cuda":
+        lane = Lane(item.target)
+        return lane, lane
+    return Lane(item.source), Lane(item.target) if item.target.type == "cuda" else Lane(item.source)
+
+
+def _median_s(marks: Sequence[torch.cuda.Event]) -> float:
+    times = [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+    inner = sorted(times[1:-1] or times)
+    return float(inner[len(inner) // 2])
+
+
+def _host_copy_s(item: Shipment, repeats: int) -> float:
+    """The shortest of several copies: what disturbs a copy inside one memory only ever makes it longer."""
+    samples = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        item.go()
+        samples.append(time.perf_counter() - began)
+    return min(samples)
+
+
+def _multiply(device: torch.device, lasting_s: float) -> None:
+    """Keep a GPU busy for about so long, in a queue of its own, without waiting for it."""
+    lane = Lane(device)
+    with torch.cuda.device(device), lane:
+        side = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=device)
+        product = torch.empty_like(side)
+        torch.mm(side, side, out=product)
+        began = lane.mark(timed=True)
+        torch.mm(side, side, out=product)
+        ended = lane.mark(timed=True)
+        torch.cuda.synchronize(device)
+        once_s = max(1e-6, began.elapsed_time(ended) / 1e3)
+        for _ in range(min(_MOST_PRODUCTS, 2 + math.ceil(1.5 * (lasting_s + 0.002) / once_s))):
+            torch.mm(side, side, out=product)
+
+
+def _wait(shipments: Sequence[Shipment], computing: Sequence[torch.device]) -> None:
+    ends = {end for item in shipments for end in (item.source, item.target)}
+    for device in ends | set(computing):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

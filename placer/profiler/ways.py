@@ -1,0 +1,148 @@
+"""One directed way between two memories: its latency and bandwidth under several conditions, and whether bytes survive.
+
+Bytes are compared where they arrive, with a pattern that came there from the host: a way is never trusted to judge
+itself. They are compared after copies alone, after copies both ways, and after copies beside computations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from placer import devices as hardware
+from placer.profiler.timing import significant
+from placer.schema import Rate
+
+HOST_SIZES = (64 * 2**10, 2**20, 8 * 2**20, 32 * 2**20)
+DEVICE_SIZES = (256 * 2**10, 4 * 2**20, 32 * 2**20, 128 * 2**20)
+_REPEATS = 7
+_TILE = 1_048_573  # a prime: no power of two of the pattern's bytes repeats itself
+
+
+class Changed(Exception):
+    """Bytes arrived changed.
+
+    Attributes:
+        wrong: how many.
+        size_bytes: of how many.
+    """
+
+    def __init__(self, wrong: int, size_bytes: int) -> None:
+        super().__init__(f"{wrong} of {size_bytes} bytes arrived changed")
+        self.wrong, self.size_bytes = wrong, size_bytes
+
+
+def check(source: torch.device, target: torch.device, size_bytes: int = HOST_SIZES[0]) -> None:
+    """Copy once and compare.
+
+    Raises:
+        Changed: bytes arrived changed.
+    """
+    item = _shipment(source, target, size_bytes)
+    item.go()
+    _compare(item)
+
+
+def rate(
+    source: torch.device,
+    target: torch.device,
+    *,
+    both_ways: bool = False,
+    computing: bool = False,
+) -> Rate:
+    """Measure a way, alone or not.
+
+    Args:
+        source: a device, or the host.
+        target: the same; one of the two is a device.
+        both_ways: while as much flows from ``target`` to ``source``.
+        computing: while the GPUs among the two multiply matrices.
+
+    Returns:
+        The line through the times of several sizes.
+
+    Raises:
+        Changed: bytes arrived changed.
+    """
+    sizes = HOST_SIZES if source.type == target.type == hardware.CPU else DEVICE_SIZES
+    busy = [device for device in (source, target) if device.type == "cuda"] if computing else []
+    times: list[float] = []
+    for size in sizes:
+        items = [_shipment(source, target, size)] + ([_shipment(target, source, size)] if both_ways else [])
+        slowest_s = max(1e-3, 40 * times[-1] if times else 0)  # sizes grow up to 16 times, and company slows down
+        times.append(hardware.copy_s(items, _REPEATS, busy, min(1.0, _REPEATS * slowest_s))[0])
+        for item in items:
+            _compare(item)
+    latency_s, bandwidth = fit(sizes, times)
+    return Rate(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
+
+
+def through_host(to_host: Rate, from_host: Rate) -> Rate:
+    """One after the other: what goes by way of the host's memory."""
+    seconds_per_byte = 1 / to_host.bandwidth_bytes_per_s + 1 / from_host.bandwidth_bytes_per_s
+    return Rate(
+        latency_s=significant(to_host.latency_s + from_host.latency_s),
+        bandwidth_bytes_per_s=significant(1 / seconds_per_byte),
+    )
+
+
+def _shipment(source: torch.device, target: torch.device, size_bytes: int) -> hardware.Shipment:
+    pinned = "cuda" in (source.type, target.type)
+    sent, received = (_room(place, size_bytes, pinned) for place in (source, target))
+    sent.copy_(_pattern(size_bytes))
+    return hardware.Shipment(sent, received, source, target)
+
+
+def _room(place: torch.device, size_bytes: int, pinned: bool) -> Tensor:
+    if place == hardware.HOST:
+        return hardware.host_buffer(size_bytes, pinned)
+    return torch.zeros(size_bytes, dtype=torch.int8, device=place)
+
+
+def _compare(item: hardware.Shipment) -> None:
+    for device in (item.source, item.target):
+        hardware.synchronise(device)
+    expected = _pattern(item.received.numel()).to(item.received.device)
+    wrong = int((item.received != expected).sum())
+    if wrong:
+        raise Changed(wrong, item.received.numel())
+
+
+def _pattern(size_bytes: int) -> Tensor:
+    return _tile().repeat(-(-size_bytes // _TILE))[:size_bytes]
+
+
+@cache
+def _tile() -> Tensor:
+    generator = torch.Generator().manual_seed(_TILE)
+    return torch.randint(-128, 128, (_TILE,), dtype=torch.int8, generator=generator)
+
+
+def fit(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
+    """The latency and bandwidth of ``time = latency + size / bandwidth`` with the least squared relative error.
+
+    Args:
+        sizes: in bytes, at least two different ones.
+        times_s: measured, in seconds.
+
+    Returns:
+        Latency in seconds, at least 0, and bandwidth in bytes per second; where the line does not rise, the bandwidth
+        is that of the largest size.
+    """
+    weights = [1 / max(t, 1e-9) ** 2 for t in times_s]
+    total = sum(weights)
+    mean_size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
+    mean_time = sum(w * t for w, t in zip(weights, times_s, strict=True)) / total
+    spread = sum(w * (n - mean_size) ** 2 for w, n in zip(weights, sizes, strict=True))
+    slope = sum(w * (n - mean_size) * (t - mean_time) for w, n, t in zip(weights, sizes, times_s, strict=True)) / spread
+    if slope <= 0:
+        return 0.0, significant(sizes[-1] / max(times_s[-1], 1e-9))
+    latency = mean_time - slope * mean_size
+    if latency < 0:  # a line through the origin
+        slope = sum(w * n * t for w, n, t in zip(weights, sizes, times_s, strict=True)) / sum(
+            w * n * n for w, n in zip(weights, sizes, strict=True)
+        )
+    return significant(max(0.0, latency)), significant(1 / slope)

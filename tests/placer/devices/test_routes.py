@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from corruption import corrupt
+
+import placer
+from placer import devices
+from placer.devices import routes
+from placer.testing import logical_devices
+
+ONE, TWO = torch.device("cpu", 0), torch.device("cpu", 1)
+
+
+@pytest.fixture(autouse=True)
+def no_detours_left() -> Iterator[None]:
+    yield
+    routes._detours.clear()
+
+
+def test_a_copy_over_a_bad_link_arrives_changed_until_it_takes_the_detour(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt = corrupt(monkeypatch, ("cpu:0", "cpu:1"))
+    with logical_devices(2):
+        there = torch.ones(4).to(ONE)
+        assert devices.copy(there, TWO).sum() == 5
+        devices.detour(ONE, TWO)
+        around = devices.copy(there, TWO)
+        assert around.sum() == 4
+        assert devices.location(around) == TWO
+    assert spoilt() == 1
+
+
+def test_only_the_bad_direction_takes_the_detour() -> None:
+    devices.detour(ONE, TWO)
+    assert devices.has_detour(ONE, TWO)
+    assert not devices.has_detour(TWO, ONE)
+    devices.straight(ONE, TWO)
+    assert not devices.has_detour(ONE, TWO)
+
+
+def test_gradients_take_the_detour_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt(monkeypatch, ("cpu:1", "cpu:0"))
+    gradients = []
+    with logical_devices(2):
+        for _ in range(2):
+            x = torch.ones(4).to(ONE).requires_grad_()
+            devices.move(x, TWO).sum().backward()
+            assert x.grad is not None
+            gradients.append(x.grad.sum().item())
+            devices.detour(TWO, ONE)
+    assert gradients == [5, 4]
+
+
+def test_a_courier_takes_the_detour_and_uses_its_buffer_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt = corrupt(monkeypatch, ("cpu:0", "cpu:1"))
+    courier = devices.Courier()
+    devices.detour(ONE, TWO)
+    with logical_devices(2):
+        target = torch.zeros(4).to(TWO)
+        for value in (1.0, 2.0):
+            courier.send(torch.full((4,), value).to(ONE), None, target, None, "values")
+            assert target.tolist() == [value] * 4
+    assert spoilt() == 0
+    assert len(courier._stopovers) == 1
+
+
+@pytest.mark.parametrize("detoured", [False, True])
+def test_a_placed_model_over_a_bad_link_is_right_by_the_detour_and_wrong_without(
+    monkeypatch: pytest.MonkeyPatch, detoured: bool
+) -> None:
+    corrupt(monkeypatch, ("cpu:0", "cpu:1"))
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double(), torch.randn(3, 4).double()
+    expected = model(x)
+    with logical_devices(2):
+        flow = placer.DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+        flow.layer_gpus.update({"0": 0, "1": 1})
+        flow.update_flow()
+        if detoured:
+            devices.detour(ONE, TWO)
+        result = flow(x)
+        assert torch.allclose(result.to("cpu"), expected, rtol=1e-12) is detoured
