@@ -38,25 +38,29 @@ def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
 
 def _critical_path(problem: Problem) -> float:
     """The longest path through the layers on their fastest devices with free transfers, forwards and backwards."""
-    fastest = _fastest(problem, problem.forward_ms)
+    fastest = fastest_ms(problem, problem.forward_ms)
     arcs = [(value.source, reader) for value in problem.values for reader in value.readers]
-    length = _longest_path(range(len(fastest)), fastest, arcs)
+    length = max(longest_paths(range(len(fastest)), fastest, arcs))
     if problem.training:
-        fastest = _fastest(problem, problem.backward_ms)
+        fastest = fastest_ms(problem, problem.backward_ms)
         back = [(r, value.source) for value in problem.values if value.gradient_bytes for r in value.readers]
-        length += _longest_path(range(len(fastest) - 1, -1, -1), fastest, back)
+        length += max(longest_paths(range(len(fastest) - 1, -1, -1), fastest, back))
     return length * (1 - 1e-12)
 
 
-def _fastest(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[float]:
+def fastest_ms(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[float]:
+    """By layer, its time on the fastest device that it may be on."""
     return [min(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)]
 
 
-def _longest_path(order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> float:
+def longest_paths(
+    order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]
+) -> list[float]:
+    """By layer, the weight of the heaviest path that ends with it; every arc runs with the order."""
     inputs: list[list[int]] = [[] for _ in weight]
     for source, target in arcs:
         inputs[target].append(source)
     finish = [0.0] * len(weight)
     for layer in order:
         finish[layer] = max((finish[source] for source in inputs[layer]), default=0.0) + weight[layer]
-    return max(finish)
+    return finish

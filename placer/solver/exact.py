@@ -55,8 +55,8 @@ def best_cut(problem: Problem, nodes: Reduction, order: Sequence[int] | None = N
         order: another topological order of the nodes; theirs if left out.
     """
     blocks = _blocks(problem, nodes, order or range(len(nodes.nodes)))
-    classes, exact = _classes(problem)
-    table = _Stages(problem, nodes, blocks, classes)
+    classes, exact = device_classes(problem)
+    table = CutTable(problem, nodes, blocks, classes)
     best, counts = table.fill()
     if not np.isfinite(best):
         return Cut(None, 0.0)
@@ -68,7 +68,7 @@ def best_cut(problem: Problem, nodes: Reduction, order: Sequence[int] | None = N
 
 def work_of_cut(problem: Problem, nodes: Reduction) -> int:
     """About how many numbers a cut looks at."""
-    classes, _ = _classes(problem)
+    classes, _ = device_classes(problem)
     states = prod(len(members) + 1 for members in classes)
     return states * len(classes) * min(len(nodes.nodes), MOST_NODES) ** 2
 
@@ -91,7 +91,7 @@ def _blocks(problem: Problem, nodes: Reduction, order: Sequence[int]) -> list[li
     return [[order[place] for place in run] for _, run in runs]
 
 
-def _classes(problem: Problem) -> tuple[list[list[int]], bool]:
+def device_classes(problem: Problem) -> tuple[list[list[int]], bool]:
     """Devices that may be swapped, and True; with too many classes, those of one type and limit, and False."""
     classes = problem.alike_devices()
     if prod(len(members) + 1 for members in classes) <= MOST_STATES:
@@ -104,7 +104,7 @@ def _classes(problem: Problem) -> tuple[list[list[int]], bool]:
     return [list(range(len(problem.devices)))], False
 
 
-class _Stages:
+class CutTable:
     """The table of the dynamic program, by how many devices of each class the later stages take."""
 
     def __init__(self, problem: Problem, nodes: Reduction, blocks: list[list[int]], classes: list[list[int]]) -> None:
@@ -146,10 +146,11 @@ class _Stages:
     def _options(self, counts: Counts, kind: int) -> Table:
         """By first block and end, the value where a device of that class takes the stage between."""
         later = self.best[_less(counts, kind)]
-        joined: Table = self.join(self._cost(kind, sum(counts)), later[None, :])
+        joined: Table = self.join(self.cost(kind, sum(counts)), later[None, :])
         return joined
 
-    def _cost(self, kind: int, stages_left: int) -> Table:
+    def cost(self, kind: int, stages_left: int) -> Table:
+        """By first block and end, what a stage there costs, with so many stages left, itself included."""
         key = kind, self.intervals.flight(stages_left)
         if key not in self._costs:
             self._costs[key] = self.intervals.cost(self.classes[kind][0], key[1])
