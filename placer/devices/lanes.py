@@ -8,7 +8,6 @@ mark = lane.mark()         stands for all that was issued so far
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -37,19 +36,22 @@ class Lane:
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device) if caller else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._active: list[ExitStack] = []
+        self._before: list[tuple[int, torch.cuda.Stream]] = []
 
     def __enter__(self) -> Lane:
-        stack = ExitStack()
+        # As torch.cuda.stream does it, at a fifth of the host's time: a step enters lanes hundreds of times.
         if self._stream is not None:
-            stack.enter_context(torch.cuda.stream(self._stream))
-        self._active.append(stack)
+            self._before.append((torch.cuda.current_device(), torch.cuda.current_stream(self._stream.device_index)))
+            torch.cuda.set_stream(self._stream)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._active.pop().close()
+        if self._stream is not None:
+            device, stream = self._before.pop()
+            torch.cuda.set_stream(stream)
+            torch.cuda.set_device(device)
 
     def wait(self, *marks: Mark) -> None:
         """Let what follows start after these marks; on a CPU stand-in the caller itself waits for a GPU's."""

@@ -8,21 +8,27 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
-from placer.executor.pipeline import clock, cut
+from placer.executor.faults import Place, explain
+from placer.executor.kept import Kept
+from placer.executor.pipeline import cut
 from placer.executor.segments import Segment, segments
 from placer.executor.stage import Head, Stage
+from placer.executor.statistics import BatchStatistics
 from placer.executor.weights import Weights
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 from placer.schedule import Phase as Half
-from placer.schedule import plan
+from placer.schedule import Plan, plan
 from placer.schema import Schedule
 
 Loss = Callable[[Any, Any], Tensor]
@@ -40,17 +46,38 @@ class Pass(NamedTuple):
     ended: Mark
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What a pipeline is to do with batches of one shape.
+
+    Attributes:
+        loss_fn: ``loss_fn(output, target)``, a mean over samples.
+        outputs: structure of the model's result.
+        target: structure of the target.
+        schedule: the order of micro-batches.
+        sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
+        deferred_batch_norm: whether running statistics follow whole batches.
+    """
+
+    loss_fn: Loss
+    outputs: Structure
+    target: Structure
+    schedule: Order
+    sizes: tuple[int, ...]
+    deferred_batch_norm: bool = False
+
+    def loss(self, leaves: list[Any], targets: list[Any]) -> Tensor:
+        """The loss from the flattened result and target of a micro-batch."""
+        return self.loss_fn(self.outputs.unflatten(leaves), self.target.unflatten(targets))
+
+
 class TrainingPipeline:
     """The stages of one capture, ready for batches of one shape.
 
     Args:
         graph: of the model at the micro-batch's shape.
         places: the device of every layer.
-        outputs: structure of the model's result.
-        loss_fn: ``loss_fn(output, target)``, a mean over samples.
-        target: structure of the target.
-        schedule: the order of micro-batches; used where every device holds one segment, else fill-drain is.
-        sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
+        recipe: what is done with them.
 
     Attributes:
         trace: a list that collects every pass of the next batches; None, as it is at first, to collect none.
@@ -60,35 +87,29 @@ class TrainingPipeline:
         self,
         graph: LayerGraph,
         places: Sequence[torch.device],
-        outputs: Structure,
-        loss_fn: Loss,
-        target: Structure,
-        schedule: Order,
-        sizes: Sequence[int],
+        recipe: Recipe,
     ) -> None:
         self.graph = graph
-        self.sizes = tuple(sizes)
-        self.chunks = chunks = len(sizes)
+        self.recipe = recipe
+        self.sizes = recipe.sizes
+        self.chunks = len(self.sizes)
         self.weights = Weights.of(graph)
+        self.statistics = BatchStatistics(graph.state) if recipe.deferred_batch_norm else None
         parts = segments(graph, places, self.weights.lookup(graph))
         last = parts[-1].device
         head = Head(
             graph.outputs,
-            lambda leaves, targets: loss_fn(outputs.unflatten(leaves), target.unflatten(targets)),
+            recipe.loss,
             torch.zeros((), device=last, dtype=torch.float64),
             torch.ones((), device=last),
         )
-        chain = len({part.device for part in parts}) == len(parts)
-        self.split = schedule == "zero-bubble" and chain
-        self.stages = _stages(graph, parts, head, self.split)
-        self.lanes = {stage.device: Lane(stage.device) for stage in self.stages}
+        self.lanes = {part.device: Lane(part.device) for part in parts}
+        self._device_of = [list(self.lanes).index(part.device) for part in parts]
+        self.plan = plan(recipe.schedule, self._device_of, self.chunks)
+        self.stages = _stages(graph, parts, head, self.plan.split, self.statistics)
         self.courier = Courier()
-        held = min(chunks, 2 * len(parts) - 1)
-        self.in_flight = [held] * len(parts)
-        self.order: list[tuple[int, Half, int]] = []
-        if not self.split:
-            self.order = _issue_order(len(parts), schedule if chain and schedule != "zero-bubble" else None, chunks)
-            self.in_flight = _in_flight(self.order, len(parts))
+        mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
+        self._kept = Kept(graph.state[name] for name in mutated)
         self.trace: list[Pass] | None = None
         self._prepared = False
         self._scaled = False
@@ -110,22 +131,52 @@ class TrainingPipeline:
         parts, goals = cut(batch, self.sizes), cut(targets, self.sizes)
         if not self._prepared:
             self._prepare(parts, goals)
+        self._kept.save()
         callers = {place: Lane(place, caller=True) for place in self.lanes}
+        begun = [caller.mark() for caller in callers.values()]
         for lane in self.lanes.values():
-            for caller in callers.values():
-                lane.wait(caller.mark())
-        self.weights.begin(self.lanes, keep)
-        head = self.stages[-1].head
-        assert head is not None
-        with self.lanes[self.stages[-1].device], torch.no_grad():
-            head.total.zero_()
-            self._set_scale(head, scale)
-        start = {place: lane.mark() for place, lane in self.lanes.items()}
-        _Step(self, parts, goals, start).issue()
+            lane.wait(*begun)
+        try:
+            self._issue(parts, goals, keep, scale)
+        except BaseException:
+            self._recover()
+            raise
         for place, caller in callers.items():
             caller.wait(self.lanes[place].mark())
         self.weights.finish()
+        if self.statistics is not None:
+            self.statistics.commit()
+        head = self._head
         return head.total.to(head.dtype, copy=True)
+
+    @property
+    def _head(self) -> Head:
+        head = self.stages[-1].head
+        assert head is not None
+        return head
+
+    def _issue(
+        self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]], keep: bool, scale: Tensor | None
+    ) -> None:
+        """Issue a batch to the lanes."""
+        self.weights.begin(self.lanes, keep)
+        if self.statistics is not None:
+            self.statistics.begin()
+        with self.lanes[self.stages[-1].device], torch.no_grad():
+            self._head.total.zero_()
+            self._set_scale(self._head, scale)
+        start = {place: lane.mark() for place, lane in self.lanes.items()}
+        _Step(self, parts, goals, start).issue()
+
+    def _recover(self) -> None:
+        """After a batch that failed: nothing runs any more, buffers are as they were, and there are no gradients."""
+        with suppress(RuntimeError):  # of a device that is lost the first error tells
+            for place in self.lanes:
+                devices.synchronise(place)
+        for stage in self.stages:
+            stage.release()
+        self._kept.restore()
+        self.weights.drop()
 
     def _set_scale(self, head: Head, scale: Tensor | None) -> None:
         if scale is not None:
@@ -134,18 +185,24 @@ class TrainingPipeline:
             head.scale.fill_(1.0)
         self._scaled = scale is not None
 
-    def _balanced_order(self) -> list[tuple[int, Half, int]]:
-        """Zero-bubble by the stages' own times."""
+    def _balanced(self) -> Plan:
+        """The schedule by the stages' own times, where there is room for it."""
         forward, backward, weights = zip(*(stage.pass_ms() for stage in self.stages), strict=True)
         whole = [one + other for one, other in zip(backward, weights, strict=True)]
-        places = range(len(self.stages))
-        found = plan("zero-bubble", places, self.chunks, forward_ms=forward, backward_ms=whole, weights_ms=weights)
-        return list(found.issue)
+        found = plan(
+            self.recipe.schedule,
+            self._device_of,
+            self.chunks,
+            forward_ms=forward,
+            backward_ms=whole,
+            weights_ms=weights,
+        )
+        fits = all(new <= old for new, old in zip(found.in_flight, self.plan.in_flight, strict=True))
+        return found if fits else self.plan
 
     def _prepare(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
         """Make every stage's slots from these micro-batches, and record them; buffers and random numbers stay."""
-        mutated = {name for layer in self.graph.layers for name in layer.mutated}
-        kept = {name: self.graph.state[name].clone() for name in mutated}
+        self._kept.save()
         try:
             with devices.keep_random_state(list(self.lanes)):
                 self._open(parts, goals)
@@ -154,28 +211,45 @@ class TrainingPipeline:
                 stage.close_slots()
             raise
         finally:
-            with torch.no_grad():
-                for name, value in kept.items():
-                    self.graph.state[name].copy_(value)
+            self._kept.restore()
         self._prepared = True
 
     def _open(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
         """Give every stage its slots, one stage's results to the next, and record their passes."""
         shares = [size / sum(self.sizes) for size in self.sizes]
-        last = self.chunks - 1 if self.sizes[-1] != self.sizes[0] else None
-        whole = self.chunks if last is None else last
+        last = self.chunks - 1
+        uneven = self.sizes[last] != self.sizes[0]
         known: dict[str, Any] = dict(zip(self.graph.inputs, parts[0], strict=True))
         for index, stage in enumerate(self.stages):
-            known |= stage.open_slots(min(whole, self.in_flight[index]), known, goals[0], shares[0])
-        if last is not None:
-            known = dict(zip(self.graph.inputs, parts[last], strict=True))
-            for stage in self.stages:
+            with self._naming(index, "first", 0):
+                room = min(self.chunks - uneven, self.plan.in_flight[index])
+                known |= stage.open_slots(room, known, goals[0], shares[0])
+        known = dict(zip(self.graph.inputs, parts[last], strict=True))
+        for index, stage in enumerate(self.stages if uneven else ()):
+            with self._naming(index, "first", last):
                 known |= stage.open_tail(last, known, goals[last], shares[last])
-        for stage in self.stages:
-            devices.synchronise(stage.device)
-            stage.record()
-        if self.split:
-            self.order = self._balanced_order()
+        for index, stage in enumerate(self.stages):
+            with self._naming(index, "recorded", 0):
+                devices.synchronise(stage.device)
+                stage.record()
+        if self.recipe.schedule in ("zero-bubble", "interleaved"):
+            self.plan = self._balanced()
+
+    @contextmanager
+    def _naming(self, index: int, phase: str, micro_batch: int) -> Iterator[None]:
+        """Let an error inside say in which pass it happened."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error, index, phase, micro_batch)
+
+    def fail(self, error: BaseException, index: int, phase: str, micro_batch: int) -> NoReturn:
+        """Raise for an error what says in which pass it happened."""
+        stage = self.stages[index]
+        found = explain(error, Place(micro_batch, phase, index, len(self.stages), stage.device, stage.trail.layer))
+        if found is error:
+            raise error
+        raise found from error
 
 
 class _Step:
@@ -191,11 +265,11 @@ class _Step:
         self._stages = pipeline.stages
         self._lanes = pipeline.lanes
         self._courier = pipeline.courier
-        self._order = pipeline.order
+        self._pipeline = pipeline
         self._batch = [dict(zip(pipeline.graph.inputs, part, strict=True)) for part in parts]
         self._goals = goals
         self._start = start
-        self._last: Half = "weights" if pipeline.split else "backward"
+        self._last: Half = "weights" if pipeline.plan.split else "backward"
         self._trace = pipeline.trace
         self._maker = {name: index for index, stage in enumerate(self._stages) for name in stage.writes}
         self._done: dict[tuple[int, Half, int], Mark] = {}
@@ -204,7 +278,7 @@ class _Step:
 
     def issue(self) -> None:
         """Issue every pass."""
-        for stage, phase, micro_batch in self._order:
+        for stage, phase, micro_batch in self._pipeline.plan.issue:
             if phase == "forward":
                 self._forward(stage, micro_batch)
             elif phase == "backward":
@@ -263,14 +337,19 @@ class _Step:
         lane = self._lanes[self._stages[index].device]
         lane.wait(*after)
         began = lane.mark(timed=True) if self._trace is not None else None
-        with lane:
-            work()
+        try:
+            with lane:
+                work()
+        except BaseException as error:
+            self._pipeline.fail(error, index, phase, chunk)
         ended = self._done[index, phase, chunk] = lane.mark(timed=self._trace is not None)
         if self._trace is not None:
             self._trace.append(Pass(index, phase, chunk, began, ended))
 
 
-def _stages(graph: LayerGraph, parts: Sequence[Segment], head: Head, split: bool) -> list[Stage]:
+def _stages(
+    graph: LayerGraph, parts: Sequence[Segment], head: Head, split: bool, statistics: BatchStatistics | None
+) -> list[Stage]:
     """Segments with what passes between them; the last one has the loss."""
     made_by = {name: index for index, part in enumerate(parts) for step in part.steps for name in step.layer.writes}
     reads: list[dict[str, None]] = []
@@ -287,28 +366,6 @@ def _stages(graph: LayerGraph, parts: Sequence[Segment], head: Head, split: bool
                 if made_by.get(name) == index:
                     writes.setdefault(name, []).append(reader)
         last = index == len(parts) - 1
-        stages.append(Stage(part, graph.values, tuple(reads[index]), writes, head if last else None, split))
+        gather = nullcontext if statistics is None else partial(statistics.gather, index)
+        stages.append(Stage(part, graph.values, tuple(reads[index]), writes, head if last else None, split, gather))
     return stages
-
-
-def _issue_order(count: int, schedule: Schedule | None, chunks: int) -> list[tuple[int, Half, int]]:
-    """Every pass of a step, after all that it waits for."""
-    if schedule is not None:
-        return list(plan(schedule, range(count), chunks).issue)
-    return list(_fill_drain(count, chunks))
-
-
-def _fill_drain(count: int, chunks: int) -> Iterator[tuple[int, Half, int]]:
-    for stage, chunk in clock(count, chunks):
-        yield stage, "forward", chunk
-    for stage, chunk in clock(count, chunks):
-        yield count - 1 - stage, "backward", chunk
-
-
-def _in_flight(order: Sequence[tuple[int, Half, int]], stages: int) -> list[int]:
-    """The most micro-batches that each stage holds at once."""
-    held, most = [0] * stages, [0] * stages
-    for stage, phase, _ in order:
-        held[stage] += 1 if phase == "forward" else -1
-        most[stage] = max(most[stage], held[stage])
-    return most
