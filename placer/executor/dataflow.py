@@ -26,6 +26,7 @@ from placer.executor.hooked import HookPath
 from placer.executor.pipeline import gather, run, scatter
 from placer.executor.program import Capture, Program
 from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
+from placer.executor.statistics import BatchStatistics
 from placer.executor.stream import Streams
 from placer.executor.train import Loss, Order
 from placer.executor.train_step import TrainStep
@@ -53,6 +54,8 @@ class DataFlow(nn.Module):
         fine_grained: ``layer_gpus`` names every leaf module; else the module's named children.
         enable_clone: keep the weights on every device, so that ``update_flow`` moves nothing. For inference: under
             gradients it refuses, since the clones would not be trained.
+        deferred_batch_norm: let the running statistics of batch normalisation follow whole batches, each once, as on
+            the unsplit model; else every micro-batch updates them. Normalised is by micro-batch either way.
 
     Attributes:
         module: the model.
@@ -72,6 +75,7 @@ class DataFlow(nn.Module):
         clear_cache: bool = True,
         fine_grained: bool = False,
         enable_clone: bool = False,
+        deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -84,6 +88,7 @@ class DataFlow(nn.Module):
         self.clear_cache = clear_cache
         self.fine_grained = fine_grained
         self.enable_clone = enable_clone
+        self.deferred_batch_norm = deferred_batch_norm
         self.chunks = 1
         self.schedule: Schedule = "1f1b"
         self._home = Home(module)
@@ -252,7 +257,13 @@ class DataFlow(nn.Module):
     def _run_captured(self, captures: list[Capture], parts: list[list[Any]], weights: list[int]) -> Any:
         plans = [self._plan(capture) for capture in captures]
         batches = [MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)]
-        run([pipeline for _, pipeline in plans], batches)
+        pipeline = [segments for _, segments in plans]
+        if self.deferred_batch_norm and self.module.training and len(parts) > 1:
+            statistics = BatchStatistics(plans[0][0].state)
+            run(pipeline, batches, statistics.gather)
+            statistics.commit()
+        else:
+            run(pipeline, batches)
         results = [
             [batch.read(name, self.output_device) for name in graph.outputs]
             for (graph, _), batch in zip(plans, batches, strict=True)
@@ -370,6 +381,7 @@ class DataFlow(nn.Module):
         self._granularity = tuple(places)
         self.chunks = placement.chunks
         self.schedule = placement.schedule
+        devices.take_detours(placement.through_host)
 
     def _device(self, place: DeviceLike) -> torch.device:
         """A device as this flow names it: a bare index means the flow's own kind."""

@@ -10,7 +10,8 @@ Every device works through what was issued to it, so while segment 1 computes mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.errors import InputError
+from placer.executor.faults import Place, explain
 from placer.executor.segments import MicroBatch, Segment
 
 
@@ -28,15 +30,32 @@ def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
             yield segment, tick - segment
 
 
-def run(pipeline: Sequence[Sequence[Segment]], batches: Sequence[MicroBatch]) -> None:
+def run(
+    pipeline: Sequence[Sequence[Segment]],
+    batches: Sequence[MicroBatch],
+    gather: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Run every micro-batch through its segments; all have as many segments.
 
     Args:
         pipeline: the segments of each micro-batch (a last, smaller one may have been captured apart).
         batches: the values of each, which hold the outputs afterwards.
+        gather: enters what a segment of this number runs in.
+
+    Raises:
+        StageError: a layer failed.
     """
     for segment, chunk in clock(len(pipeline[0]), len(batches)):
-        pipeline[chunk][segment].run(batches[chunk])
+        part, batch = pipeline[chunk][segment], batches[chunk]
+        try:
+            with gather(segment):
+                part.run(batch)
+        except BaseException as error:
+            place = Place(chunk, "forward", segment, len(pipeline[0]), part.device, batch.trail.layer)
+            found = explain(error, place)
+            if found is error:
+                raise
+            raise found from error
 
 
 def scatter(tensors: Sequence[Any], chunks: int, batch: int) -> list[list[Any]]:

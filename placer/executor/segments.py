@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.executor.faults import Trail
 from placer.graph.layers import Layer, LayerGraph
 
 StateLookup = Callable[[str, torch.device], Tensor]
@@ -37,6 +38,7 @@ class Step:
     def run(self, values: MicroBatch) -> None:
         """Compute the layer for one micro-batch."""
         layer, device = self.layer, self.device
+        values.trail.enter(layer.name)
         state = self.state
         if self.foreign:
             state = [values.state(name, tensor, device) for name, tensor in zip(layer.state, state, strict=True)]
@@ -44,6 +46,7 @@ class Step:
         with devices.current(device):
             writes = layer.function(device, state, reads)
         values.write(layer.writes, writes)
+        values.trail.leave(layer.name, writes)
         for index in self.foreign:
             if layer.state[index] in layer.mutated:
                 self._bring_back(index, state[index])
@@ -68,9 +71,16 @@ class Segment:
 
 
 class MicroBatch:
-    """The values of one micro-batch: where they were made, and a copy on each device that reads them, sent once."""
+    """The values of one micro-batch: where they were made, and a copy on each device that reads them, sent once.
 
-    def __init__(self, names: Iterable[str], tensors: Iterable[Any]) -> None:
+    Args:
+        names: of the values that are given.
+        tensors: those values.
+        trail: is told which layer runs.
+    """
+
+    def __init__(self, names: Iterable[str], tensors: Iterable[Any], trail: Trail | None = None) -> None:
+        self.trail = Trail() if trail is None else trail
         self._made: dict[str, Any] = dict(zip(names, tensors, strict=True))
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
 

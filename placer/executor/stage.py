@@ -9,7 +9,7 @@ On a GPU every pass of every slot is one CUDA graph; where that cannot be had th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +19,12 @@ from torch import Tensor
 
 from placer import devices
 from placer.executor.deferred import DeferWeights, Queue
+from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment
 from placer.graph.layers import Value
+
+LOSS = "(loss)"
+"""What stands for the loss where a layer is named."""
 
 Reader = int | None
 """The stage that reads a value; None for the loss."""
@@ -100,6 +104,7 @@ class Stage:
         writes: for each value that is read elsewhere: the stages that read it.
         head: the loss, in the last stage.
         split: whether weight gradients are a pass of their own.
+        gather: enters what a forward pass runs in, beside: statistics over the whole batch.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class Stage:
         writes: Mapping[str, Sequence[int]],
         head: Head | None = None,
         split: bool = False,
+        gather: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.segment = segment
         self.device = segment.device
@@ -117,9 +123,11 @@ class Stage:
         self.writes = dict(writes)
         self.head = head
         self.split = split
+        self.gather = gather
         self.slots: list[Slot] = []
         self.tail: dict[int, Slot] = {}
         self.not_recorded_because = ""
+        self.trail = Trail(backwards=True)
         self._values = values
 
     def open_slots(
@@ -175,6 +183,14 @@ class Stage:
         first.leaves, first.outputs, first.roots = {}, {}, []
         return slots, {name: value.detach() if isinstance(value, Tensor) else value for name, value in made.items()}
 
+    def release(self) -> None:
+        """Let go of what passes that ran left in the slots, after a failure; recorded passes keep theirs."""
+        if self.device.type == "cuda" and not self.not_recorded_because:
+            return
+        for slot in (*self.slots, *self.tail.values()):
+            slot.leaves, slot.outputs, slot.roots, slot.input_gradients = {}, {}, [], {}
+            slot.deferred.clear()
+
     def slot(self, micro_batch: int) -> Slot:
         """The slot that a micro-batch goes through."""
         return self.tail.get(micro_batch) or self.slots[micro_batch % len(self.slots)]
@@ -220,12 +236,13 @@ class Stage:
             if isinstance(value, Tensor) and self._values[name].requires_grad and value.is_floating_point():
                 slot.leaves[name] = value.detach().requires_grad_()
                 inputs[name] = _Entrance.apply(slot.leaves[name])  # type: ignore[no-untyped-call]
-        batch = MicroBatch(inputs.keys(), inputs.values())
+        batch = MicroBatch(inputs.keys(), inputs.values(), self.trail)
         slot.deferred.clear()
-        with DeferWeights(slot.deferred) if self.split else nullcontext():
+        with self.gather(), DeferWeights(slot.deferred) if self.split else nullcontext():
             self.segment.run(batch)
         slot.outputs = {name: batch.read(name, self.device) for name in self.writes}
         if self.head is not None:
+            self.trail.enter(LOSS)
             loss = self.head.loss([batch.read(name, self.device) for name in self.head.names], slot.targets)
             self.head.dtype = loss.dtype
             slot.roots = [loss * slot.weight]

@@ -12,7 +12,7 @@ from placer.errors import InputError
 from placer.executor.assignment import Assignment
 from placer.executor.pipeline import cut, micro_batch_sizes
 from placer.executor.program import Capture
-from placer.executor.train import SCHEDULES, Loss, Order, TrainingPipeline
+from placer.executor.train import SCHEDULES, Loss, Order, Recipe, TrainingPipeline
 from placer.executor.update import Update
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph
@@ -25,6 +25,7 @@ class Flow(Protocol):
     module: nn.Module
     chunks: int
     enable_clone: bool
+    deferred_batch_norm: bool
 
     @property
     def assignment(self) -> Assignment | None:
@@ -149,14 +150,20 @@ class TrainStep:
         if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
             return self._pipeline(tensors, inputs, target, _equal_sizes(len(sizes), sum(sizes)))
-        key = (capture, tuple(sizes), target.key)
+        key = (capture, tuple(sizes), target.key, self.flow.deferred_batch_norm)
         if key in self._pipelines and self._pipelines[key].weights.stale():
             del self._pipelines[key]
         if key not in self._pipelines:
             graph, places = flow.layers(capture)
-            self._pipelines[key] = TrainingPipeline(
-                graph, places, capture.exported.outputs, self.loss_fn, target, self.schedule, sizes
+            recipe = Recipe(
+                self.loss_fn,
+                capture.exported.outputs,
+                target,
+                self.schedule,
+                tuple(sizes),
+                self.flow.deferred_batch_norm,
             )
+            self._pipelines[key] = TrainingPipeline(graph, places, recipe)
         return self._pipelines[key]
 
     def _through_hooks(

@@ -1,0 +1,90 @@
+"""What failed and where: the error of a stage names its segment, device, layer and micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer.errors import PlacerError, StageError
+
+
+class StageMemoryError(StageError, torch.OutOfMemoryError):
+    """A device ran out of memory while a pipeline ran a layer; also what torch raises then."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A pass of a micro-batch through a segment.
+
+    Attributes:
+        micro_batch: its number, from 0.
+        phase: which pass.
+        segment: its number in the pipeline, from 0.
+        segments: how many there are.
+        device: of the segment.
+        layer: the one that ran; None where it is not known.
+    """
+
+    micro_batch: int
+    phase: str
+    segment: int
+    segments: int
+    device: torch.device
+    layer: str | None
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f", layer {self.layer!r}"
+        return f"the {self.phase} pass of segment {self.segment} of {self.segments} on {self.device}{layer}"
+
+
+class Trail:
+    """Which layer runs, forwards or backwards.
+
+    Args:
+        backwards: whether to look at backward passes too, by hooks on what the layers make.
+
+    Attributes:
+        layer: the name of the one that began last; None before the first.
+    """
+
+    def __init__(self, backwards: bool = False) -> None:
+        self.layer: str | None = None
+        self._backwards = backwards
+
+    def enter(self, layer: str) -> None:
+        """A layer's forward pass begins."""
+        self.layer = layer
+
+    def leave(self, layer: str, made: Sequence[Any]) -> None:
+        """A layer's forward pass is over; the gradient of what it made is where its backward pass begins."""
+        if not self._backwards:
+            return
+        for value in made:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(partial(self._back, layer))  # type: ignore[no-untyped-call]
+
+    def _back(self, layer: str, gradient: Tensor) -> None:
+        self.layer = layer
+
+
+def explain(error: BaseException, place: Place) -> BaseException:
+    """What to raise for an error: one that says where it happened, or the same with a note of it.
+
+    Args:
+        error: what a pass raised. Interrupts and Placer's own errors stay what they are.
+        place: which pass.
+    """
+    if not isinstance(error, Exception) or isinstance(error, PlacerError):
+        error.add_note(f"while micro-batch {place.micro_batch} was in {place}")
+        return error
+    kind, help = StageError, ""
+    if isinstance(error, torch.OutOfMemoryError):
+        kind = StageMemoryError
+        help = "; place fewer layers there, or cut the batch into more micro-batches"
+    text = f"micro-batch {place.micro_batch} failed in {place}: {type(error).__name__}: {error}{help}"
+    return kind(text, str(place.device), place.layer, place.micro_batch)
