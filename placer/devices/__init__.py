@@ -4,8 +4,9 @@ A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every 
 ``placer.testing.logical_devices`` makes it behave like one.
 """
 
+from placer.devices.clock import Clock
 from placer.devices.identity import boot_id, host_name, place, speed_facts
-from placer.devices.lanes import Courier, Lane, Mark
+from placer.devices.lanes import Courier, Delivery, Lane, Mark
 from placer.devices.memory import context_bytes, library_bytes, memory_bytes, peak_bytes, release_cache
 from placer.devices.moving import copy, location, move, same, write
 from placer.devices.names import (
@@ -21,7 +22,7 @@ from placer.devices.names import (
     type_name,
 )
 from placer.devices.recording import NotRecordable, cache_bytes, keep_random_state, queued_ms, record, replay_ms
-from placer.devices.routes import HOST, detour, has_detour, straight
+from placer.devices.routes import HOST, detour, has_detour, straight, take_detours
 from placer.devices.stand_ins import Registry, observed, registries, stand_ins, unobserved
 from placer.devices.transfers import Shipment, copy_s, host_buffer
 
@@ -68,6 +69,7 @@ __all__ = [
     "stand_ins",
     "straight",
     "synchronise",
+    "take_detours",
     "type_name",
     "unobserved",
     "write",

@@ -9,7 +9,12 @@ which: this process then copies over none of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+from placer.devices.names import parse
+from placer.errors import InputError
 
 HOST = torch.device("cpu")
 """The host's memory, and no stand-in."""
@@ -20,6 +25,19 @@ _detours: set[tuple[torch.device, torch.device]] = set()
 def detour(source: torch.device, target: torch.device) -> None:
     """From now on, let what goes from ``source`` to ``target`` go through the host's memory."""
     _detours.add((source, target))
+
+
+def take_detours(links: Iterable[tuple[str, str]]) -> None:
+    """Let what goes over these links go through the host's memory.
+
+    Args:
+        links: names of sources and targets, as in a placement; those of devices elsewhere make no difference here.
+    """
+    for source, target in links:
+        try:
+            detour(parse(source), parse(target))
+        except InputError:
+            continue
 
 
 def straight(source: torch.device, target: torch.device) -> None:

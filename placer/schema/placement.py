@@ -157,6 +157,8 @@ class Placement(Wire):
         speedup: single_device.objective_value / objective_value, for times; None without a placement.
         infeasible: why there is none.
         limits: what limits it, where the request asks to explain.
+        through_host: the links, as source and target, that change bytes: what goes over them goes by way of the host's
+            memory where the placement is applied.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION
@@ -182,6 +184,7 @@ class Placement(Wire):
     speedup: float | None = None
     infeasible: Infeasibility | None = None
     limits: Limits | None = None
+    through_host: tuple[tuple[Name, Name], ...] = ()
 
     def to_json(self) -> str:
         """The placement as readable JSON."""

@@ -83,6 +83,7 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
         "chunks": request.chunks,
         "schedule": request.schedule,
         "contiguous": problem.contiguous,
+        "through_host": tuple((link.source, link.target) for link in request.placed_on.links if link.route == "host"),
     }
 
 

@@ -81,3 +81,23 @@ def test_a_placed_model_over_a_bad_link_is_right_by_the_detour_and_wrong_without
             devices.detour(ONE, TWO)
         result = flow(x)
         assert torch.allclose(result.to("cpu"), expected, rtol=1e-12) is detoured
+
+
+def test_a_placement_tells_which_links_to_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt(monkeypatch, ("cpu:0", "cpu:1"))
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double(), torch.randn(3, 4).double()
+    expected = model(x)
+    profile = placer.profile(model, x, ["cpu:0", "cpu:1"], progress=False, repeats=1)
+    rules = placer.Constraints(pinned={"0": "cpu:0", "1": "cpu:1"})
+    placement = placer.solve(placer.PlacementRequest(profile=profile, constraints=rules))
+    assert placement.through_host == (("cpu:0", "cpu:1"),)
+    routes._detours.clear()  # as in another process
+    with logical_devices(2):
+        flow = placer.DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+        flow.update_flow(placement)
+        assert torch.allclose(flow(x).to("cpu"), expected, rtol=1e-12)
+
+
+def test_links_between_devices_elsewhere_make_no_difference_here() -> None:
+    devices.take_detours([("node7/cuda:0", "node8/cuda:0"), ("cpu:0", "cpu:1")])
+    assert routes._detours == {(ONE, TWO)}
