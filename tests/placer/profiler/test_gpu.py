@@ -16,6 +16,9 @@ from placer.profiler.cluster import measure_cluster
 from placer.profiler.memory import measure_memory
 from placer.profiler.profile import profile
 from placer.profiler.timing import measure_time
+from placer.schema import PlacementRequest
+from placer.solver import memory
+from placer.solver.problem import Problem
 
 pytestmark = pytest.mark.gpu
 
@@ -73,26 +76,25 @@ def test_layer_times_add_up_to_the_whole_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_allocators_peak_is_predicted_and_never_undercut(name: str) -> None:
+def test_the_allocators_peak_in_training_is_predicted(name: str) -> None:
     model, x = MODELS[name]()
     found = profile(model, x, ["cuda:0"], optimizer=None, progress=False)
-    predicted = sum(
-        layer.param_bytes + layer.grad_bytes + layer.buffer_bytes + layer.saved_bytes for layer in found.layers
-    )
-    predicted += sum(edge.bytes for edge in found.edges if edge.saved_by)
-    predicted += max(max(layer.forward_workspace_bytes, layer.backward_workspace_bytes) for layer in found.layers)
+    problem = Problem.from_request(PlacementRequest(profile=found))
+    everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
+    predicted = memory.footprint(problem, everything).one.total_bytes
+    factor = torch.ones(32, 32, device="cuda:0", requires_grad=True)
+    (factor @ factor).sum().backward()  # the libraries' workspaces are the reserve's: there before the count begins
     before = torch.cuda.memory_allocated(0)
     model.cuda()
     x = x.cuda()
-    gradient = torch.randn_like(model(x))
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(0)
         model.zero_grad(set_to_none=False)
-        model(x).backward(gradient)
+        model(x).mean().backward()  # the loss is no layer, and holds next to nothing
     measured = torch.cuda.max_memory_allocated(0) - before
     print(f"{name}: predicted {predicted / 2**20:.1f} MiB, measured {measured / 2**20:.1f} MiB")
-    assert 0.95 * measured < predicted < 1.25 * measured
+    assert 0.95 * measured < predicted < 1.1 * measured
 
 
 @pytest.mark.parametrize("name", MODELS)
