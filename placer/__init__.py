@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from placer import testing as testing
     from placer.executor.dataflow import DataFlow as DataFlow
     from placer.graph.capture import capture as capture
+    from placer.profiler.merge import merge_profiles as merge_profiles
     from placer.profiler.profile import profile as profile
     from placer.refining import refine as refine
     from placer.schema import (
@@ -51,6 +52,7 @@ __all__ = [
     "Refinement",
     "capture",
     "distributed",
+    "merge_profiles",
     "profile",
     "refine",
     "solve",
@@ -73,6 +75,7 @@ _HOMES = {
     "Profile": "placer.schema",
     "Refinement": "placer.schema.refinement",
     "capture": "placer.graph.capture",
+    "merge_profiles": "placer.profiler.merge",
     "profile": "placer.profiler.profile",
     "refine": "placer.refining",
     "solve": "placer.solver.solve",
