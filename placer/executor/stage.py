@@ -82,6 +82,21 @@ class Slot:
     deferred: Queue = field(default_factory=list)
 
 
+class _Named(Queue):
+    """Weight gradients that are left for later, each with the layer that it is of."""
+
+    def __init__(self, trail: Trail) -> None:
+        super().__init__()
+        self._trail = trail
+
+    def append(self, add: Callable[[], None]) -> None:
+        super().append(partial(self._run, self._trail.layer, add))
+
+    def _run(self, layer: str | None, add: Callable[[], None]) -> None:
+        self._trail.layer = layer
+        add()
+
+
 class _Entrance(torch.autograd.Function):
     """Lets a layer write in place to what it reads: a leaf of autograd, and any view of one, may not be written to."""
 
@@ -167,6 +182,7 @@ class Stage:
             slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
+            slot.deferred = _Named(self.trail)
             slot.forward = partial(self._forward, slot)
             slot.backward = partial(self._backward, slot)
             slot.weights = partial(self._weights, slot)

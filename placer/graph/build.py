@@ -305,7 +305,7 @@ def _mutated(graph: fx.Graph, state: State) -> set[str]:
     mutated: set[str] = set()
     for node in operations:
         if _updates_running_statistics(node):
-            mutated.update(state.name_of[source] for source in node.all_input_nodes[3:] if source in state.name_of)
+            mutated.update(state.name_of[source] for source in node.args[3:5] if source in state.name_of)
         for target in written(node):
             mutated.update(state.name_of[root] for root in roots.get(target, {target}) if root in state.name_of)
     return mutated
