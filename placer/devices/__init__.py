@@ -4,8 +4,9 @@ A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every 
 ``placer.testing.logical_devices`` makes it behave like one.
 """
 
+from placer.devices.clock import Clock
 from placer.devices.identity import boot_id, host_name, place, speed_facts
-from placer.devices.lanes import Courier, Lane, Mark
+from placer.devices.lanes import Courier, Delivery, Lane, Mark
 from placer.devices.memory import context_bytes, library_bytes, memory_bytes, peak_bytes, release_cache
 from placer.devices.moving import copy, location, move, same, write
 from placer.devices.names import (
@@ -28,7 +29,9 @@ from placer.devices.transfers import Shipment, copy_s, host_buffer
 __all__ = [
     "CPU",
     "HOST",
+    "Clock",
     "Courier",
+    "Delivery",
     "DeviceLike",
     "Lane",
     "Mark",

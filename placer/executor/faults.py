@@ -28,6 +28,7 @@ class Place:
         segments: how many there are.
         device: of the segment.
         layer: the one that ran; None where it is not known.
+        unit: what is numbered: in a stream, whole batches are.
     """
 
     micro_batch: int
@@ -36,6 +37,7 @@ class Place:
     segments: int
     device: torch.device
     layer: str | None
+    unit: str = "micro-batch"
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f", layer {self.layer!r}"
@@ -80,11 +82,11 @@ def explain(error: BaseException, place: Place) -> BaseException:
         place: which pass.
     """
     if not isinstance(error, Exception) or isinstance(error, PlacerError):
-        error.add_note(f"while micro-batch {place.micro_batch} was in {place}")
+        error.add_note(f"while {place.unit} {place.micro_batch} was in {place}")
         return error
     kind, help = StageError, ""
     if isinstance(error, torch.OutOfMemoryError):
         kind = StageMemoryError
         help = "; place fewer layers there, or cut the batch into more micro-batches"
-    text = f"micro-batch {place.micro_batch} failed in {place}: {type(error).__name__}: {error}{help}"
+    text = f"{place.unit} {place.micro_batch} failed in {place}: {type(error).__name__}: {error}{help}"
     return kind(text, str(place.device), place.layer, place.micro_batch)

@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
-from placer.errors import StageError
+from placer.executor.faults import Place, Trail, explain
+from placer.executor.issued import Issued
 from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
@@ -42,16 +43,6 @@ class Slot:
     over: list[Mark] = field(default_factory=list)
 
 
-class Pass(NamedTuple):
-    """A segment's work on one batch as it was issued, between two marks in the lane of its device."""
-
-    stage: int
-    phase: Literal["forward"]
-    micro_batch: int
-    began: Mark
-    ended: Mark
-
-
 @dataclass
 class Stage:
     """A segment with its border.
@@ -63,7 +54,7 @@ class Stage:
         count: how many slots it has once the shape has come twice.
         slots: those that there are.
         not_recorded_because: why it runs without a CUDA graph; empty where it has one, or may get one.
-        layer: the one that ran last, layer by layer; None before.
+        trail: is told which layer runs.
     """
 
     segment: Segment
@@ -72,7 +63,7 @@ class Stage:
     count: int = 2
     slots: list[Slot] = field(default_factory=list)
     not_recorded_because: str = ""
-    layer: str | None = None
+    trail: Trail = field(default_factory=Trail)
 
     @property
     def device(self) -> torch.device:
@@ -100,16 +91,14 @@ class Stage:
         try:
             replays = devices.record([slot.run for slot in self.slots], self.device)
         except devices.NotRecordable as error:
-            self.not_recorded_because = f"layer {self.layer!r}: {error}"
+            self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
             return
         for slot, replay in zip(self.slots, replays, strict=True):
             slot.run = replay
 
     def _compute(self, slot: Slot) -> None:
-        values = MicroBatch(slot.inputs.keys(), slot.inputs.values())
-        for step in self.segment.steps:
-            self.layer = step.layer.name
-            step.run(values)
+        values = MicroBatch(slot.inputs.keys(), slot.inputs.values(), self.trail)
+        self.segment.run(values)
         slot.outputs = {name: values.read(name, self.device) for name in self.writes}
 
 
@@ -149,6 +138,8 @@ class InferencePipeline:
         courier: for the copies.
 
     Attributes:
+        graph: of the model.
+        stages: in order.
         trace: a list that collects every pass; None, as it is at first, to collect none.
     """
 
@@ -162,7 +153,8 @@ class InferencePipeline:
         lanes: dict[torch.device, Lane],
         courier: Courier,
     ) -> None:
-        self._graph = graph
+        self.graph = graph
+        self.trace: list[Any] | None = None
         self._outputs = outputs
         self._target = target
         self._state = _Replicas(graph, lookup)
@@ -176,7 +168,6 @@ class InferencePipeline:
             name: [index for index, stage in enumerate(self.stages) if name in stage.reads] for name in graph.inputs
         }
         self._turns = 0
-        self.trace: list[Pass] | None = None
 
     def refresh(self, lookup: StateLookup) -> bool:
         """Bring copies of the model's state up to date; False where the state is no longer where it was."""
@@ -191,8 +182,8 @@ class InferencePipeline:
         """
         if self._turns == 1:
             self._open()
-        given = dict(zip(self._graph.inputs, tensors, strict=True))
-        passage = Passage(number, self._turns, {name: given[name] for name in self._graph.outputs if name in given})
+        given = dict(zip(self.graph.inputs, tensors, strict=True))
+        passage = Passage(number, self._turns, {name: given[name] for name in self.graph.outputs if name in given})
         self._turns += 1
         for name, value in given.items():
             caller = Lane(devices.location(value), caller=True) if isinstance(value, Tensor) else None
@@ -222,12 +213,12 @@ class InferencePipeline:
             self._run(stage, slot, passage)
         ended = lane.mark(timed=timed)
         if self.trace is not None:
-            self.trace.append(Pass(index, "forward", passage.number, began, ended))
+            self.trace.append(Issued(stage.device, index, "forward", passage.number, began, ended))
         slot.over = [ended]
         for name, readers in stage.writes.items():
             for reader in readers:
                 slot.over.append(self._deliver(passage, name, slot.outputs[name], ended, index, reader))
-            if name in self._graph.outputs:
+            if name in self.graph.outputs:
                 slot.over.append(self._bring_home(passage, name, slot.outputs[name], ended, index))
         passage.stage += 1
 
@@ -235,7 +226,7 @@ class InferencePipeline:
         """What the model returns for the batch; the caller's work on it starts when it is there."""
         self._await(passage)
         leaves = []
-        for name in self._graph.outputs:
+        for name in self.graph.outputs:
             value = passage.results[name] if name in passage.results else passage.inputs[name]
             leaves.append(devices.move(value, self._target) if isinstance(value, Tensor) else value)
         return self._outputs.unflatten(leaves)
@@ -257,13 +248,12 @@ class InferencePipeline:
         try:
             slot.run()
         except Exception as error:
-            where = f"segment {passage.stage} of {len(self.stages)} on {stage.device}, layer {stage.layer!r}"
-            raise StageError(
-                f"batch {passage.number} failed in {where}: {type(error).__name__}: {error}",
-                str(stage.device),
-                stage.layer,
-                passage.number,
-            ) from error
+            count, layer = len(self.stages), stage.trail.layer
+            place = Place(passage.number, "forward", passage.stage, count, stage.device, layer, unit="batch")
+            found = explain(error, place)
+            if found is error:
+                raise
+            raise found from error
 
     def _deliver(self, passage: Passage, name: str, value: Any, ready: Mark, maker: int | None, reader: int) -> Mark:
         """Copy a value into the slot of a stage that reads it."""
@@ -298,7 +288,7 @@ class InferencePipeline:
         """The second batch of this shape has come: give every stage all its slots, and record them."""
         for place in self._lanes:
             devices.synchronise(place)
-        kept = {name: self._graph.state[name].clone() for name in _mutated(self._graph)}
+        kept = {name: self.graph.state[name].clone() for name in _mutated(self.graph)}
         try:
             with devices.keep_random_state(list(self._lanes)):
                 for stage in self.stages:
@@ -308,7 +298,7 @@ class InferencePipeline:
                     stage.record()
         finally:
             for name, value in kept.items():
-                self._graph.state[name].copy_(value)
+                self.graph.state[name].copy_(value)
             for place in self._lanes:
                 devices.synchronise(place)
 

@@ -88,12 +88,16 @@ class Streams:
 
     Args:
         flow: the flow.
+
+    Attributes:
+        lanes: of every device that was used.
+        courier: for the copies.
     """
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
-        self._lanes: dict[torch.device, Lane] = {}
-        self._courier = Courier()
+        self.lanes: dict[torch.device, Lane] = {}
+        self.courier = Courier()
         self._pipelines: OrderedDict[Hashable, tuple[LayerGraph, InferencePipeline]] = OrderedDict()
         self._moving: list[_Ticket] = []
 
@@ -111,9 +115,13 @@ class Streams:
             raise InputError(f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None")
         return self._results(iter(batches), in_flight)
 
+    def pipelines(self) -> list[InferencePipeline]:
+        """Those of the shapes that are kept, the latest used last."""
+        return [pipeline for _, pipeline in self._pipelines.values()]
+
     def clear(self) -> None:
         """Let go of recordings and static tensors, once the devices are done with them; batches on their way arrive."""
-        for place in self._lanes:
+        for place in self.lanes:
             devices.synchronise(place)
         self._pipelines.clear()
 
@@ -191,13 +199,13 @@ class Streams:
     def _add(self, key: Hashable, capture: Capture) -> None:
         """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""
         while len(self._pipelines) >= _KEPT_SHAPES:
-            for place in self._lanes:
+            for place in self.lanes:
                 devices.synchronise(place)
             self._pipelines.popitem(last=False)
         graph, places = self._flow.layers(capture)
         outputs, target = capture.exported.outputs, self._flow.output_device
         weights = self._flow.weights(graph)
-        pipeline = InferencePipeline(graph, places, outputs, target, weights, self._lanes, self._courier)
+        pipeline = InferencePipeline(graph, places, outputs, target, weights, self.lanes, self.courier)
         self._pipelines[key] = (graph, pipeline)
         self._wait_for_callers()
 
@@ -249,12 +257,12 @@ class Streams:
         self._wait_for_lanes()
 
     def _wait_for_callers(self) -> None:
-        marks = [Lane(place, caller=True).mark() for place in self._lanes]
-        for lane in self._lanes.values():
+        marks = [Lane(place, caller=True).mark() for place in self.lanes]
+        for lane in self.lanes.values():
             lane.wait(*marks)
 
     def _wait_for_lanes(self) -> None:
-        for place, lane in self._lanes.items():
+        for place, lane in self.lanes.items():
             Lane(place, caller=True).wait(lane.mark())
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from placer import devices
 from placer.devices import Courier, Lane, Mark
 from placer.executor.faults import Place, explain
+from placer.executor.issued import Issued
 from placer.executor.kept import Kept
 from placer.executor.pipeline import cut
 from placer.executor.segments import Segment, segments
@@ -34,16 +35,6 @@ from placer.schema import Schedule
 Loss = Callable[[Any, Any], Tensor]
 Order = Schedule
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-
-
-class Pass(NamedTuple):
-    """One pass as it was issued, between two marks in the lane of its stage's device."""
-
-    stage: int
-    phase: Half
-    micro_batch: int
-    began: Mark
-    ended: Mark
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,7 @@ class TrainingPipeline:
         self.courier = Courier()
         mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
         self._kept = Kept(graph.state[name] for name in mutated)
-        self.trace: list[Pass] | None = None
+        self.trace: list[Issued] | None = None
         self._prepared = False
         self._scaled = False
 
@@ -344,7 +335,7 @@ class _Step:
             self._pipeline.fail(error, index, phase, chunk)
         ended = self._done[index, phase, chunk] = lane.mark(timed=self._trace is not None)
         if self._trace is not None:
-            self._trace.append(Pass(index, phase, chunk, began, ended))
+            self._trace.append(Issued(lane.device, index, phase, chunk, began, ended))
 
 
 def _stages(

@@ -156,7 +156,7 @@ def test_values_go_straight_from_their_maker_to_their_readers() -> None:
     model, batches = _skips()
     with logical_devices(3) as places:
         flow = _placed(model)
-        courier = flow._streams._courier
+        courier = flow._streams.courier
         courier.trace = []
         list(flow.stream(batches[:3]))
     way = {place: index for index, place in enumerate(places)}
@@ -302,7 +302,8 @@ def test_an_error_in_a_layer_names_device_layer_and_batch_and_results_before_it_
         flow.layer_gpus.update(first=0, table=1, last=0)
         flow.update_flow()
         with pytest.raises(
-            StageError, match=r"batch 4 failed in segment 0 of 2 on cpu:1, layer 'table': IndexError"
+            StageError,
+            match=r"batch 4 failed in the forward pass of segment 0 of 2 on cpu:1, layer 'table': IndexError",
         ) as e:
             for result in flow.stream([*batches[:4], torch.full((2, 3), 9), *batches[4:]]):
                 results.append(result)

@@ -1,0 +1,167 @@
+"""``DataFlow.measure``: one batch with a mark before and behind every pass and every copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from placer import devices
+from placer.devices import Clock, Courier, Delivery, Lane
+from placer.errors import InputError
+from placer.executor.inference import InferencePipeline, Stage
+from placer.executor.issued import Issued
+from placer.executor.pipeline import scatter
+from placer.executor.predict import predicted
+from placer.executor.stage import Stage as TrainingStage
+from placer.executor.stream import Flow, Streams
+from placer.executor.train import TrainingPipeline
+from placer.executor.train_step import TrainStep
+from placer.graph.export import batch_size
+from placer.graph.layers import LayerGraph
+from placer.graph.structure import flatten
+from placer.report.timeline import Kind, Measurement, Row, from_first_start
+from placer.schedule import Plan, plan
+from placer.schema import Profile
+
+WARM_UPS = 2
+
+AnyPipeline = TrainingPipeline | InferencePipeline
+AnyStage = TrainingStage | Stage
+
+
+def measure_step(
+    step: TrainStep, inputs: Any, target: Any, chunks: int | None = None, profile: Profile | None = None
+) -> Measurement:
+    """Forward and backward passes of a training step; the optimizer rests, and buffers are put back.
+
+    Args:
+        step: from ``DataFlow.train_step``.
+        inputs: as for a step.
+        target: as for a step.
+        chunks: as for a step.
+        profile: the prediction is made from it.
+
+    Raises:
+        InputError: the model runs through hooks, or the profile is of other layers.
+    """
+    pipeline, tensors, goals = step.pipeline(inputs, target, chunks)
+    if pipeline is None:
+        raise _not_captured(step.flow)
+    with _unchanged(pipeline.graph, pipeline.lanes):
+        for _ in range(WARM_UPS):
+            pipeline.run(tensors, goals)
+        rows = _traced([pipeline], pipeline.courier, lambda: pipeline.run(tensors, goals))
+    title = f"Training step of {pipeline.graph.model}: {pipeline.chunks} micro-batches, {step.schedule}"
+    return _measurement(title, pipeline.stages, rows, pipeline.plan, profile, pipeline.sizes[0])
+
+
+def measure_stream(
+    flow: Flow, streams: Streams, inputs: Any, chunks: int, profile: Profile | None = None
+) -> Measurement:
+    """A batch in inference, its micro-batches streamed.
+
+    Args:
+        flow: the flow.
+        streams: its streams.
+        inputs: one tensor, a tuple of positional or a dict of keyword arguments.
+        chunks: micro-batches.
+        profile: the prediction is made from it.
+
+    Raises:
+        InputError: the flow is not placed, the model runs through hooks, or the profile is of other layers.
+    """
+    if flow.assignment is None:
+        raise InputError("the flow is not placed yet: call update_flow() before it is measured")
+    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+    tensors, structure = flatten((args, inputs if isinstance(inputs, dict) else {}))
+    parts = [structure.unflatten(part) for part in scatter(tensors, chunks, batch_size(tensors))]
+    batches = [kwargs if kwargs else args for args, kwargs in parts]
+
+    def run() -> None:
+        for _ in streams.open(batches):
+            pass
+
+    if flow.captured(flatten(parts[0])[0], structure) is None:
+        raise _not_captured(flow)
+    for _ in range(WARM_UPS):
+        run()
+    rows = _traced(streams.pipelines(), streams.courier, run)
+    pipeline = streams.pipelines()[-1]
+    places = {stage.device: index for index, stage in enumerate(pipeline.stages)}
+    order = plan("fill-drain", [places[stage.device] for stage in pipeline.stages], len(batches), training=False)
+    title = f"Inference of {pipeline.graph.model}: a stream of {len(batches)} micro-batches"
+    return _measurement(title, pipeline.stages, rows, order, profile, batch_size(flatten(parts[0])[0]))
+
+
+def _measurement(
+    title: str, stages: Sequence[AnyStage], rows: tuple[Row, ...], order: Plan, profile: Profile | None, size: int
+) -> Measurement:
+    parts = [stage.segment for stage in stages]
+    notes = [
+        f"segment {index} on {stage.device} runs without a CUDA graph: {stage.not_recorded_because}"
+        for index, stage in enumerate(stages)
+        if stage.not_recorded_because
+    ]
+    if profile is not None and profile.batch_size != size:
+        notes.append(f"the profile is of micro-batches of {profile.batch_size}, these are of {size}")
+    names = tuple(dict.fromkeys(str(part.device) for part in parts))
+    guess = () if profile is None else predicted(profile, parts, order)
+    return Measurement(title, names, rows, guess, tuple(notes))
+
+
+def _traced(pipelines: Sequence[AnyPipeline], courier: Courier, run: Callable[[], Any]) -> tuple[Row, ...]:
+    """What is issued while something runs, by start."""
+    places = list(dict.fromkeys(stage.device for pipeline in pipelines for stage in pipeline.stages))
+    passes: list[Issued] = []
+    deliveries: list[Delivery] = []
+    clock = Clock(devices.available() if places[0].type == "cuda" else places)
+    try:
+        courier.trace = deliveries
+        for pipeline in pipelines:
+            pipeline.trace = passes
+        run()
+    finally:
+        courier.trace = None
+        for pipeline in pipelines:
+            pipeline.trace = None
+        for place in places:
+            devices.synchronise(place)
+    return from_first_start([_pass(item, clock) for item in passes] + [_transfer(item, clock) for item in deliveries])
+
+
+def _pass(item: Issued, clock: Clock) -> Row:
+    device, stage, phase, number, began, ended = item
+    return Row(str(device), phase, stage, None, number, clock.ms(began, device), clock.ms(ended, device))
+
+
+def _transfer(item: Delivery, clock: Clock) -> Row:
+    source, target, phase, number = item.label
+    kind: Kind = "gradients" if phase == "backward" else "values"
+    if source is None:
+        kind = "inputs"
+    elif target is None:
+        kind = "results"
+    lane = f"{item.source} → {item.target}"
+    return Row(lane, kind, source, target, number, clock.ms(item.began, item.clock), clock.ms(item.ended, item.clock))
+
+
+@contextmanager
+def _unchanged(graph: LayerGraph, lanes: dict[torch.device, Lane]) -> Iterator[None]:
+    """Give buffers and random numbers their states back afterwards."""
+    mutated = {name for layer in graph.layers for name in layer.mutated}
+    kept = {name: graph.state[name].clone() for name in mutated}
+    try:
+        with devices.keep_random_state(list(lanes)):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, value in kept.items():
+                graph.state[name].copy_(value)
+
+
+def _not_captured(flow: Any) -> InputError:
+    reason = getattr(flow, "not_captured_because", "")
+    return InputError(f"the model runs through hooks, so it has no segments to measure: {reason}")
