@@ -198,7 +198,7 @@ def write(
                 module=layer.module_type,
                 forward_ms={kind: significant(row.time.forward_ms) for kind, row in rows.items()},
                 backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()} if training else {},
-                weights_ms=_beyond(0.0, {kind: significant(row.time.weights_ms) for kind, row in rows.items()}),
+                weights_ms=_weights(rows, held[layer.name]["grad_bytes"]),
                 optimizer_ms=_beyond(
                     0.0,
                     {kind: significant((row.optimizer_ms or 0.0) * owned[layer.name]) for kind, row in rows.items()},
@@ -231,6 +231,12 @@ def write(
 def _beyond(least: float, values: Mapping[str, float]) -> dict[str, float]:
     """Without those that say nothing, which keeps profiles small."""
     return {kind: value for kind, value in values.items() if value > least}
+
+
+def _weights(rows: Mapping[str, Measurement], grad_bytes: int) -> dict[str, float]:
+    """The weight halves; left out where there are no gradients of parameters, as that says it all."""
+    halves = {kind: significant(row.time.weights_ms) for kind, row in rows.items()}
+    return halves if grad_bytes else _beyond(0.0, halves)
 
 
 @dataclass(frozen=True)

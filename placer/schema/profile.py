@@ -33,7 +33,7 @@ class Layer(Wire):
         forward_ms: device time of the forward pass by device type.
         backward_ms: device time of the backward pass by device type; empty in an inference profile.
         weights_ms: the part of ``backward_ms`` that gradients of parameters take, and nobody waits for, by device type:
-            the half that zero-bubble schedules do later. A profile leaves it out where it is nothing.
+            the half that zero-bubble schedules do later; see ``weight_half_ms``.
         optimizer_ms: time of the optimizer's step on the layer's parameters, once a batch, by device type; left out
             where it is nothing.
         spread: how far timings of one pass forwards and backwards were apart, by device type: half of the range that
@@ -65,6 +65,14 @@ class Layer(Wire):
     saved_bytes: Bytes = 0
     forward_workspace_bytes: Bytes = 0
     backward_workspace_bytes: Bytes = 0
+
+    def weight_half_ms(self, kind: str) -> float:
+        """The part of the backward pass that gradients of parameters take, on this type of device, in milliseconds.
+
+        Where it was not told apart: half, of a layer that has such gradients, else nothing.
+        """
+        untold = self.backward_ms.get(kind, 0.0) / 2 if self.grad_bytes else 0.0
+        return self.weights_ms.get(kind, untold)
 
 
 class Edge(Wire):

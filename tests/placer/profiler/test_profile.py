@@ -286,7 +286,10 @@ def test_backward_passes_are_told_apart_in_halves() -> None:
     (kind,) = first.forward_ms
     assert first.weights_ms == first.backward_ms  # nobody waits for the gradient of the input
     assert 0 < second.weights_ms[kind] < second.backward_ms[kind]
-    assert relu.weights_ms == {}
+    assert (relu.weights_ms, relu.weight_half_ms(kind)) == ({}, 0.0)
+    assert second.weight_half_ms(kind) == second.weights_ms[kind]
+    untold = second.model_copy(update={"weights_ms": {}})
+    assert untold.weight_half_ms(kind) == second.backward_ms[kind] / 2
 
 
 def test_the_optimizers_step_is_timed_once_for_each_parameter() -> None:
