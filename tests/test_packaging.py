@@ -76,7 +76,7 @@ def test_all_names_the_public_api() -> None:
 def test_every_lazy_name_is_public() -> None:
     import placer
 
-    assert set(placer._HOMES) | {"PlacerError", "testing"} == set(placer.__all__)
+    assert set(placer._HOMES) | {"PlacerError", *placer._MODULES} == set(placer.__all__)
 
 
 def test_without_torch_the_error_names_the_pip_command(tmp_path: Path) -> None:

@@ -233,14 +233,8 @@ def _stage(
 
 def _given(module: StageModule) -> tuple[torch.Tensor, ...]:
     """Like the flat inputs of one micro-batch, as the library cuts them out of the batch."""
-    return tuple(
-        torch.empty(
-            parcel.value.shape if parcel.value.batch_dim == 0 else (1, *parcel.value.shape),
-            dtype=parcel.value.dtype,
-            device="meta",
-        )
-        for parcel in module.plan.arrives
-    )
+    values = [parcel.value for parcel in module.plan.arrives]
+    return tuple(torch.empty(value.shape or (1,), dtype=value.dtype, device="meta") for value in values)
 
 
 def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
@@ -258,7 +252,6 @@ def _shape(exported: Exported, graph: LayerGraph, placed: _Placed) -> Shape:
     return Shape(
         inputs=exported.inputs,
         shapes=tuple(value.shape for value in inputs),
-        batched=tuple(value.batch_dim == 0 for value in inputs),
         samples=graph.batch_size,
         chunks=placed.chunks,
     )

@@ -55,7 +55,7 @@ class Head:
         """
         columns = zip(*(self._leaves(output) for output in outputs), strict=True)
         joined = [
-            gather(parts, parcel.value.batch_dim == 0, [weight] * len(parts), path)
+            gather(parts, parcel.value.shape[:1] == (weight,), [weight] * len(parts), path)
             for parts, parcel, path in zip(columns, self._parcels, self._outputs.paths, strict=True)
         ]
         return self._outputs.unflatten(joined)

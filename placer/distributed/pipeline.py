@@ -30,14 +30,12 @@ class Shape:
     Attributes:
         inputs: the structure of the model's arguments.
         shapes: of the flat inputs of one micro-batch.
-        batched: whether the first dimension of each is the batch.
         samples: in a micro-batch.
         chunks: micro-batches in a batch.
     """
 
     inputs: Structure
     shapes: tuple[tuple[int, ...], ...]
-    batched: tuple[bool, ...]
     samples: int
     chunks: int
 
@@ -224,7 +222,7 @@ class Pipeline:
             )
 
     def _arguments(self, inputs: Any) -> tuple[Tensor, ...]:
-        """The flat batch for the library to cut; what has no batch dimension is given one to be cut along."""
+        """The flat batch, for the library to cut along the first dimension."""
         if not self.is_first:
             return ()
         if inputs is None:
@@ -233,15 +231,18 @@ class Pipeline:
         tensors, structure = flatten((args, inputs if isinstance(inputs, dict) else {}))
         if structure.key != self._shape.inputs.key:
             raise InputError("the inputs are not nested as the example was; give them as build was given the example")
-        return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, self._shape.batched, strict=True))
+        return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, strict=True))
 
-    def _cut(self, tensor: Tensor, shape: tuple[int, ...], batched: bool) -> Tensor:
-        wanted = (shape[0] * self.chunks, *shape[1:]) if batched else shape
-        if tuple(tensor.shape) != wanted:
-            raise InputError(
-                f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the example make {wanted}"
-            )
-        return tensor if batched else tensor.unsqueeze(0).expand(self.chunks, *shape)
+    def _cut(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A batch as it is; what is no batch, as often as there are micro-batches."""
+        if shape and tuple(tensor.shape) == (shape[0] * self.chunks, *shape[1:]):
+            return tensor
+        if tuple(tensor.shape) == shape and shape[:1] != (self._shape.samples,):
+            return tensor.expand(self.chunks, *shape).reshape(-1, *shape[1:])
+        wanted = (self._shape.samples * self.chunks, *shape[1:]) if shape[:1] == (self._shape.samples,) else shape
+        raise InputError(
+            f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the example make {wanted}"
+        )
 
     def _goals(self, target: Any) -> Tensor | None:
         """The numbers of the micro-batches, by which the loss finds its part of the target."""

@@ -167,16 +167,12 @@ def examples(parcels: Sequence[Parcel], training: bool) -> tuple[Tensor, ...]:
 def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
     if plan.is_first:
         wanted = [parcel.value.shape for parcel in plan.arrives]
-        inputs = [_without_chunk(tensor, len(shape)) for tensor, shape in zip(arrived, wanted, strict=True)]
+        # Parts of one batch count their changes together; a layer that writes in place would spoil the other parts'.
+        inputs = [tensor.data if shape else tensor.data[0] for tensor, shape in zip(arrived, wanted, strict=True)]
         return torch.zeros((), device=plan.device), [tensor.to(plan.device) for tensor in inputs]
     flows = [parcel.flows for parcel in plan.arrives] or [False]
     token, inside = enter(arrived, flows)
     return token, [parcel.unpack(tensor) for parcel, tensor in zip(plan.arrives, inside, strict=False)]
-
-
-def _without_chunk(tensor: Tensor, dimensions: int) -> Tensor:
-    """An input without a batch dimension comes with one more in front, along which the library cut it."""
-    return tensor[0] if tensor.dim() == dimensions + 1 else tensor
 
 
 def _kept(plan: Plan, values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

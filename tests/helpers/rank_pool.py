@@ -15,46 +15,55 @@ MODULES = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "plac
 
 
 class RankPool:
-    """``size`` processes joined by gloo.
+    """``size`` processes joined by gloo; after a failure, which leaves some of them waiting, they are started anew.
 
     Args:
         size: how many.
-        meeting_point: a file that does not exist yet, by which they find one another.
+        folder: for the files by which they find one another.
     """
 
-    def __init__(self, size: int, meeting_point: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(MODULES)
-        self.processes, self.pipes = [], []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, str(meeting_point)), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.pipes.append(ours)
+    def __init__(self, size: int, folder: Path) -> None:
+        self._size, self._folder, self._starts = size, folder, 0
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
         """Call ``function(*args)`` in every process at once, and return what each returned; raise what one raised."""
-        for pipe in self.pipes:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
             pipe.send((function, args))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(timeout_s):
-                raise TimeoutError(f"process {rank} did not answer")
-            answers.append(pipe.recv())
+        answers = [pipe.recv() if pipe.poll(timeout_s) else (True, "no answer") for pipe in self._pipes]
         failures = [f"process {rank}:\n{text}" for rank, (failed, text) in enumerate(answers) if failed]
         if failures:
+            self.close()
             raise AssertionError("\n".join(failures))
         return [result for _, result in answers]
 
     def close(self) -> None:
-        for pipe in self.pipes:
+        """End the processes."""
+        for pipe in self._pipes:
             pipe.close()
-        for process in self.processes:
+        for process in self._processes:
             process.join(5)
             if process.is_alive():
                 process.kill()
+                process.join()
+            process.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(MODULES)
+        self._starts += 1
+        for rank in range(self._size):
+            ours, theirs = context.Pipe()
+            meeting_point = str(self._folder / f"meeting_point_{self._starts}")
+            process = context.Process(target=_serve, args=(theirs, rank, self._size, meeting_point), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
 
 
 def _serve(pipe: Connection, rank: int, size: int, meeting_point: str) -> None:
@@ -64,7 +73,7 @@ def _serve(pipe: Connection, rank: int, size: int, meeting_point: str) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=size, timeout=timedelta(seconds=15)
     )
     while True:
         try:

@@ -10,33 +10,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from placer import distributed
-from placer.graph.capture import capture
+from placer.graph.structure import flatten
 
 Make = Callable[[], tuple[nn.Module, Any, Any, Callable[[Any, Any], Tensor]]]
 """Makes a model, a batch, its target and the loss; the same in every process."""
 
 
 def micro_batches(inputs: Any, chunks: int) -> list[Any]:
-    """The batch in equal parts along the first dimension of every tensor that has the batch's size."""
-    if isinstance(inputs, dict):
-        parts = {name: micro_batches(value, chunks) for name, value in inputs.items()}
-        return [{name: part[index] for name, part in parts.items()} for index in range(chunks)]
-    if isinstance(inputs, tuple):
-        return list(zip(*(micro_batches(value, chunks) for value in inputs), strict=True))
-    return list(inputs.chunk(chunks)) if isinstance(inputs, Tensor) else [inputs] * chunks
+    """The batch in equal parts along the first dimension of every tensor that has as many samples as the first."""
+    leaves, structure = flatten(inputs)
+    size = leaves[0].shape[0]
+    parts = [leaf.chunk(chunks) if leaf.shape[0] == size else [leaf] * chunks for leaf in leaves]
+    return [structure.unflatten(part) for part in zip(*parts, strict=True)]
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
-def spread(model: nn.Module, example: Any, devices: int, granularity: Any = "submodule") -> dict[str, str]:
-    """Layers in order, as many on each device as on every other."""
-    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    names = [layer.name for layer in capture(model, args, kwargs, granularity).layers]
-    return {name: f"cpu:{index * devices // len(names)}" for index, name in enumerate(names)}
 
 
 def unsplit_step(make: Make, chunks: int, batches: int = 1) -> tuple[list[float], dict[str, Any], dict[str, Tensor]]:
@@ -56,23 +47,15 @@ def unsplit_step(make: Make, chunks: int, batches: int = 1) -> tuple[list[float]
 
 
 def split_step(
-    make: Make,
-    places: Mapping[str, str] | int,
-    chunks: int,
-    schedule: str,
-    granularity: Any = "submodule",
-    batches: int = 1,
-    ranks: list[int] | None = None,
+    make: Make, places: Mapping[str, str], chunks: int, schedule: str, batches: int = 1, ranks: list[int] | None = None
 ) -> dict[str, Any] | None:
-    """This process's part of the same: its losses, gradients and buffers."""
+    """This process's part of the same: its losses, gradients and buffers; None where it is none of ``ranks``."""
     group = None if ranks is None else dist.new_group(ranks)
     if ranks is not None and dist.get_rank() not in ranks:
         return None
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     example = micro_batches(inputs, chunks)[0]
-    if isinstance(places, int):
-        places = spread(model, example, places, granularity)
     pipeline = distributed.build(model, places, example, loss_fn, chunks=chunks, schedule=schedule, group=group)
     losses = []
     for _ in range(batches):

@@ -1,0 +1,193 @@
+"""Models in float64 with a batch, its target and a loss, for the tests of placer.distributed.
+
+The same in every process. Functions without arguments, so that they travel to other processes by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from model_list import torchvision_models
+from small_models import DiffusionUNet, Skips, Tagger, TiedTokens
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer.zoo import gpt, resnet18, unet
+
+Case = tuple[nn.Module, Any, Any, Callable[[Any, Any], Tensor]]
+
+
+def tokens_loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def chain() -> Case:
+    """Layers that write in place to what they receive."""
+    model = nn.Sequential(*(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)) for _ in range(8)))
+    return model.double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+
+
+def skips() -> Case:
+    return Skips().double(), torch.randn(8, 5).double(), torch.randn(8, 5).double(), functional.mse_loss
+
+
+def small_resnet18() -> Case:
+    images = torch.randn(16, 3, 32, 32).double()
+    return resnet18(num_classes=10).double(), images, torch.randint(10, (16,)), functional.cross_entropy
+
+
+def small_unet() -> Case:
+    images = torch.randn(8, 3, 16, 16).double()
+    return unet(width=4).double(), images, torch.randint(2, (8, 16, 16)), functional.cross_entropy
+
+
+def tied_gpt() -> Case:
+    model = gpt(layers=4, width=16, heads=2, context=8, vocabulary=11, tied=True).double()
+    return model, torch.randint(11, (8, 8)), torch.randint(11, (8, 8)), tokens_loss
+
+
+def tied_tokens() -> Case:
+    return TiedTokens().double(), torch.randint(7, (8, 3)), torch.randint(7, (8, 3)), tokens_loss
+
+
+def frozen_beginning() -> Case:
+    model, inputs, target, loss_fn = chain()
+    for parameter in model[:4].parameters():
+        parameter.requires_grad_(False)
+    return model, inputs, target, loss_fn
+
+
+def frozen_tied_tokens() -> Case:
+    model, inputs, target, loss_fn = tied_tokens()
+    model.embedding.weight.requires_grad_(False)
+    return model, inputs, target, loss_fn
+
+
+def diffusion_unet() -> Case:
+    """Keyword arguments, a dict as result."""
+    model = DiffusionUNet(channels=8, levels=2)
+    for child in model.modules():
+        if isinstance(child, nn.Dropout):
+            child.p = 0.0
+    inputs = {"sample": torch.randn(4, 3, 8, 8).double(), "time": torch.randint(100, (4,)), "return_dict": True}
+    return (
+        model.double(),
+        inputs,
+        torch.randn(4, 3, 8, 8).double(),
+        lambda out, goal: functional.mse_loss(out["sample"], goal),
+    )
+
+
+def tagger() -> Case:
+    """Two outputs, of which the loss uses one: nothing flows back from the other."""
+    model = Tagger()
+    model.lstm.dropout = 0.0
+    return (
+        model.double(),
+        torch.randint(20, (8, 5)),
+        torch.randint(5, (8, 5)),
+        lambda out, goal: tokens_loss(out[0], goal),
+    )
+
+
+class Masked(nn.Module):
+    """Whole numbers, a mask, a size, a buffer and a complex number are made at the front and read at the back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2, 6))
+        self.front = nn.Linear(6, 6)
+        self.middle = nn.Linear(6, 6)
+        self.back = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        front = self.front(x * self.scale)
+        mask, order, wave = front > 0, front.detach().argsort(dim=1), torch.fft.rfft(front)
+        middle = self.middle(front)
+        back = self.back(middle.masked_fill(mask, 0.5).gather(1, order))
+        return back * self.scale + torch.fft.irfft(wave * x.size(0), n=6)
+
+
+def masked() -> Case:
+    return Masked().double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+
+
+class Shift(nn.Module):
+    """Adds a bias; its backward pass does not need what it read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x * y)
+
+
+class Branches(nn.Module):
+    """Two branches that take turns; the second writes in place to what the first has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.left = Shift()
+        self.right = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6))
+        self.join = Product()
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem = self.stem(x)
+        left = self.left(stem)
+        return self.join(left, self.right(stem))
+
+
+def branches() -> Case:
+    return Branches().double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+
+
+class Unbatched(nn.Module):
+    """A second input without a batch, as an attention mask is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(6, 6)
+        self.back = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self.back(torch.tanh(self.front(x)) @ weights)
+
+
+def unbatched() -> Case:
+    inputs = (torch.randn(8, 6).double(), torch.randn(6, 6).double())
+    return Unbatched().double(), inputs, torch.randn(8, 6).double(), functional.mse_loss
+
+
+def bert() -> Case:
+    """Transformers' own model, with keyword arguments and its own object as result."""
+    torchvision_models()  # transformers imports torchvision, and fails where its compiled operators are missing
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=16,
+    )
+    mask = torch.ones(4, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    inputs = {"input_ids": torch.randint(30, (4, 8)), "attention_mask": mask}
+    model = BertForSequenceClassification(config).double().train()
+    return model, inputs, torch.randint(2, (4,)), lambda out, goal: functional.cross_entropy(out.logits, goal)

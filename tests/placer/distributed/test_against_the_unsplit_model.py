@@ -1,0 +1,144 @@
+"""Four processes over gloo: losses, gradients and buffers are the unsplit model's over the same micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranked_models as models
+import torch
+from rank_pool import RankPool
+from ranked import joined, split_step, unsplit_step
+
+from placer.graph.capture import capture
+
+EXACT = 1e-10
+
+
+def spread(make: Any, granularity: Any = "submodule") -> dict[str, str]:
+    """Layers in order, as many on each of four devices."""
+    model, inputs, _, _ = make()
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    names = [layer.name for layer in capture(model, args, kwargs, granularity).layers]
+    return {name: f"cpu:{index * 4 // len(names)}" for index, name in enumerate(names)}
+
+
+def check(ranks: RankPool, make: Any, places: dict[str, str], chunks: int, schedule: str, batches: int = 1) -> Any:
+    count = len(set(places.values()))
+    parts = ranks.run(split_step, make, places, chunks, schedule, batches, list(range(count)) if count < 4 else None)
+    losses, gradients, buffers = unsplit_step(make, chunks, batches)
+    (ours,) = [part["losses"] for part in parts if part and part["losses"]]
+    assert ours == pytest.approx(losses, abs=EXACT)
+    found = joined(parts, "gradients")
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        if gradient is None:
+            assert found[name] is None or not found[name].any(), name
+        else:
+            torch.testing.assert_close(found[name], gradient, atol=EXACT, rtol=EXACT, msg=name)
+    state = joined(parts, "buffers")
+    assert state.keys() == buffers.keys()
+    for name, buffer in buffers.items():
+        torch.testing.assert_close(state[name], buffer, atol=EXACT, rtol=EXACT, msg=name)
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("schedule", "library"),
+    [("fill-drain", "ScheduleGPipe"), ("1f1b", "Schedule1F1B"), ("zero-bubble", "ScheduleInterleavedZeroBubble")],
+)
+def test_a_chain_trains_under_every_schedule(ranks: RankPool, schedule: str, library: str) -> None:
+    parts = check(ranks, models.chain, spread(models.chain), 8, schedule)
+    assert [part["schedule"] for part in parts] == [library] * 4
+    assert [part["stages"] for part in parts] == [[0], [1], [2], [3]]
+
+
+def test_fewer_micro_batches_than_stages_still_train(ranks: RankPool) -> None:
+    check(ranks, models.chain, spread(models.chain), 2, "1f1b")
+
+
+ROUND_AND_ROUND = {
+    "layers.0": "cpu:0", "layers.1": "cpu:1", "layers.2": "cpu:0", "layers.3": "cpu:2",
+    "layers.4": "cpu:3", "layers.5": "cpu:1", "add": "cpu:0", "norm": "cpu:2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schedule", "library"),
+    [
+        ("fill-drain", "ScheduleLoopedBFS"),
+        ("interleaved", "ScheduleInterleaved1F1B"),
+        ("zero-bubble", "ScheduleInterleavedZeroBubble"),
+    ],
+)
+def test_devices_that_are_left_and_come_back_to_hold_several_stages(
+    ranks: RankPool, schedule: str, library: str
+) -> None:
+    parts = check(ranks, models.skips, ROUND_AND_ROUND, 4, schedule)
+    assert [part["schedule"] for part in parts] == [library] * 4
+    assert [len(part["stages"]) for part in parts] == [4] * 4
+
+
+def test_resnet18_has_the_unsplit_gradients_and_running_statistics(ranks: RankPool) -> None:
+    check(ranks, models.small_resnet18, spread(models.small_resnet18), 2, "1f1b")
+
+
+def test_the_skips_of_a_unet_pass_through_every_stage_between(ranks: RankPool) -> None:
+    places = spread(models.small_unet)
+    assert places["inc"] == "cpu:0" and places["up4"] == "cpu:3"  # a skip joins them
+    check(ranks, models.small_unet, places, 2, "1f1b")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_the_tied_weight_of_a_gpt_gets_the_gradients_of_both_its_uses(ranks: RankPool, schedule: str) -> None:
+    places = spread(models.tied_gpt, 2)
+    assert places["token_embedding"] == "cpu:0" and places["head"] == "cpu:3"
+    check(ranks, models.tied_gpt, places, 4, schedule)
+
+
+def test_three_devices_share_a_tied_weight_among_the_first_and_the_last(ranks: RankPool) -> None:
+    places = {"embedding": "cpu:2", "mix": "cpu:0", "head": "cpu:1"}  # the line runs through the processes 2, 0, 1
+    check(ranks, models.tied_tokens, places, 4, "1f1b")
+
+
+def test_a_frozen_tied_weight_is_used_and_not_trained(ranks: RankPool) -> None:
+    places = {"embedding": "cpu:0", "mix": "cpu:1", "head": "cpu:2"}
+    check(ranks, models.frozen_tied_tokens, places, 4, "zero-bubble")
+
+
+def test_gradients_of_two_batches_add_up_also_those_of_tied_weights(ranks: RankPool) -> None:
+    check(ranks, models.tied_gpt, spread(models.tied_gpt, 2), 2, "1f1b", batches=2)
+
+
+def test_a_frozen_beginning_gets_no_gradients(ranks: RankPool) -> None:
+    check(ranks, models.frozen_beginning, spread(models.frozen_beginning), 4, "1f1b")
+
+
+def test_bert_runs_with_keyword_arguments_and_its_own_result(ranks: RankPool) -> None:
+    check(ranks, models.bert, spread(models.bert, 3), 2, "1f1b")
+
+
+def test_keyword_arguments_and_dicts_cross_four_stages(ranks: RankPool) -> None:
+    check(ranks, models.diffusion_unet, spread(models.diffusion_unet, 3), 2, "zero-bubble")
+
+
+def test_an_output_that_the_loss_does_not_use_is_no_hindrance(ranks: RankPool) -> None:
+    check(ranks, models.tagger, {"embedding": "cpu:0", "lstm": "cpu:1", "head": "cpu:2"}, 2, "1f1b")
+
+
+def test_masks_whole_numbers_sizes_and_complex_numbers_cross(ranks: RankPool) -> None:
+    check(ranks, models.masked, {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"}, 4, "1f1b")
+
+
+def test_branches_that_take_turns_are_one_stage_a_device(ranks: RankPool) -> None:
+    places = {"stem": "cpu:0", "left": "cpu:1", "right": "cpu:0", "join": "cpu:1"}
+    parts = check(ranks, models.branches, places, 4, "1f1b")
+    assert [part["stages"] for part in parts if part] == [[0], [1]]
+
+
+def test_an_input_without_a_batch_goes_to_every_micro_batch(ranks: RankPool) -> None:
+    check(ranks, models.unbatched, {"front": "cpu:0", "back": "cpu:1"}, 4, "1f1b")
+
+
+def test_one_process_runs_the_whole_model(ranks: RankPool) -> None:
+    check(ranks, models.chain, dict.fromkeys(spread(models.chain), "cpu:0"), 4, "1f1b")
