@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from placer import devices
 from placer.errors import PlacementError
-from placer.graph.layers import named_state
+from placer.graph.layers import LayerGraph, named_state
 
 
 class Home:
@@ -65,6 +65,24 @@ def move_state(
         moved.append((tensor, source))
     if moved:
         _compact_rnn_weights(module)
+
+
+def settle(graph: LayerGraph, places: Sequence[torch.device], optimizer: torch.optim.Optimizer | None) -> None:
+    """Move state whose layer was not known before the capture (a root's own parameters) to its first layer.
+
+    Args:
+        graph: the layers.
+        places: the device of each.
+        optimizer: one that holds state for the parameters.
+    """
+    seen: set[str] = set()
+    for layer, place in zip(graph.layers, places, strict=True):
+        for name in layer.state:
+            if name in seen or name in graph.constants:
+                continue
+            seen.add(name)
+            if not devices.same(devices.location(graph.state[name]), place):
+                relocate(graph.state[name], place, optimizer)
 
 
 def relocate(tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:

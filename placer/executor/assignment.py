@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import nn
 
+from placer.errors import PlacementError
+from placer.graph.granularity import MERGED
 from placer.graph.layers import Layer, LayerGraph
 
 
@@ -57,3 +60,28 @@ class Assignment:
             return self._exact[layer.name]
         places = (self.of_path(path) for path in layer.modules)
         return next((place for place in places if place is not None), None)
+
+
+def layer_names(module: nn.Module, fine_grained: bool) -> list[str]:
+    """The names in a map that nobody has edited: the named children of a model, or every leaf module."""
+    if fine_grained:
+        return [path for path, child in module.named_modules() if path and not child._modules]
+    return [path for path, _ in module.named_children()]
+
+
+def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Sequence[str]) -> None:
+    """Raise a PlacementError if a name is no layer of the model.
+
+    Args:
+        module: the model.
+        names: to look at.
+        examples: names for the message.
+    """
+    known = {path for path, _ in module.named_modules(remove_duplicate=False)} | {"(model)"}
+    for name in names:
+        for part in name.split(MERGED):
+            if part.partition("@")[0] not in known:
+                raise PlacementError(
+                    f"layer {part!r} is no module of {type(module).__name__}; its layers are "
+                    f"{', '.join(examples[:8])}, ..."
+                )

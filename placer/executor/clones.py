@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
+from placer.errors import InputError
 from placer.graph.layers import named_state
 
 
@@ -37,6 +38,15 @@ class Clones:
                 place: {name: _twin(tensor, place) for name, tensor in state.items()} for place in self._places
             }
         return True
+
+    def refuse_training(self) -> None:
+        """Raise an InputError where the model would be trained: clones would not be."""
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._module.parameters())
+        if trains or self._module.training:
+            raise InputError(
+                "enable_clone is for inference: clones are not trained. Call flow.eval() and run under torch.no_grad() "
+                "(or make the flow with inference_only=True), or make it without enable_clone to train"
+            )
 
     def get(self, name: str, place: torch.device) -> Tensor:
         """The copy of a parameter or buffer on a device."""

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from placer import devices
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError
-from placer.executor.apply import Home, move_state, relocate
-from placer.executor.assignment import Assignment
+from placer.executor.apply import Home, move_state, settle
+from placer.executor.assignment import Assignment, layer_names, refuse_unknown_layers
 from placer.executor.clones import Clones
 from placer.executor.hooked import HookPath
-from placer.executor.pipeline import gather, run, scatter
+from placer.executor.measure import measure_step, measure_stream
+from placer.executor.pipeline import join, run, scatter
 from placer.executor.program import Capture, Program
 from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
 from placer.executor.statistics import BatchStatistics
@@ -32,10 +33,11 @@ from placer.executor.train import Loss, Order
 from placer.executor.train_step import TrainStep
 from placer.executor.update import Update
 from placer.graph.export import batch_size
-from placer.graph.granularity import MERGED, Granularity
+from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
-from placer.schema import Placement, Schedule
+from placer.report.timeline import Measurement
+from placer.schema import Placement, Profile, Schedule
 
 
 class DataFlow(nn.Module):
@@ -128,7 +130,7 @@ class DataFlow(nn.Module):
         if placement is not None:
             self._adopt(_placement(placement))
         places = {name: self._device(place) for name, place in self.layer_gpus.items()}
-        self._refuse_unknown_names(places)
+        refuse_unknown_layers(self.module, places, list(self._default_map()))
         assignment = Assignment(places, self.output_device)
         if optimizer is not None:
             self._optimizer = optimizer
@@ -254,6 +256,41 @@ class DataFlow(nn.Module):
         """
         return self._streams.open(batches, in_flight)
 
+    def measure(
+        self,
+        inputs: Any,
+        target: Any = None,
+        *,
+        step: TrainStep | None = None,
+        chunks: int | None = None,
+        profile: Profile | None = None,
+    ) -> Measurement:
+        """Measure when every device works on which micro-batch, beside what was predicted.
+
+        It runs the batch three times and changes nothing but gradients: the optimizer rests, buffers are put back.
+
+        Args:
+            inputs: a batch: one tensor, a tuple of positional or a dict of keyword arguments.
+            target: the target of a training step.
+            step: from ``train_step``: its forward and backward passes are measured. None measures inference, the
+                micro-batches streamed.
+            chunks: micro-batches; what the placement says if None.
+            profile: what the placement was solved from, for the prediction; None leaves that out.
+
+        Returns:
+            The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass.
+
+        Raises:
+            InputError: the flow is not placed, or the model runs through hooks, or the profile is of other layers; or
+                one of ``target`` and ``step`` is missing.
+        """
+        if (step is None) != (target is None):
+            raise InputError("to measure a training step give its target and step=; for inference, neither")
+        chunks = self.chunks if chunks is None else chunks
+        if step is not None:
+            return measure_step(step, inputs, target, chunks, profile)
+        return measure_stream(self, self._streams, inputs, chunks, profile)
+
     def _run_captured(self, captures: list[Capture], parts: list[list[Any]], weights: list[int]) -> Any:
         plans = [self._plan(capture) for capture in captures]
         batches = [MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)]
@@ -273,7 +310,7 @@ class DataFlow(nn.Module):
             return structure.unflatten(results[0])
         graph = plans[0][0]
         batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
-        return structure.unflatten(_joined(results, batched, weights, structure))
+        return structure.unflatten(join(results, batched, weights, structure.paths))
 
     def _run_hooked(self, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
         """Through hooks: micro-batches one after another."""
@@ -291,7 +328,7 @@ class DataFlow(nn.Module):
         if len(results) == 1:
             return structure.unflatten(results[0])
         batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
-        return structure.unflatten(_joined(results, batched, weights, structure))
+        return structure.unflatten(join(results, batched, weights, structure.paths))
 
     @property
     def assignment(self) -> Assignment | None:
@@ -309,7 +346,7 @@ class DataFlow(nn.Module):
         graph = self._program.graph(capture, self._granularity)
         places = self._assignment.of_layers(graph)
         if self._clones is None:
-            self._settle(graph, places)
+            settle(graph, places, self._optimizer)
         return graph, places
 
     def weights(self, graph: LayerGraph) -> StateLookup:
@@ -329,17 +366,6 @@ class DataFlow(nn.Module):
         self._plans.clear()
         self._streams.clear()
 
-    def _settle(self, graph: LayerGraph, places: Sequence[torch.device]) -> None:
-        """Move state whose layer was not known before the capture (a root's own parameters) to its first layer."""
-        seen: set[str] = set()
-        for layer, place in zip(graph.layers, places, strict=True):
-            for name in layer.state:
-                if name in seen or name in graph.constants:
-                    continue
-                seen.add(name)
-                if not devices.same(devices.location(graph.state[name]), place):
-                    relocate(graph.state[name], place, self._optimizer)
-
     def _lookup(self, graph: LayerGraph) -> StateLookup:
         constants: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -354,24 +380,16 @@ class DataFlow(nn.Module):
 
     def _refresh_clones(self) -> None:
         if self._clones is not None:
-            self._refuse_training()
+            self._clones.refuse_training()
             if self._clones.refresh():
                 self._plans.clear()
-
-    def _refuse_training(self) -> None:
-        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.module.parameters())
-        if trains or self.module.training:
-            raise InputError(
-                "enable_clone is for inference: clones are not trained. Call flow.eval() and run under torch.no_grad() "
-                "(or make the flow with inference_only=True), or make it without enable_clone to train"
-            )
 
     def _adopt(self, placement: Placement) -> None:
         if not placement.layer_devices:
             why = f": {placement.infeasible.reason}" if placement.infeasible else ""
             raise PlacementError(f"the placement is {placement.status} and places no layer{why}")
         places = {name: self._device(place) for name, place in placement.layer_devices.items()}
-        self._refuse_unknown_names(places)
+        refuse_unknown_layers(self.module, places, list(self._default_map()))
         for place in dict.fromkeys(places.values()):
             if place not in self._devices:
                 self._devices.append(place)
@@ -392,24 +410,10 @@ class DataFlow(nn.Module):
             raise PlacementError(str(error)) from error
         return device
 
-    def _refuse_unknown_names(self, places: Mapping[str, torch.device]) -> None:
-        known = {path for path, _ in self.module.named_modules(remove_duplicate=False)} | {"(model)"}
-        for name in places:
-            for part in name.split(MERGED):
-                if part.partition("@")[0] not in known:
-                    raise PlacementError(
-                        f"layer {part!r} is no module of {type(self.module).__name__}; "
-                        f"its layers are {', '.join(list(self._default_map())[:8])}, ..."
-                    )
-
     def _default_map(self) -> OrderedDict[str, DeviceLike]:
         """Every layer on the output device."""
-        if self.fine_grained:
-            names = [path for path, child in self.module.named_modules() if path and not child._modules]
-        else:
-            names = [path for path, _ in self.module.named_children()]
         index = self.output_device.index
-        return OrderedDict((name, index) for name in names)
+        return OrderedDict((name, index) for name in layer_names(self.module, self.fine_grained))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, with the flow's keys (``module.`` in front) or the model's own."""
@@ -446,14 +450,6 @@ def _placement(given: Placement | Mapping[str, Any]) -> Placement:
         return Placement.model_validate(given)
     except ValueError as error:
         raise PlacementError(f"this is no placement: {error}") from error
-
-
-def _joined(results: list[list[Any]], batched: list[bool], weights: list[int], structure: Structure) -> list[Any]:
-    columns = zip(*results, strict=True)
-    return [
-        gather(parts, is_batched, weights, path)
-        for parts, is_batched, path in zip(columns, batched, structure.paths, strict=True)
-    ]
 
 
 __all__ = ["DataFlow"]

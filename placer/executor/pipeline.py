@@ -134,6 +134,24 @@ def gather(parts: Sequence[Any], is_batched: bool, weights: Sequence[int], path:
     )
 
 
+def join(
+    results: Sequence[Sequence[Any]], batched: Sequence[bool], weights: Sequence[int], paths: Sequence[str]
+) -> list[Any]:
+    """Join the outputs of all micro-batches, see ``gather``.
+
+    Args:
+        results: the outputs of each micro-batch.
+        batched: of each output, whether its first dimension is the batch.
+        weights: samples in each micro-batch.
+        paths: where each output stands in the result.
+    """
+    columns = zip(*results, strict=True)
+    return [
+        gather(parts, is_batched, weights, path)
+        for parts, is_batched, path in zip(columns, batched, paths, strict=True)
+    ]
+
+
 def to_device(values: Sequence[Any], device: torch.device) -> list[Any]:
     """Every tensor on one device."""
     return [devices.move(value, device) if isinstance(value, Tensor) else value for value in values]
