@@ -313,17 +313,17 @@ def test_a_profile_says_what_it_was_made_of() -> None:
 def test_a_profile_of_two_hundred_layers_is_small() -> None:
     found = _profile(zoo.gpt(layers=25, width=32, heads=2, context=16, vocabulary=50), TOKENS, 4, granularity="fine")
     assert len(found.layers) > 200
-    gpu = "NVIDIA H200"  # a longer name, and numbers as long as those of a model a million times as large
+    gpu = "NVIDIA H200"  # a longer name, and numbers as long as those of a model a hundred thousand times as large
     layers = [
         layer.model_copy(
             update={name: {gpu: 12.34} for name in TIMES if getattr(layer, name)}
-            | {name: 1_000_003 * value for name, value in layer if name.endswith("_bytes") and value}
+            | {name: 100_003 * value for name, value in layer if name.endswith("_bytes") and value}
         )
         for layer in found.layers[:200]
     ]
     names = {layer.name for layer in layers}
     edges = [
-        edge.model_copy(update={"bytes": 1_000_003 * edge.bytes, "gradient_bytes": 1_000_003 * edge.bytes})
+        edge.model_copy(update={"bytes": 100_003 * edge.bytes, "gradient_bytes": 100_003 * edge.bytes})
         for edge in found.edges
         if {edge.source, *edge.targets} <= names
     ]
