@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import placer
-from placer.schema import Placement
 
 from .body import Question
 from .database import StoreError
+from .ends import Elsewhere, how_it_ended, nothing_found, problem_of, stopping
 from .job import Job
 from .metrics import Metrics
 from .peers import Peers
@@ -30,7 +30,7 @@ from .queue import FairQueue
 from .replicas import Begun
 from .settings import Settings
 from .store import Accepted, Answer, Asked, Store
-from .worker import Crashed, Died, Killed, Missing, Refused, Solver, SolveTask, Worker
+from .worker import Crashed, Died, Killed, Solver, SolveTask, Worker
 
 log = logging.getLogger("placer_server")
 
@@ -89,7 +89,7 @@ class Jobs:
         if job is not None and job.state != "failed" and not job.stopped:
             return job
         if self._closing:
-            raise _stopping()
+            raise stopping()
         self._refuse_overflow(client)
         job = Job(question, payload, client)
         asked = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
@@ -209,7 +209,7 @@ class Jobs:
             job.worker.stop()
         elif self._queued.get(job.question.id) is job:
             self._queued.remove(job)
-            job.answer = _nothing_found(job)
+            job.answer = nothing_found(job)
             self._spawn(self._keep_unsolved(job))
             self._finish(job)
 
@@ -267,7 +267,7 @@ class Jobs:
                     job.worker = self._worker(job)
                     continue
                 await self._note_failure(job, error)
-            except _Elsewhere:
+            except Elsewhere:
                 self._give_away(job)
                 return
             except Exception as error:
@@ -286,7 +286,7 @@ class Jobs:
     async def _note_failure(self, job: Job, error: Exception) -> None:
         if self._closing and job.handed_on and isinstance(error, Died | Killed):
             return  # it goes on at the next start
-        job.problem = problem = _failure(error)
+        job.problem = problem = problem_of(error)
         if problem.status >= 500:
             log.error("solve %s failed: %s", job.question.id, error)
         try:
@@ -312,7 +312,7 @@ class Jobs:
         except Killed:
             if not job.stopped:
                 raise
-            job.answer = _nothing_found(job)
+            job.answer = nothing_found(job)
         self._keep(job)
 
     def _begin(self, job: Job) -> Begun:
@@ -322,13 +322,13 @@ class Jobs:
         begun = self._peers.replicas.begin(job.question.id, job.starts)
         if begun == "taken":
             job.starts -= 1
-            raise _Elsewhere
+            raise Elsewhere
         return begun
 
     def _stored_answer(self, job: Job) -> bytes:
         """Another replica answered it just now."""
         answer = self._store.get(job.question.id)
-        return answer.placement if answer else _nothing_found(job)
+        return answer.placement if answer else nothing_found(job)
 
     async def _keep_unsolved(self, job: Job) -> None:
         await job.is_written()
@@ -361,7 +361,7 @@ class Jobs:
             self._failed[key] = job
             if len(self._failed) > FAILURES_KEPT:
                 self._failed.popitem(last=False)
-        self._metrics.solves.labels(_how(job)).inc()
+        self._metrics.solves.labels(how_it_ended(job)).inc()
         job.finished.set()
         job.wake()
         if not self._closing:
@@ -392,36 +392,3 @@ class Jobs:
         now = time.monotonic()
         left = [(job.started_s or now) + job.question.time_limit_s - now for job in self._running.values()]
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(min(left, default=1))))
-
-
-class _Elsewhere(Exception):
-    """Another replica solves the job."""
-
-
-def _nothing_found(job: Job) -> bytes:
-    placement = Placement(
-        id=job.question.id, status="unknown", objective=job.question.objective, method="stopped before any was found"
-    )
-    return placement.model_dump_json().encode()
-
-
-def _failure(error: Exception) -> Problem:
-    if isinstance(error, Refused):
-        return Problem(422, "invalid-request", "The request cannot be used", str(error))
-    if isinstance(error, Missing):
-        return Problem(501, "missing-package", "This service lacks a package", str(error))
-    if isinstance(error, Killed | Crashed):
-        detail = f"the solver failed on this request: {error}. Other requests are not touched; asking again tries again"
-        return Problem(500, "solver-failed", "The solver failed", detail)
-    return Problem(500, "solver-failed", "The solver failed", f"the worker could not be run: {error}")
-
-
-def _stopping() -> Problem:
-    detail = "the service is stopping; ask again in a moment"
-    return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
-
-
-def _how(job: Job) -> str:
-    if job.problem is not None:
-        return "failed"
-    return "stopped" if job.stopped else "answered"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers get this path, and imp
 
 import solvers_for_tests
 from postgres_server import PostgresServer, find_binaries
+from service_process import ServiceProcess
 
 Serve = Callable[..., TestClient]
 
@@ -43,6 +45,21 @@ def serve() -> Iterator[Serve]:
             return client
 
         yield start
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., ServiceProcess]]:
+    """``start(solver, **settings)`` starts a service in a process, on the test's own file if not told otherwise."""
+    services: list[ServiceProcess] = []
+
+    def start(solver: str, **settings: Any) -> ServiceProcess:
+        services.append(ServiceProcess(tmp_path, solver, **{"database": str(tmp_path / "p.db"), **settings}))
+        return services[-1]
+
+    yield start
+    for service in services:
+        if service.process.poll() is None:
+            service.end(signal.SIGKILL)
 
 
 @pytest.fixture

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,56 +11,9 @@ import pytest
 from placer.schema import PlacementRequest
 from placer_server.store import Accepted, Answer, Store
 
-HERE = os.path.dirname(__file__)
-
 
 def key_of(body):
     return PlacementRequest.model_validate(body).content_hash()
-
-
-class Service:
-    """``run`` in a process of its own, on one database and a port of its own."""
-
-    def __init__(self, folder: Path, solver: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.database = str(folder / "p.db")
-        script = folder / f"{solver}.py"
-        script.write_text(
-            "import sys\n"
-            f"sys.path.insert(0, {HERE!r})\n"
-            "import solvers_for_tests\n"
-            "from placer_server.app import run\n"
-            "from placer_server.settings import Settings\n"
-            f"settings = Settings(port={self.port}, database={self.database!r}, workers=1, log_level='warning')\n"
-            f"run(settings, solver=solvers_for_tests.{solver})\n"
-        )
-        self.process = subprocess.Popen([sys.executable, str(script)])
-        self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}", transport=httpx.HTTPTransport(retries=20), timeout=30
-        )
-        while self.client.get("/readyz").status_code != 200:
-            time.sleep(0.02)
-
-    def end(self, sig: int) -> int:
-        self.client.close()
-        self.process.send_signal(sig)
-        return self.process.wait(30)
-
-
-@pytest.fixture
-def start(tmp_path):
-    """``start(solver)`` starts a service on the test's database."""
-    services = []
-
-    def start(solver):
-        services.append(Service(tmp_path, solver))
-        return services[-1]
-
-    yield start
-    for service in services:
-        if service.process.poll() is None:
-            service.end(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import placer
 from placer.schema import PlacementRequest
-from placer_server.database import open_database
+from placer_server.database import StoreError, open_database
 from placer_server.replicas import Replicas
 from placer_server.store import Accepted, Answer, Asked, Store
 
@@ -108,8 +110,6 @@ def test_replicas_that_reach_for_the_same_jobs_at_once_get_each_once(replica):
 
 
 def test_what_another_replica_answered_meanwhile_is_not_solved_again(replica):
-    import placer
-
     (a, _), (b, at_b) = replica("a"), replica("b")
     a.put("x", Answer(b"{}", True, placer.__version__))
     b.accept(job("x"))
@@ -157,8 +157,6 @@ def test_a_profile_goes_with_the_last_of_its_placements(database):
 
 
 def test_a_password_is_in_no_error(postgres):
-    from placer_server.database import StoreError
-
     url = postgres.replace("placer@", "placer:hunter2@").rpartition("/")[0] + "/nowhere"
     with pytest.raises(StoreError) as caught:
         open_database(url)
@@ -202,3 +200,23 @@ def test_a_failure_is_told_by_the_other_replica_as_well(serve, solvers, request_
     told = first.post("/v1/placements?wait=30", json=request_body())
     reply = second.get(f"/v1/placements/{key_of(request_body())}")
     assert (told.status_code, reply.status_code, reply.json()["detail"]) == (500, 500, told.json()["detail"])
+
+
+def test_a_killed_replicas_jobs_are_taken_over_and_answered(start, request_body, postgres):
+    first = start("until_stopped", database=postgres, queue=10, client_share=1, lease_s=1)
+    bodies = [request_body(seed=seed) for seed in range(3)]
+    for body in bodies:
+        assert first.client.post("/v1/placements?wait=0", json=body).status_code == 202
+    second = start("quick", database=postgres, queue=10, client_share=1, lease_s=1, workers=2)
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    replies = [second.client.get(f"/v1/placements/{key_of(body)}?wait=60") for body in bodies]
+    assert [reply.json()["status"] for reply in replies] == ["optimal"] * 3
+
+
+def test_a_replica_that_is_stopped_hands_its_jobs_to_the_other_at_once(start, request_body, postgres):
+    first = start("until_stopped", database=postgres, lease_s=3600)
+    assert first.client.post("/v1/placements?wait=0", json=request_body()).status_code == 202
+    assert first.end(signal.SIGTERM) == 0
+    second = start("quick", database=postgres, lease_s=3600)
+    reply = second.client.get(f"/v1/placements/{key_of(request_body())}?wait=60")
+    assert reply.json()["status"] == "optimal"
