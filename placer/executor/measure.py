@@ -105,6 +105,8 @@ def _measurement(
         for index, stage in enumerate(stages)
         if stage.not_recorded_because
     ]
+    if parts[0].device.type == devices.CPU:
+        notes.append("stand-ins on one processor run one after another: their idle time is not that of devices")
     if profile is not None and profile.batch_size != size:
         notes.append(f"the profile is of micro-batches of {profile.batch_size}, these are of {size}")
     names = tuple(dict.fromkeys(str(part.device) for part in parts))
@@ -129,7 +131,9 @@ def _traced(pipelines: Sequence[AnyPipeline], courier: Courier, run: Callable[[]
             pipeline.trace = None
         for place in places:
             devices.synchronise(place)
-    return from_first_start([_pass(item, clock) for item in passes] + [_transfer(item, clock) for item in deliveries])
+    homes = [stage.device for stage in pipelines[-1].stages]
+    transfers = [_transfer(item, homes, clock) for item in deliveries]
+    return from_first_start([_pass(item, clock) for item in passes] + transfers)
 
 
 def _pass(item: Issued, clock: Clock) -> Row:
@@ -137,15 +141,18 @@ def _pass(item: Issued, clock: Clock) -> Row:
     return Row(str(device), phase, stage, None, number, clock.ms(began, device), clock.ms(ended, device))
 
 
-def _transfer(item: Delivery, clock: Clock) -> Row:
+def _transfer(item: Delivery, homes: Sequence[torch.device], clock: Clock) -> Row:
+    """A copy between stages, whose devices are ``homes``; from the caller, or to it, where it names no stage."""
     source, target, phase, number = item.label
     kind: Kind = "gradients" if phase == "backward" else "values"
     if source is None:
         kind = "inputs"
     elif target is None:
         kind = "results"
-    lane = f"{item.source} → {item.target}"
-    return Row(lane, kind, source, target, number, clock.ms(item.began, item.clock), clock.ms(item.ended, item.clock))
+    here = item.source if source is None else homes[source]
+    there = item.target if target is None else homes[target]
+    began_ms, ended_ms = clock.ms(item.began, item.clock), clock.ms(item.ended, item.clock)
+    return Row(f"{here} → {there}", kind, source, target, number, began_ms, ended_ms)
 
 
 @contextmanager
