@@ -1,0 +1,215 @@
+"""A measured timeline has every pass and copy once, in an order that can be; the prediction is the simulated one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import Skips
+from splitting import twins
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.errors import InputError
+from placer.executor.train import Order
+from placer.graph.capture import capture
+from placer.report.timeline import Measurement
+from placer.schema import Cluster, Device, Edge, Layer, Link, Placement, Profile
+from placer.testing import logical_devices
+
+ROWS, FEATURES, CHUNKS, DEVICES = 8, 5, 4, 3
+
+
+def _profile(model: nn.Module, inputs: Tensor, batch_size: int = ROWS // CHUNKS) -> Profile:
+    """Made-up times of the model's own layers: layer i takes i + 1 ms forwards, twice that backwards."""
+    graph = capture(model, inputs)
+    maker = {name: layer.name for layer in graph.layers for name in layer.writes}
+    readers = graph.readers()
+    return Profile(
+        training=True,
+        batch_size=batch_size,
+        layers=tuple(
+            Layer(name=layer.name, forward_ms={"toy": index + 1.0}, backward_ms={"toy": 2.0 * (index + 1)})
+            for index, layer in enumerate(graph.layers)
+        ),
+        edges=tuple(
+            Edge(source=maker[name], targets=tuple(readers[name]), bytes=1000, gradient_bytes=1000)
+            for name in maker
+            if readers[name]
+        ),
+        cluster=Cluster(
+            devices=tuple(Device(name=f"cpu:{index}", type="toy", memory_bytes=2**30) for index in range(DEVICES)),
+            links=tuple(
+                Link(source=f"cpu:{a}", target=f"cpu:{b}", bandwidth_bytes_per_s=1e6)
+                for a in range(DEVICES)
+                for b in range(DEVICES)
+                if a != b
+            ),
+        ),
+    )
+
+
+def _placed(model: nn.Module, profile: Profile, parts: int = DEVICES) -> DataFlow:
+    names = [layer.name for layer in profile.layers]
+    places = {name: f"cpu:{index * parts // len(names)}" for index, name in enumerate(names)}
+    flow = DataFlow(model)
+    flow.update_flow(Placement(status="feasible", objective="throughput", layer_devices=places, chunks=CHUNKS))
+    return flow
+
+
+def _case(training: bool) -> tuple[nn.Module, Tensor, Tensor, Profile]:
+    model, _ = twins(Skips, training)
+    inputs = torch.randn(ROWS, FEATURES, dtype=torch.float64)
+    return model, inputs, torch.randn(ROWS, FEATURES, dtype=torch.float64), _profile(model, inputs[:2])
+
+
+def _in_an_order_that_can_be(measurement: Measurement) -> None:
+    """Every transfer starts after the pass that made what it carries, and ends before the pass that reads it."""
+    passes = {(row.stage, row.kind, row.micro_batch): row for row in measurement.measured if row.target is None}
+    for row in measurement.measured:
+        phase = "backward" if row.kind == "gradients" else "forward"
+        if row.kind in ("values", "gradients", "inputs"):
+            assert row.end_ms <= passes[row.target, phase, row.micro_batch].start_ms
+        if row.kind in ("values", "gradients", "results"):
+            assert row.start_ms >= passes[row.stage, phase, row.micro_batch].end_ms
+    assert min(row.start_ms for row in measurement.measured) == 0
+
+
+@pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
+def test_a_training_step_has_every_pass_of_every_micro_batch_once(schedule: Order) -> None:
+    model, inputs, target, profile = _case(training=True)
+    with logical_devices(DEVICES):
+        flow = _placed(model, profile)
+        step = flow.train_step(functional.mse_loss, schedule=schedule)
+        measurement = flow.measure(inputs, target, step=step, profile=profile)
+    kinds = ("forward", "backward", "weights") if schedule == "zero-bubble" else ("forward", "backward")
+    expected = {(stage, kind, number) for stage in range(DEVICES) for kind in kinds for number in range(CHUNKS)}
+    found = [(row.stage, row.kind, row.micro_batch) for row in measurement.rows]
+    assert len(found) == len(expected) and set(found) == expected
+    assert {row.device for row in measurement.rows} == {f"cpu:{index}" for index in range(DEVICES)}
+    assert all(row.end_ms >= row.start_ms for row in measurement.measured)
+    _in_an_order_that_can_be(measurement)
+
+
+def test_inference_has_every_pass_once_and_its_results() -> None:
+    model, inputs, _, profile = _case(training=False)
+    with logical_devices(DEVICES):
+        measurement = _placed(model, profile).measure(inputs, profile=profile)
+    passes = [(row.stage, row.kind, row.micro_batch) for row in measurement.rows]
+    assert sorted(passes) == [(s, "forward", m) for s in range(DEVICES) for m in range(CHUNKS)]
+    assert sum(row.kind == "results" for row in measurement.measured) == CHUNKS
+    assert sum(row.kind == "inputs" for row in measurement.measured) >= CHUNKS
+    _in_an_order_that_can_be(measurement)
+
+
+def test_the_predicted_busy_time_is_the_sum_of_the_layers_times() -> None:
+    model, inputs, target, profile = _case(training=True)
+    with logical_devices(DEVICES):
+        flow = _placed(model, profile)
+        step = flow.train_step(functional.mse_loss, schedule="1f1b")
+        trained = flow.measure(inputs, target, step=step, profile=profile)
+        inferred = flow.eval().measure(inputs, profile=profile)
+        places = {name: str(flow._device(place)) for name, place in flow.layer_gpus.items()}
+    for device in trained.devices:
+        forward_ms = sum(layer.forward_ms["toy"] for layer in profile.layers if places[layer.name] == device)
+        assert inferred.busy_ms(device, predicted=True) == pytest.approx(CHUNKS * forward_ms)
+        assert trained.busy_ms(device, predicted=True) == pytest.approx(3 * CHUNKS * forward_ms)
+
+
+def test_predicted_transfers_take_what_the_profile_says_of_their_link() -> None:
+    model, inputs, _, profile = _case(training=False)
+    with logical_devices(DEVICES):
+        measurement = _placed(model, profile).measure(inputs, profile=profile)
+    places = {layer.name: index * DEVICES // len(profile.layers) for index, layer in enumerate(profile.layers)}
+    crossing: dict[tuple[int, int], int] = {}
+    for edge in profile.edges:
+        for there in {places[name] for name in edge.targets} - {places[edge.source]}:
+            crossing[places[edge.source], there] = crossing.get((places[edge.source], there), 0) + 1
+    found = {(row.stage, row.target): row.end_ms - row.start_ms for row in measurement.predicted if row.target}
+    assert set(found) == set(crossing)
+    for way, count in crossing.items():
+        assert found[way] == pytest.approx(count * 1.0)  # 1000 bytes at a megabyte a second each
+
+
+def test_what_is_measured_leaves_weights_buffers_and_random_numbers_as_they_were() -> None:
+    model, inputs, target, profile = _case(training=True)
+    with logical_devices(DEVICES):
+        flow = _placed(model, profile)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = flow.train_step(functional.mse_loss, optimizer)
+        before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        torch.manual_seed(3)
+        flow.measure(inputs, target, step=step)
+        drawn = torch.rand(1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), before[name]), name
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+def test_steps_and_streams_after_a_measurement_are_not_traced() -> None:
+    model, inputs, target, profile = _case(training=True)
+    with logical_devices(DEVICES):
+        flow = _placed(model, profile)
+        step = flow.train_step(functional.mse_loss)
+        first = flow.measure(inputs, target, step=step)
+        count = len(first.measured)
+        step(inputs, target)
+        assert len(first.measured) == count
+        pipeline, _, _ = step.pipeline(inputs, target)
+        assert pipeline is not None and pipeline.trace is None and pipeline.courier.trace is None
+
+
+def test_without_a_profile_nothing_is_predicted() -> None:
+    model, inputs, _, profile = _case(training=False)
+    with logical_devices(DEVICES):
+        measurement = _placed(model, profile).measure(inputs)
+    assert measurement.predicted == () and measurement.predicted_ms is None
+
+
+def test_a_profile_of_other_micro_batches_is_named() -> None:
+    model, inputs, _, _ = _case(training=False)
+    profile = _profile(model, inputs[:2], batch_size=32)
+    with logical_devices(DEVICES):
+        measurement = _placed(model, profile).measure(inputs, profile=profile)
+    assert any("micro-batches of 32, these are of 2" in note for note in measurement.notes)
+
+
+def test_a_profile_of_other_layers_is_refused() -> None:
+    model, inputs, _, profile = _case(training=False)
+    other = Profile(layers=(Layer(name="elsewhere", forward_ms={"toy": 1.0}),))
+    with logical_devices(DEVICES), pytest.raises(InputError, match="the profile has no times of layer"):
+        _placed(model, profile).measure(inputs, profile=other)
+
+
+@pytest.mark.parametrize("options", [{"target": torch.zeros(ROWS, FEATURES)}, {"step": "a step"}])
+def test_a_target_without_a_step_and_a_step_without_a_target_are_refused(options: Any) -> None:
+    model, inputs, _, profile = _case(training=False)
+    with logical_devices(DEVICES), pytest.raises(InputError, match="give its target and step="):
+        _placed(model, profile).measure(inputs, **options)
+
+
+def test_a_flow_that_is_not_placed_is_refused() -> None:
+    with pytest.raises(InputError, match="call update_flow"):
+        DataFlow(nn.Linear(2, 2)).measure(torch.zeros(2, 2))
+
+
+class _Branching(nn.Module):
+    """A branch on a tensor's value: it cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return x if x.sum() > 0 else -x
+
+
+def test_a_model_that_cannot_be_captured_is_refused_with_the_reason() -> None:
+    flow = DataFlow(_Branching())
+    flow.update_flow()
+    with pytest.raises(InputError, match="runs through hooks, so it has no segments to measure"):
+        flow.measure(torch.randn(2, 4))
