@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from placer.executor import autocast
+
 Queue = list[Callable[[], None]]
 """The weight gradients that are still to be computed, in the order in which the backward pass met them."""
 
@@ -37,12 +39,21 @@ class DeferWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() and not kwargs and len(args) > 1 and _is_weight(args[1]):
-            if func is _aten.linear.default and not torch.is_autocast_enabled(args[0].device.type):
-                return _Linear.apply(self._queue, *args, *[None] * (3 - len(args)))  # type: ignore[no-untyped-call]
-            if func in _CONVOLUTIONS and not torch.is_autocast_enabled(args[0].device.type):
-                return _Convolution.apply(self._queue, func, *args)  # type: ignore[no-untyped-call]
-        return func(*args, **kwargs)
+        if not self._splits(func, args, kwargs):
+            return func(*args, **kwargs)
+        x, *rest = args
+        x = autocast.cast(x)
+        with autocast.off(x.device):
+            if func is _aten.linear.default:
+                return _Linear.apply(self._queue, x, *rest, *[None] * (3 - len(args)))  # type: ignore[no-untyped-call]
+            return _Convolution.apply(self._queue, func, x, *rest)  # type: ignore[no-untyped-call]
+
+    def _splits(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the operation has weights whose gradients can wait."""
+        if (func is not _aten.linear.default and func not in _CONVOLUTIONS) or kwargs or not torch.is_grad_enabled():
+            return False
+        bias = args[2] if len(args) > 2 else None
+        return _is_weight(args[1]) and (bias is None or not bias.requires_grad or _is_weight(bias))
 
 
 def _is_weight(tensor: Any) -> bool:
@@ -56,7 +67,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, queue: Queue, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.queue, ctx.bias = queue, bias
         ctx.save_for_backward(x, weight)
-        result: Tensor = _aten.linear.default(x, weight, bias)
+        result: Tensor = _aten.linear.default(x, *_like(x, weight, bias))
         return result
 
     @staticmethod
@@ -64,16 +75,29 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         gradient = gradients[0]
         ctx.queue.append(lambda: _add_linear(x, gradient, weight, ctx.bias))
-        into_x = gradient.matmul(weight) if ctx.needs_input_grad[1] else None
+        into_x = gradient.matmul(weight.to(gradient.dtype)) if ctx.needs_input_grad[1] else None
         return None, into_x, None, None
 
 
+def _like(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
+    """Weights in the type of what they meet; under autocast it is another than their own."""
+    return [None if tensor is None else tensor.to(x.dtype) for tensor in tensors]
+
+
 def _add_linear(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    rows = gradient.reshape(-1, gradient.shape[-1])
-    weight.grad.addmm_(rows.t(), x.reshape(-1, x.shape[-1]))  # type: ignore[union-attr]
+    rows, columns = gradient.reshape(-1, gradient.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+    assert weight.grad is not None
+    if weight.grad.dtype == rows.dtype:
+        weight.grad.addmm_(rows, columns)
+    else:
+        weight.grad.add_(rows.mm(columns))
     if bias is not None and bias.grad is not None:
         # As a product with ones: a sum's kernel clears counters first, and every such fill cuts a CUDA graph in two.
-        bias.grad.addmv_(rows.t(), rows.new_ones(rows.shape[0]))
+        ones = rows.new_ones(rows.shape[1])
+        if bias.grad.dtype == rows.dtype:
+            bias.grad.addmv_(rows, ones)
+        else:
+            bias.grad.add_(rows.mv(ones))
 
 
 class _Convolution(torch.autograd.Function):
@@ -87,7 +111,7 @@ class _Convolution(torch.autograd.Function):
         ctx.queue, ctx.bias = queue, bias
         ctx.shape = (_each(stride, count), _each(padding, count), _each(dilation, count), groups)
         ctx.save_for_backward(x, weight)
-        result: Tensor = function(x, weight, *rest)
+        result: Tensor = function(x, *_like(x, weight, bias), *rest[1:])
         return result
 
     @staticmethod
@@ -116,7 +140,7 @@ def _convolution_backward(
     stride, padding, dilation, groups = shape
     sizes = None if bias is None else list(bias.shape)
     return _aten.convolution_backward(
-        gradient, x, weight, sizes, stride, padding, dilation, False, [0] * len(stride), groups, wanted
+        gradient, x, weight.to(x.dtype), sizes, stride, padding, dilation, False, [0] * len(stride), groups, wanted
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from placer.errors import CaptureError
+from placer.executor import autocast
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export, modes, refuse_hooks
 from placer.graph.granularity import Granularity
@@ -39,8 +40,8 @@ class Program:
     _seen: dict[Hashable, Capture] = field(default_factory=dict)
 
     def mode(self) -> Hashable:
-        """What the graph depends on beside shapes: which modules train, and which have hooks."""
-        return tuple(modes(self.module))
+        """What the graph depends on beside shapes: which modules train, which have hooks, and the caller's autocast."""
+        return autocast.state(), *modes(self.module)
 
     def capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any], inputs: Structure

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.executor import autocast
 from placer.executor.deferred import DeferWeights, Queue
 from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment
@@ -254,15 +255,19 @@ class Stage:
                 inputs[name] = _Entrance.apply(slot.leaves[name])  # type: ignore[no-untyped-call]
         batch = MicroBatch(inputs.keys(), inputs.values(), self.trail)
         slot.deferred.clear()
-        with self.gather(), DeferWeights(slot.deferred) if self.split else nullcontext():
-            self.segment.run(batch)
-        slot.outputs = {name: batch.read(name, self.device) for name in self.writes}
-        if self.head is not None:
-            self.trail.enter(LOSS)
-            loss = self.head.loss([batch.read(name, self.device) for name in self.head.names], slot.targets)
-            self.head.dtype = loss.dtype
-            slot.roots = [loss * slot.weight]
-            self.head.total.add_(slot.roots[0].detach())
+        with autocast.uncached(self.device):
+            with self.gather(), DeferWeights(slot.deferred) if self.split else nullcontext():
+                self.segment.run(batch)
+            slot.outputs = {name: batch.read(name, self.device) for name in self.writes}
+            if self.head is not None:
+                self._lose(self.head, slot, batch)
+
+    def _lose(self, head: Head, slot: Slot, batch: MicroBatch) -> None:
+        self.trail.enter(LOSS)
+        loss = head.loss([batch.read(name, self.device) for name in head.names], slot.targets)
+        head.dtype = loss.dtype
+        slot.roots = [loss * slot.weight]
+        head.total.add_(slot.roots[0].detach())
 
     def _backward(self, slot: Slot) -> None:
         roots, gradients = list(slot.roots), [self._scale(root) for root in slot.roots]
@@ -271,7 +276,10 @@ class Stage:
             gradients.append(gradient)
         for leaf in slot.leaves.values():
             leaf.grad = None
-        if roots:
+        if not roots:
+            slot.input_gradients = {name: torch.zeros_like(leaf) for name, leaf in slot.leaves.items()}
+            return
+        with autocast.off(self.device):
             # The graph is kept: a recorded pass is run again, and eagerly it goes when the slot runs forwards again.
             torch.autograd.backward(roots, gradients, retain_graph=True)
         slot.input_gradients = {
@@ -284,8 +292,9 @@ class Stage:
 
     @torch.no_grad()
     def _weights(self, slot: Slot) -> None:
-        for add in slot.deferred:
-            add()
+        with autocast.off(self.device):
+            for add in slot.deferred:
+                add()
         slot.deferred.clear()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.errors import InputError
+from placer.executor import autocast
 from placer.executor.assignment import Assignment
 from placer.executor.pipeline import cut, micro_batch_sizes
 from placer.executor.program import Capture
@@ -26,6 +27,7 @@ class Flow(Protocol):
     chunks: int
     enable_clone: bool
     deferred_batch_norm: bool
+    output_device: torch.device
 
     @property
     def assignment(self) -> Assignment | None:
@@ -182,9 +184,13 @@ class TrainStep:
         losses = []
         for part, goal, size in zip(cut(tensors, sizes), cut(goals, sizes), sizes, strict=True):
             args, kwargs = inputs.unflatten(part)
-            loss = self.loss_fn(self.flow(*args, chunks=1, **kwargs), target.unflatten(goal)) * (size / sum(sizes))
+            output = self.flow(*args, chunks=1, **kwargs)
+            place = self.flow.output_device
+            there = [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in goal]
+            loss = self.loss_fn(output, target.unflatten(there)) * (size / sum(sizes))
             scale = self.update.scale(devices.location(loss))
-            loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
+            with autocast.off(place):
+                loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
