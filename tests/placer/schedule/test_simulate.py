@@ -1,4 +1,4 @@
-"""Simulated steps against closed forms, and against a clock that ticks."""
+"""Simulated steps against closed forms, and against a clock that goes from event to event."""
 
 from itertools import pairwise
 
@@ -22,18 +22,18 @@ def planned(pipeline, schedule, chunks, **options):
 
 @settings(max_examples=400, deadline=None)
 @given(schedule=SCHEDULES, chunks=SIZES, training=st.booleans(), data=st.data())
-def test_a_ticking_clock_agrees(schedule, chunks, training, data, strategies, ticks):
+def test_a_clock_agrees(schedule, chunks, training, data, strategies, clock):
     pipeline = data.draw(strategies.pipelines())
     found = planned(pipeline, schedule, chunks, training=training)
-    assert step_ms(pipeline, found) == ticks(pipeline, found)
+    assert step_ms(pipeline, found) == clock(pipeline, found)
 
 
 @settings(max_examples=200, deadline=None)
 @given(schedule=st.sampled_from(["1f1b", "zero-bubble"]), chunks=SIZES, data=st.data())
-def test_a_ticking_clock_agrees_where_every_device_has_one_stage(schedule, chunks, data, strategies, ticks):
+def test_a_clock_agrees_where_every_device_has_one_stage(schedule, chunks, data, strategies, clock):
     pipeline = data.draw(strategies.pipelines(alone=True))
     found = planned(pipeline, schedule, chunks)
-    assert step_ms(pipeline, found) == ticks(pipeline, found)
+    assert step_ms(pipeline, found) == clock(pipeline, found)
 
 
 @given(schedule=SIMPLE, stages=SIZES, chunks=SIZES, forward=st.integers(1, 5), backward=st.integers(1, 5))

@@ -1,0 +1,133 @@
+"""An assignment as a pipeline: its stages, what each takes, what passes between them, and how long a step of it is.
+
+Where placements are contiguous each device that holds layers is one stage. Else stages are segments: maximal runs of
+layers on one device, in the profile's order. A value goes to the first stage of each device that reads it, its gradient
+back from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+
+from placer import schedule
+from placer.schedule import Pipeline, Plan, Transfer
+from placer.schema import Schedule
+from placer.solver.problem import Problem
+
+HALF = 0.5
+"""The part of a backward pass that gradients of parameters take, where it was not measured."""
+
+
+def step_ms(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> float:
+    """How long a whole batch takes, in milliseconds, the optimizer's step at its end included.
+
+    Args:
+        problem: what is asked; its chunks and schedule are those of the batch.
+        assignment: by layer, the index of its device.
+        stages: the devices that hold layers, in pipeline order.
+    """
+    pipeline = pipeline_of(problem, assignment, stages)
+    return schedule.step_ms(pipeline, plan_of(problem, pipeline)) + optimizer_ms(problem, assignment)
+
+
+def pipeline_of(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> Pipeline:
+    """The stages of an assignment, with their times and transfers."""
+    stage_of, places = staged(problem, assignment, stages)
+    forward, backward, weights = ([0.0] * len(places) for _ in range(3))
+    for layer, stage in enumerate(stage_of):
+        device = places[stage]
+        forward[stage] += problem.forward_ms[layer][device]
+        backward[stage] += problem.backward_ms[layer][device]
+        weights[stage] += weights_ms(problem, layer, device)
+    transfers = _transfers(problem, stage_of, places)
+    return Pipeline(places, tuple(forward), tuple(backward), tuple(weights), transfers)
+
+
+def plan_of(problem: Problem, pipeline: Pipeline) -> Plan:
+    """The order of a pipeline's passes, by the problem's schedule."""
+    asked = problem.request.schedule
+    assert asked != "auto"  # only whole questions leave it open
+    if asked in ("fill-drain", "1f1b") or not problem.training:
+        return _fixed_plan(asked, pipeline.places, problem.request.chunks, problem.training)
+    return schedule.plan(
+        asked,
+        pipeline.places,
+        problem.request.chunks,
+        forward_ms=pipeline.forward_ms,
+        backward_ms=pipeline.backward_ms,
+        weights_ms=pipeline.weights_ms,
+    )
+
+
+@lru_cache(maxsize=256)
+def _fixed_plan(asked: Schedule, places: tuple[int, ...], chunks: int, training: bool) -> Plan:
+    return schedule.plan(asked, places, chunks, training=training)
+
+
+def staged(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+    """By layer, its stage; by stage, its device."""
+    if problem.contiguous:
+        place = {device: stage for stage, device in enumerate(stages)}
+        return [place[device] for device in assignment], tuple(stages)
+    runs = [(device, len(list(layers))) for device, layers in groupby(assignment)]
+    stage_of = [stage for stage, (_, length) in enumerate(runs) for _ in range(length)]
+    return stage_of, tuple(device for device, _ in runs)
+
+
+def weights_ms(problem: Problem, layer: int, device: int) -> float:
+    """The part of a layer's backward pass that can be done later: as measured, else half of it."""
+    measured = problem.layers[layer].weights_ms.get(problem.devices[device].type)
+    whole = problem.backward_ms[layer][device]
+    return HALF * whole if measured is None else min(measured, whole)
+
+
+def optimizer_ms(problem: Problem, assignment: Sequence[int]) -> float:
+    """The longest time that any device takes for the optimizer's step."""
+    if not problem.training:
+        return 0.0
+    time_ms = [0.0] * len(problem.devices)
+    for layer, device in zip(problem.layers, assignment, strict=True):
+        time_ms[device] += layer.optimizer_ms.get(problem.devices[device].type, 0.0)
+    return max(time_ms)
+
+
+def further_bytes(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> list[int]:
+    """By device, what the micro-batches in flight beside the first keep, where its stages hold unlike numbers of them.
+
+    A layer keeps what it saves for as many micro-batches as its stage holds, a value that several stages of a device
+    keep is there for as many as the largest of those numbers.
+    """
+    stage_of, places = staged(problem, assignment, stages)
+    flight = plan_of(problem, pipeline_of(problem, assignment, stages)).in_flight
+    further = [0] * len(problem.devices)
+    for layer, stage in enumerate(stage_of):
+        further[places[stage]] += (flight[stage] - 1) * problem.layers[layer].saved_bytes
+    for value in problem.values:
+        most: dict[int, int] = {}
+        for keeper in value.keepers:
+            stage = stage_of[keeper]
+            most[places[stage]] = max(most.get(places[stage], 0), flight[stage])
+        for device, held in most.items():
+            further[device] += (held - 1) * value.held_bytes
+    return further
+
+
+def _transfers(problem: Problem, stage_of: Sequence[int], places: Sequence[int]) -> tuple[Transfer, ...]:
+    """What passes between stages of different devices, summed up by pair."""
+    there: dict[tuple[int, int], float] = {}
+    back: dict[tuple[int, int], float] = {}
+    for value in problem.values:
+        source = stage_of[value.source]
+        firsts: dict[int, int] = {}
+        for target in sorted({stage_of[reader] for reader in value.readers}):
+            firsts.setdefault(places[target], target)
+        for device, target in firsts.items():
+            if device == places[source]:
+                continue
+            pair = source, target
+            there[pair] = there.get(pair, 0.0) + problem.send_ms(value, places[source], device)
+            if value.gradient_bytes:
+                back[pair] = back.get(pair, 0.0) + problem.gradient_ms(value, places[source], device)
+    return tuple(Transfer(*pair, time_ms, back.get(pair)) for pair, time_ms in sorted(there.items()))

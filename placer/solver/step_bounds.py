@@ -1,0 +1,263 @@
+r"""Lower bounds on the step of every placement, for one number of micro-batches and one schedule.
+
+With n micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through
+in the stages before it (behind it)::
+
+    any placement       n * c of every device; one micro-batch's way to any layer and back
+    a row of stages     before + n * c
+                        the whole way + (n - 1) * f, and the same with b
+      fill-drain        the whole way + (n - 1) * c: a flow shop forwards, then one backwards
+      1f1b              before + n * c + wait(f) + wait(b), with w = min(n, stages from here) micro-batches in flight:
+                        until the first one comes back the stage runs w - 1 further forward passes, before the last one
+                        comes back w - 1 backward passes, wait(x) = max(0, behind - (w - 1) * x). Where n <= stages
+                        from here these are one wait, the longer.
+      zero-bubble       before + n * c + wait(f), without the weight halves of other stages, for which nobody waits
+
+Of transfers only those at a stage's own two cuts are counted, over the fastest link; what is elsewhere is reckoned on
+its fastest device. The bound of a whole cut of a row is
+the largest of its stages', so that a dynamic program finds the cut where it is smallest (see ``exact``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver import exact, pipelines
+from placer.solver.bounds import fastest_ms, longest_paths
+from placer.solver.exact import Counts, CutTable
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+Table = NDArray[np.float64]
+Matrix = Sequence[Sequence[float]]
+Options = list[tuple[float, int, int]]
+_Entry = tuple[float, int, int, "_OpenCut", int]
+
+ROUNDING = 1 - 1e-9
+"""Sums in another order round differently."""
+
+
+def any_placement(problem: Problem, nodes: Reduction) -> float:
+    """No step is shorter than the busiest device's work, nor than one micro-batch's way, in milliseconds."""
+    work = [
+        min(sum(problem.compute_ms(layer, device) for layer in layers) for device in nodes.allowed[node])
+        for node, layers in enumerate(nodes.nodes)
+    ]
+    busiest = max(max(work), sum(work) / problem.most_devices)
+    return (max(problem.request.chunks * busiest, _way(problem)) + least_optimizer(problem, nodes)) * ROUNDING
+
+
+def least_optimizer(problem: Problem, nodes: Reduction) -> float:
+    """No placement's optimizer takes less, in milliseconds."""
+    if not problem.training:
+        return 0.0
+    devices = [device.type for device in problem.devices]
+    time_ms = [
+        min(
+            sum(problem.layers[layer].optimizer_ms.get(devices[device], 0.0) for layer in layers)
+            for device in nodes.allowed[node]
+        )
+        for node, layers in enumerate(nodes.nodes)
+    ]
+    return max(max(time_ms), sum(time_ms) / problem.most_devices)
+
+
+def _way(problem: Problem) -> float:
+    """The longest way of one micro-batch to a layer and from there back, along values that have gradients."""
+    steps = range(len(problem.layers))
+    there = [(value.source, reader) for value in problem.values for reader in value.readers]
+    back = [(value.source, reader) for value in problem.values if value.gradient_bytes for reader in value.readers]
+    forwards = longest_paths(steps, fastest_ms(problem, problem.forward_ms), there)
+    backwards = longest_paths(steps, fastest_ms(problem, _awaited_ms(problem)), back)
+    return max(one + other for one, other in zip(forwards, backwards, strict=True))
+
+
+def _awaited_ms(problem: Problem) -> Matrix:
+    """By layer and device, what others wait for of a backward pass."""
+    if problem.request.schedule != "zero-bubble":
+        return problem.backward_ms
+    return [
+        [whole - pipelines.weights_ms(problem, layer, device) for device, whole in enumerate(row)]
+        for layer, row in enumerate(problem.backward_ms)
+    ]
+
+
+def is_row(problem: Problem, nodes: Reduction) -> bool:
+    """Whether every contiguous placement is a row of stages, each of which waits for its neighbours both ways."""
+    if len(nodes.nodes) > exact.MOST_NODES or not exact.is_only_order(problem, nodes):
+        return False
+    back = {
+        (nodes.node_of[value.source], nodes.node_of[reader])
+        for value in problem.values
+        if value.gradient_bytes
+        for reader in value.readers
+    }
+    return not problem.training or all((node, node + 1) in back for node in range(len(nodes.nodes) - 1))
+
+
+class StepTable(CutTable):
+    """Lower bounds on the step by how a row is cut, with those cuts below a value.
+
+    Args:
+        problem: what is asked, of a schedule and a number of micro-batches.
+        nodes: its layers in nodes, a row.
+        bottleneck: the same question with objective ``throughput``, by whose memory cuts are judged.
+        classes: devices that may be swapped.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, bottleneck: Problem, classes: list[list[int]]) -> None:
+        super().__init__(bottleneck, nodes, [[node] for node in range(len(nodes.nodes))], classes)
+        self._asked = problem
+        self._extra = least_optimizer(problem, nodes)
+        self._forward = self._sums(problem.forward_ms)
+        self._backward = self._sums(problem.backward_ms)
+        self._awaited = self._sums(_awaited_ms(problem))
+        self._way_there = self._fastest_sums(problem.forward_ms)
+        self._way_back = self._fastest_sums(_awaited_ms(problem))
+        self._cut_there, self._cut_back = self._transfers()
+        self._by_stages_left: dict[tuple[int, int], Table] = {}
+        self._options_from: dict[tuple[int, Counts], Options] = {}
+
+    def _sums(self, time_ms: Matrix) -> Table:
+        """By device and node, the sum over all nodes before it."""
+        devices = range(len(self.problem.devices))
+        rows = [[sum(time_ms[layer][d] for layer in layers) for layers in self.nodes.nodes] for d in devices]
+        return np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.array(rows), axis=1)], axis=1)
+
+    def _fastest_sums(self, time_ms: Matrix) -> Table:
+        """By node, the sum over all nodes before it, each layer on its fastest device."""
+        fastest = fastest_ms(self.problem, time_ms)
+        return np.concatenate([[0.0], np.cumsum([sum(fastest[layer] for layer in row) for row in self.nodes.nodes])])
+
+    def cost(self, kind: int, stages_left: int) -> Table:
+        """By first node and end, a lower bound on the step with that stage; infinite where it cannot be."""
+        key = kind, stages_left
+        if key not in self._by_stages_left:
+            possible = np.isfinite(super().cost(kind, stages_left))
+            bound = self._bound(self.classes[kind][0], stages_left) + self._extra
+            self._by_stages_left[key] = np.where(possible, bound * ROUNDING, np.inf)
+        return self._by_stages_left[key]
+
+    def _transfers(self) -> tuple[Table, Table]:
+        """By node, what a cut before it takes of one micro-batch's way, there and back, over the fastest link."""
+        there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
+        links = [link for row in self.problem.links for link in row if link is not None]
+        for value in self.problem.values if links else ():
+            node = self.nodes.node_of[value.source]
+            if node + 1 in self.nodes.of(value.readers):
+                there[node + 1] += min(link.transfer_ms(value.bytes) for link in links)
+                if value.gradient_bytes:
+                    back[node + 1] += min(link.transfer_ms(value.gradient_bytes) for link in links)
+        return there, back
+
+    def _bound(self, device: int, stages_left: int) -> Any:
+        """By first node and end, a bound on the passes of a step with a stage there."""
+        chunks, schedule = self._asked.request.chunks, self._asked.request.schedule
+        forward, backward, awaited = (
+            sums[device][None, :] - sums[device][:, None] for sums in (self._forward, self._backward, self._awaited)
+        )
+        there = (self._way_there + self._cut_there)[:, None]
+        back = (self._way_back + self._cut_back)[:, None]
+        whole = self._way_there[-1] + self._way_back[-1]
+        behind = (whole - self._way_there - self._way_back + self._cut_there + self._cut_back)[None, :]
+        cut = self._cut_there + self._cut_back
+        whole = whole + cut[:, None] + cut[None, :]
+        way = whole + (chunks - 1) * np.maximum(forward, awaited)
+        work = chunks * (forward + backward)
+        if schedule == "zero-bubble" and self._asked.training:
+            room = min(chunks, 2 * self.problem.most_devices - 1)
+            wait = np.maximum(0.0, behind - (room - 1) * forward)
+            return np.maximum(np.maximum(way, there + work + wait), there + back + chunks * (forward + awaited) + wait)
+        if schedule == "fill-drain" or not self._asked.training:
+            return whole + (chunks - 1) * (forward + backward)
+        held = min(chunks, stages_left)
+        first, last = (np.maximum(0.0, behind - (held - 1) * time) for time in (forward, backward))
+        wait = first + last if chunks > stages_left else np.maximum(first, last)
+        return np.maximum(way, there + back + work + wait)
+
+    def cuts(self) -> Iterator[tuple[float, list[int]]]:
+        """Every cut, the lowest bound first.
+
+        Yields:
+            Its bound, which is one for all that follow, and by layer its device.
+        """
+        if not np.isfinite(self.fill()[0]):
+            return
+        queue: list[_Entry] = []
+        number = itertools.count()
+
+        def push(open_cut: _OpenCut, choice: int) -> None:
+            if choice < len(open_cut.options):
+                bound = max(open_cut.bound, open_cut.options[choice][0])
+                heapq.heappush(queue, (bound, -open_cut.start, next(number), open_cut, choice))
+
+        for counts in self.best:
+            push(_OpenCut(0, counts, (), 0.0, self._next_stages(0, counts)), 0)
+        while queue:
+            bound, _, _, parent, choice = heapq.heappop(queue)
+            push(parent, choice + 1)
+            _, stop, kind = parent.options[choice]
+            stages = (*parent.stages, (stop, kind))
+            if stop == len(self.nodes.nodes):
+                yield bound, self._devices(stages)
+            else:
+                counts = exact.one_less(parent.counts, kind)
+                push(_OpenCut(stop, counts, stages, bound, self._next_stages(stop, counts)), 0)
+
+    def _devices(self, stages: tuple[tuple[int, int], ...]) -> list[int]:
+        """By layer, its device, from the end and the class of each stage."""
+        unused = [iter(members) for members in self.classes]
+        devices: list[int] = []
+        for stop, kind in stages:
+            devices += [next(unused[kind])] * (stop - len(devices))
+        return self.nodes.spread(devices)
+
+    def _next_stages(self, start: int, counts: Counts) -> Options:
+        """Bound, end and class of the next stage, by bound; those that lead nowhere left out."""
+        if (start, counts) not in self._options_from:
+            found = []
+            for kind in exact.kinds_left(counts):
+                row = self._options(counts, kind)[start]
+                found += [(float(row[stop]), int(stop), kind) for stop in np.flatnonzero(np.isfinite(row))]
+            self._options_from[start, counts] = sorted(found)
+        return self._options_from[start, counts]
+
+
+@dataclass(frozen=True)
+class _OpenCut:
+    """The first stages of cuts.
+
+    Attributes:
+        start: where the next stage begins.
+        counts: by class, the devices that are left, all of which are used.
+        stages: the end and the class of those that are decided.
+        bound: the largest of theirs.
+        options: for the next stage, by bound.
+    """
+
+    start: int
+    counts: Counts
+    stages: tuple[tuple[int, int], ...]
+    bound: float
+    options: Options
+
+
+def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable | None:
+    """The table of a row; None if the model is none, or has too many kinds of devices.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        bottleneck: the same question with objective ``throughput``.
+    """
+    classes, exactly = exact.device_classes(problem)
+    if not exactly or not problem.contiguous or not all(nodes.allowed) or not is_row(problem, nodes):
+        return None
+    return StepTable(problem, nodes, bottleneck, classes)
