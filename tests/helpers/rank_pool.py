@@ -15,15 +15,16 @@ MODULES = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "plac
 
 
 class RankPool:
-    """``size`` processes joined by gloo; after a failure, which leaves some of them waiting, they are started anew.
+    """Joined processes; after a failure, which leaves some of them waiting, they are started anew.
 
     Args:
         size: how many.
         folder: for the files by which they find one another.
+        backend: ``gloo``, or ``nccl``, with a GPU for each.
     """
 
-    def __init__(self, size: int, folder: Path) -> None:
-        self._size, self._folder, self._starts = size, folder, 0
+    def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
+        self._size, self._folder, self._backend, self._starts = size, folder, backend, 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -59,22 +60,25 @@ class RankPool:
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             meeting_point = str(self._folder / f"meeting_point_{self._starts}")
-            process = context.Process(target=_serve, args=(theirs, rank, self._size, meeting_point), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self._size, meeting_point, self._backend))
+            process.daemon = True
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
 
-def _serve(pipe: Connection, rank: int, size: int, meeting_point: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, meeting_point: str, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=size, timeout=timedelta(seconds=15)
-    )
+    os.environ |= {"LOCAL_RANK": str(rank), "NCCL_NVLS_ENABLE": "0"}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    # A test that fails in one process leaves the others waiting for it so long.
+    limit = timedelta(seconds=20)
+    dist.init_process_group(backend, init_method=f"file://{meeting_point}", rank=rank, world_size=size, timeout=limit)
     while True:
         try:
             function, args = pipe.recv()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import socket
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from placer import distributed
+from placer.errors import InputError
 from placer.graph.structure import flatten
 
 Make = Callable[[], tuple[nn.Module, Any, Any, Callable[[Any, Any], Tensor]]]
@@ -64,10 +69,18 @@ def split_step(
             losses.append(loss.item())
     return {
         "losses": losses,
-        "gradients": {name: parameter.grad for name, parameter in pipeline.named_parameters()},
-        "buffers": {name: buffer.clone() for name, buffer in pipeline.module.named_buffers()},
+        "gradients": gradients(pipeline),
+        "buffers": {name: buffer.cpu().clone() for name, buffer in pipeline.module.named_buffers()},
         "stages": [stage.stage_index for stage in pipeline.stages],
         "schedule": type(pipeline.schedule).__name__,
+    }
+
+
+def gradients(pipeline: Any) -> dict[str, Tensor | None]:
+    """This process's gradients by name, on the CPU."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.cpu()
+        for name, parameter in pipeline.named_parameters()
     }
 
 
@@ -79,3 +92,156 @@ def joined(parts: list[dict[str, Any] | None], what: str) -> dict[str, Any]:
             assert not result.keys() & part[what].keys()
             result |= part[what]
     return result
+
+
+def built(make: Make, places: Mapping[str, str], chunks: int, group: Any = None, **options: Any) -> tuple[Any, ...]:
+    """A pipeline, the batch, its target and the loss."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    example = micro_batches(inputs, chunks)[0]
+    pipeline = distributed.build(model, places, example, loss_fn, chunks=chunks, group=group, **options)
+    return pipeline, inputs, target, loss_fn
+
+
+def train(make: Make, places: Mapping[str, str], chunks: int, steps: int, path: str = "") -> dict[str, Any]:
+    """Some steps of SGD with momentum, and a checkpoint after them; losses, and the whole state in process 0."""
+    pipeline, inputs, target, _ = built(make, places, chunks, schedule="zero-bubble")
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, target)
+        optimizer.step()
+        losses += [] if loss is None else [loss.item()]
+    if path:
+        pipeline.save(path, optimizer)
+    return {"losses": losses, "state": pipeline.full_state_dict()}
+
+
+def train_on(make: Make, places: Mapping[str, str], chunks: int, steps: int, path: str) -> list[float] | None:
+    """The same, on as many processes as devices, from a checkpoint, into a model with other weights."""
+    ranks = list(range(len(set(places.values()))))
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return None
+    pipeline, inputs, target, _ = built(make, places, chunks, group)
+    for parameter in pipeline.parameters():
+        torch.nn.init.constant_(parameter, 0.5)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+    pipeline.load(path, optimizer)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, target)
+        optimizer.step()
+        losses += [] if loss is None else [loss.item()]
+    return losses
+
+
+def unsplit_training(make: Make, chunks: int, steps: int) -> tuple[list[float], nn.Module]:
+    """The unsplit model, trained like that."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for part, goal in zip(micro_batches(inputs, chunks), micro_batches(target, chunks), strict=True):
+            loss = loss_fn(call(model, part), goal) / chunks
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        losses.append(total)
+    return losses, model
+
+
+def results(make: Make, places: Mapping[str, str], chunks: int, times: int = 1) -> list[Any]:
+    """What the model returns in eval mode, forwards alone."""
+    torch.manual_seed(0)
+    model, inputs, _, _ = make()
+    pipeline = distributed.build(model.eval(), places, micro_batches(inputs, chunks)[0], chunks=chunks)
+    found = [pipeline(inputs if pipeline.is_first else None) for _ in range(times)]
+    return [None if outputs is None else outputs.cpu() for outputs in found]
+
+
+def from_meta(make: Make, places: Mapping[str, str], chunks: int, state: dict[str, Tensor]) -> tuple[str, float | None]:
+    """The error of a model on meta before it is loaded, and its loss afterwards."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    pipeline = distributed.build(model.to("meta"), places, micro_batches(inputs, chunks)[0], loss_fn, chunks=chunks)
+    try:
+        pipeline.step(inputs, target)
+    except InputError as error:
+        message = str(error)
+    pipeline.load_state_dict(state)
+    loss = pipeline.step(inputs, target)
+    return message, None if loss is None else loss.item()
+
+
+def clipped(make: Make, places: Mapping[str, str], chunks: int, max_norm: float) -> tuple[float, dict[str, Tensor]]:
+    """The norm, and the gradients after they were clipped."""
+    pipeline, inputs, target, _ = built(make, places, chunks)
+    pipeline.step(inputs, target)
+    norm = pipeline.clip_grad_norm_(max_norm).item()
+    return norm, gradients(pipeline)
+
+
+def left_over(make: Make, places: Mapping[str, str]) -> dict[str, list[str]]:
+    """Which parameters live on once the user lets go of the model, and which of them belong to this process."""
+    model, inputs, _, loss_fn = make()
+    alive = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    pipeline = distributed.build(model, places, inputs, loss_fn)
+    del model
+    gc.collect()
+    own = [name for name, parameter in pipeline.named_parameters() if alive[name]() is parameter]
+    return {"alive": [name for name, parameter in alive.items() if parameter() is not None], "own": own}
+
+
+def on_hosts(make: Make, places: Mapping[str, str], nodes: list[int], hosts: list[str]) -> tuple[str, float | None]:
+    """A step, where each process is told to be on that node of that name; its device's stage, and the loss."""
+    rank = dist.get_rank()
+    os.environ |= {"GROUP_RANK": str(nodes[rank]), "LOCAL_RANK": str(nodes[:rank].count(nodes[rank]))}
+    name, socket.gethostname = socket.gethostname, lambda: hosts[rank]
+    try:
+        pipeline, inputs, target, _ = built(make, places, 4)
+        loss = pipeline.step(inputs, target)
+    finally:
+        socket.gethostname = name
+        os.environ["LOCAL_RANK"] = str(rank)
+        del os.environ["GROUP_RANK"]
+    return ",".join(name for name, _ in pipeline.named_parameters()), None if loss is None else loss.item()
+
+
+def refusal(make: Make, places: Any, options: dict[str, Any]) -> str:
+    """The error of a build that every process refuses."""
+    try:
+        built(make, places, 2, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def different_models() -> str:
+    """The error of processes that do not have the same model."""
+    width = 6 + dist.get_rank() // 3
+    model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 6), nn.ReLU(), nn.Linear(6, 6))
+    try:
+        distributed.build(model, {str(index): f"cpu:{index}" for index in range(4)}, torch.randn(2, 6))
+    except InputError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def step_refusals(make: Make, places: Mapping[str, str]) -> dict[str, str]:
+    """The errors of batches that do not fit, in the processes that are given them; no other process waits for them."""
+    pipeline, inputs, target, _ = built(make, places, 2)
+    wrong = {"nothing": (None, None), "too small": (inputs[:4], target[:4]), "nested": ({"x": inputs}, (target[:2],))}
+    found = {}
+    for name, (batch, goal) in wrong.items():
+        if pipeline.is_first or (pipeline.is_last and goal is not None):
+            try:
+                pipeline.step(batch, goal)
+            except InputError as error:
+                found[name] = str(error)
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from model_list import torchvision_models
-from small_models import DiffusionUNet, Skips, Tagger, TiedTokens
+from small_models import Skips, Tagger, TiedTokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -63,21 +63,6 @@ def frozen_tied_tokens() -> Case:
     model, inputs, target, loss_fn = tied_tokens()
     model.embedding.weight.requires_grad_(False)
     return model, inputs, target, loss_fn
-
-
-def diffusion_unet() -> Case:
-    """Keyword arguments, a dict as result."""
-    model = DiffusionUNet(channels=8, levels=2)
-    for child in model.modules():
-        if isinstance(child, nn.Dropout):
-            child.p = 0.0
-    inputs = {"sample": torch.randn(4, 3, 8, 8).double(), "time": torch.randint(100, (4,)), "return_dict": True}
-    return (
-        model.double(),
-        inputs,
-        torch.randn(4, 3, 8, 8).double(),
-        lambda out, goal: functional.mse_loss(out["sample"], goal),
-    )
 
 
 def tagger() -> Case:

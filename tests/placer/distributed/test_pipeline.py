@@ -1,0 +1,157 @@
+"""Four processes over gloo: training, checkpoints on any number of processes, running forwards, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranked
+import ranked_models as models
+import torch
+import torch.distributed.checkpoint as dcp
+from rank_pool import RankPool
+
+from placer.distributed import schedules
+from placer.errors import InputError
+
+CHAIN = {str(index): f"cpu:{index // 2}" for index in range(8)}
+TIED = {
+    "token_embedding": "cpu:0", "position_embedding": "cpu:0", "drop": "cpu:0", "blocks.0": "cpu:0",
+    "blocks.1": "cpu:1", "blocks.2": "cpu:2", "blocks.3": "cpu:3", "norm": "cpu:3", "head": "cpu:3",
+}  # fmt: skip
+NOTHING_FITS = {"status": "infeasible", "objective": "throughput", "layer_devices": {}}
+
+
+def reported(parts: list[Any]) -> Any:
+    """What the one process said that had something to say."""
+    (answer,) = [part for part in parts if part]
+    return answer
+
+
+def test_training_goes_on_from_a_checkpoint_on_fewer_processes_or_unsplit(ranks: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    losses, model = ranked.unsplit_training(models.tied_gpt, 4, 5)
+    parts = ranks.run(ranked.train, models.tied_gpt, TIED, 4, 3, path)
+    assert reported([part["losses"] for part in parts]) == pytest.approx(losses[:3], abs=1e-10)
+    on_two = {name: "cpu:0" if device < "cpu:2" else "cpu:1" for name, device in TIED.items()}
+    resumed = ranks.run(ranked.train_on, models.tied_gpt, on_two, 4, 2, path)
+    assert reported(resumed) == pytest.approx(losses[3:], abs=1e-10)  # the momentum was kept
+
+    _, trained = ranked.unsplit_training(models.tied_gpt, 4, 3)
+    state = {"model": model.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that it loads without other processes: that is what is tested
+        dcp.load(state, checkpoint_id=path)
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(state["model"][name], tensor, atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_the_whole_state_is_gathered_under_the_models_own_keys(ranks: RankPool) -> None:
+    _, trained = ranked.unsplit_training(models.skips, 2, 1)
+    places = {**{f"layers.{index}": f"cpu:{index % 4}" for index in range(6)}, "norm": "cpu:3"}
+    parts = ranks.run(ranked.train, models.skips, places, 2, 1)
+    state = parts[0]["state"]
+    assert list(state) == list(trained.state_dict()) and [part["state"] for part in parts[1:]] == [None] * 3
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, atol=1e-10, rtol=1e-10, msg=name)
+    trained.load_state_dict(state)
+
+
+def test_a_model_on_meta_runs_once_it_has_a_state(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    model, _, _, _ = models.tied_gpt()
+    losses, _, _ = ranked.unsplit_step(models.tied_gpt, 4)
+    parts = ranks.run(ranked.from_meta, models.tied_gpt, TIED, 4, model.state_dict())
+    assert all("has no values here yet: call load" in message for message, _ in parts)
+    assert reported([loss for _, loss in parts]) == pytest.approx(losses[0], abs=1e-10)
+
+
+def test_outputs_in_eval_mode_are_the_unsplit_models(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    model, inputs, _, _ = models.skips()
+    places = {**{f"layers.{index}": f"cpu:{index // 2}" for index in range(6)}, "add": "cpu:3", "norm": "cpu:3"}
+    parts = ranks.run(ranked.results, models.skips, places, 4, 2)
+    assert parts[:3] == [[None, None]] * 3
+    for outputs in parts[3]:  # the second batch did not disturb the first one's
+        torch.testing.assert_close(outputs, model.eval()(inputs))
+
+
+def test_devices_come_back_to_run_forwards_too(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    model, inputs, _, _ = models.skips()
+    places = {**{f"layers.{index}": f"cpu:{index % 4}" for index in range(6)}, "norm": "cpu:2"}
+    outputs = [out for part in ranks.run(ranked.results, models.skips, places, 4) for out in part if out is not None]
+    torch.testing.assert_close(outputs, [model.eval()(inputs)])
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_processes(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    _, gradients, _ = ranked.unsplit_step(models.chain, 4)
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients.values()]
+    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+        parameter.grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+    parts = ranks.run(ranked.clipped, models.chain, CHAIN, 4, 0.1)
+    assert [found for found, _ in parts] == pytest.approx([norm.item()] * 4)
+    ours = {name: gradient for _, part in parts for name, gradient in part.items()}
+    for name, gradient in zip(gradients, parameters, strict=True):
+        torch.testing.assert_close(ours[name], gradient.grad, msg=name)
+
+
+def test_what_belongs_to_other_processes_is_freed_with_the_model(ranks: RankPool) -> None:
+    for part in ranks.run(ranked.left_over, models.chain, CHAIN):
+        assert part["own"] and part["alive"] == part["own"]
+
+
+@pytest.mark.parametrize("hosts", [["host0", "host0", "host1", "host1"], ["left", "left", "right", "right"]])
+def test_a_placement_for_two_hosts_runs_on_the_processes_of_two_nodes(ranks: RankPool, hosts: list[str]) -> None:
+    places = {name: f"host{1 - int(device[-1]) // 2}/cpu:{int(device[-1]) % 2}" for name, device in CHAIN.items()}
+    losses, _, _ = ranked.unsplit_step(models.chain, 4)
+    parts = ranks.run(ranked.on_hosts, models.chain, places, [0, 0, 1, 1], hosts)
+    assert [part[0].split(".")[0] for part in parts] == ["4", "6", "0", "2"]  # host1 has the first layers
+    assert reported([loss for _, loss in parts]) == pytest.approx(losses[0], abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("places", "options", "message"),
+    [
+        ({"0": "cpu:0", "4": "cpu:1"}, {}, "PlacementError: the placement uses 2 devices .* there are 4 processes"),
+        ({}, {}, "PlacementError: the map places no layer"),
+        ({"nothing": "cpu:0"}, {}, "PlacementError: layer 'nothing' is no module of Sequential"),
+        (CHAIN, {"schedule": "spiral"}, "InputError: schedule 'spiral' is not known; give one of fill-drain"),
+        (CHAIN, {"schedule": "interleaved"}, "InputError: schedule 'interleaved' needs several stages on a device"),
+        (NOTHING_FITS, {}, "PlacementError: the placement is infeasible and places no layer"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_everywhere(ranks: RankPool, places: Any, options: Any, message: str) -> None:
+    for found in ranks.run(ranked.refusal, models.chain, places, options):
+        assert re.search(message, found), found
+
+
+def test_batches_that_do_not_fit_are_refused_before_anything_is_sent(ranks: RankPool) -> None:
+    first, _, _, last = ranks.run(ranked.step_refusals, models.chain, CHAIN)
+    assert "give step(inputs, ...) the batch here" in first["nothing"]
+    assert "an input has shape (4, 6); 2 micro-batches like the example make (8, 6)" in first["too small"]
+    assert "not nested as the example was" in first["nested"]
+    assert last["too small"] == "a target of shape (4, 6) goes with a batch of 8 samples"
+    assert last["nested"] == "a target of shape (2, 6) goes with a batch of 8 samples"
+
+
+@pytest.mark.parametrize(("chunks", "devices", "rounds"), [(7, 3, 1), (9, 2, 1), (11, 4, 2)])
+def test_micro_batches_that_a_schedule_cannot_have_name_the_nearest_that_it_can(
+    chunks: int, devices: int, rounds: int
+) -> None:
+    with pytest.raises(InputError, match=f"cannot have {chunks} micro-batches") as error:
+        schedules.check("zero-bubble", chunks, devices, rounds)
+    below, above = (int(count) for count in re.findall(r"chunks=(\d+)", str(error.value)))
+    assert below < chunks < above
+    schedules.check("zero-bubble", below, devices, rounds)
+    schedules.check("zero-bubble", above, devices, rounds)
+
+
+def test_processes_with_different_models_are_told_so(ranks: RankPool) -> None:
+    for found in ranks.run(ranked.different_models):
+        assert "process 3 has captured another model" in found
