@@ -220,7 +220,8 @@ class DataFlow(nn.Module):
             optimizer: any of torch's, stepped after every batch; None to leave that to the caller, who finds the
                 gradients in place.
             schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
-                gradients apart, while a device would wait. Where a device holds several segments, fill-drain is used.
+                gradients apart, while a device would wait. Where a device holds several segments, ``"interleaved"`` runs
+                them in turn, and all others are fill-drain.
             scaler: for training in float16: scales the loss, and skips the step where a gradient overflowed on any
                 device.
             max_norm: clip the gradients to this norm over all parameters on all devices.

@@ -24,20 +24,20 @@ def _tokens_loss(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def _images(size: int = 32) -> Tensor:
-    return torch.randn(8, 3, size, size, dtype=torch.float64)
+def _images(count: int) -> Tensor:
+    return torch.randn(count, 3, 32, 32, dtype=torch.float64)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Any]] = {
-    "resnet18": (resnet18, lambda: (_images(), torch.randint(1000, (8,))), functional.cross_entropy),
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], Any]] = {
+    "resnet18": (resnet18, lambda size: (_images(size), torch.randint(1000, (size,))), functional.cross_entropy),
     "unet": (
         lambda: unet(width=4),
-        lambda: (_images(), torch.randint(2, (8, 32, 32))),
+        lambda size: (_images(size), torch.randint(2, (size, 32, 32))),
         functional.cross_entropy,
     ),
     "tied gpt": (
         lambda: gpt(layers=3, width=16, heads=2, context=8, vocabulary=11, tied=True),
-        lambda: (torch.randint(11, (8, 8)), torch.randint(11, (8, 8))),
+        lambda size: (torch.randint(11, (size, 8)), torch.randint(11, (size, 8))),
         _tokens_loss,
     ),
 }
@@ -49,6 +49,7 @@ def _compare(
     places: Callable[[int, int], int],
     chunks: int = 4,
     steps: int = 2,
+    size: int = 8,
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9),
 ) -> None:
     """Train a model split over three stand-ins, and its copy unsplit, and compare losses, parameters and buffers."""
@@ -57,7 +58,7 @@ def _compare(
     model = make().double()
     whole = copy.deepcopy(model)
     ours, theirs = optimizer(model.parameters()), optimizer(whole.parameters())
-    inputs, target = data()
+    inputs, target = data(size)
     with logical_devices(3):
         flow = DataFlow(model)
         names = list(flow.layer_gpus)
@@ -91,6 +92,26 @@ def test_two_steps_equal_the_unsplit_models_over_the_same_micro_batches(name: st
 
 def test_a_device_may_hold_several_segments() -> None:
     _compare("unet", "1f1b", lambda index, _: index % 3)
+
+
+def _in_rounds(index: int, count: int) -> int:
+    return (index * 6 // count) % 3
+
+
+def _and_back(index: int, count: int) -> int:
+    return (0, 1, 2, 1, 0, 2)[index * 6 // count]
+
+
+@pytest.mark.parametrize("places", [_in_rounds, _and_back])
+@pytest.mark.parametrize(("name", "chunks"), [("unet", 4), ("tied gpt", 4), ("tied gpt", 8)])  # no whole rounds of 3
+def test_interleaved_segments_train_as_the_unsplit_model(
+    name: str, chunks: int, places: Callable[[int, int], int]
+) -> None:
+    _compare(name, "interleaved", places, chunks=chunks)
+
+
+def test_whole_rounds_of_micro_batches_go_in_megatrons_order_and_train_as_the_unsplit_model() -> None:
+    _compare("tied gpt", "interleaved", _in_rounds, chunks=6, size=12)
 
 
 def test_a_tied_weight_is_trained_once_though_two_devices_use_it() -> None:
@@ -296,7 +317,7 @@ def test_a_tied_weight_on_two_plain_cpu_stand_ins_has_the_gradients_of_both() ->
     torch.manual_seed(0)
     model = make().double()
     whole = copy.deepcopy(model)
-    inputs, target = data()
+    inputs, target = data(8)
     flow = DataFlow(model, ["cpu:0", "cpu:1"])
     for index, layer in enumerate(flow.layer_gpus):
         flow.layer_gpus[layer] = index % 2
