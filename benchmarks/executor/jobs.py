@@ -13,12 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
-from . import cases, distributed, gpipe, large, ours, overhead, switching, tutorial, tutorial_resnet50
+from . import cases, distributed, gpipe, large, ours, overhead, stream, switching, tutorial, tutorial_resnet50
 from .sample import Sample, append, read, reason
 
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 460.0
 PEER_S = 60.0
+_PACKAGES = {gpipe.ENGINE: "torchgpipe", stream.DISPATCH: "accelerate"}
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ def every() -> list[Job]:
     names = list(cases.FULL)
     return [
         *(_training(name, "ours", 150.0) for name in names),
+        *(_stream(name, "ours", 2 * PEER_S) for name in stream.NAMES),
         Job(switching.CASE, "ours", PEER_S, switching.measure),
         Job(overhead.CASE, "ours", PEER_S, overhead.measure),
         Job(large.CASE, "ours", 2 * PEER_S, large.measure),
         *(_training(name, distributed.ENGINE, 1.5 * PEER_S) for name in ("resnet101", "gpt")),
         Job(tutorial_resnet50.CASE, "ours", 90.0, tutorial_resnet50.measure),
         *(_training(name, tutorial.ENGINE, PEER_S) for name in names),
+        *(_stream(name, engine, PEER_S) for engine in (tutorial.ENGINE, stream.DISPATCH) for name in stream.NAMES),
         *(_training(name, gpipe.ENGINE, PEER_S) for name in names),
     ]
 
@@ -66,6 +69,15 @@ def _training(name: str, engine: str, limit_s: float) -> Job:
         gpipe.ENGINE: gpipe.train,
     }[engine]
     return Job(name, engine, limit_s, lambda: run(cases.training(name)))
+
+
+def _stream(name: str, engine: str, limit_s: float) -> Job:
+    run = {
+        "ours": stream.stream,
+        tutorial.ENGINE: stream.tutorial_split,
+        stream.DISPATCH: stream.dispatched,
+    }[engine]
+    return Job(stream.PREFIX + name, engine, limit_s, lambda: run(cases.training(name)))
 
 
 def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> list[Sample]:
@@ -97,7 +109,7 @@ def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> list[Sample]:
 def _samples(job: Job, left_s: float) -> Iterator[Sample]:
     if left_s <= 0:
         yield Sample(job.case, job.engine, 0, 0, failed="not run, the time of the benchmark was up")
-    elif job.engine == gpipe.ENGINE and find_spec("torchgpipe") is None:
+    elif job.engine in _PACKAGES and find_spec(_PACKAGES[job.engine]) is None:
         yield Sample(job.case, job.engine, 0, 0, failed="not installed")
     elif cases.is_small():
         yield from guarded(job)
@@ -113,11 +125,11 @@ def guarded(job: Job) -> Iterator[Sample]:
         yield Sample(job.case, job.engine, 0, 0, failed=reason(error))
 
 
-def apart(job: Job, limit_s: float) -> Iterator[Sample]:
-    """The samples of a job in a process of its own, handed on as they come."""
+def apart(job: Job, limit_s: float, package: str = "benchmarks.executor") -> Iterator[Sample]:
+    """The samples of a job in a process of its own, ``python -m package JOB PATH``, handed on as they come."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples"
-        command = [sys.executable, "-m", "benchmarks.executor", job.name, str(path)]
+        command = [sys.executable, "-m", package, job.name, str(path)]
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         began, handed_on = perf_counter(), 0
         try:

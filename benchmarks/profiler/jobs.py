@@ -1,0 +1,65 @@
+"""What is run, the most important first; on GPUs each model has a process of its own, which may die or hang alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+
+from ..executor.jobs import Job, apart, guarded
+from ..executor.sample import Sample, append
+from . import cases, ours
+
+BUDGET_S = 460.0
+MODEL_S = 150.0
+
+
+def every() -> list[Job]:
+    """A job for each model."""
+    return [_job(model) for model in cases.known().values()]
+
+
+def _job(model: cases.Model) -> Job:
+    return Job(model.name, ours.ENGINE, MODEL_S, lambda: ours.measure(model))
+
+
+def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> list[Sample]:
+    """Run jobs, and print what they find as they go.
+
+    Args:
+        chosen: models; all if empty.
+        budget_s: no job begins after so many seconds, and none lasts longer.
+
+    Raises:
+        ValueError: a name is no model.
+    """
+    if wrong := [name for name in chosen if name not in cases.known()]:
+        raise ValueError(f"{wrong[0]!r} is no case; there are {', '.join(cases.known())}")
+    began = perf_counter()
+    samples = []
+    for job in every():
+        if chosen and job.case not in chosen:
+            continue
+        for sample in _samples(job, budget_s - (perf_counter() - began)):
+            samples.append(sample)
+            print(f"[{perf_counter() - began:5.0f} s] {sample}", flush=True)
+    return samples
+
+
+def _samples(job: Job, left_s: float) -> Iterator[Sample]:
+    if left_s <= 0:
+        yield Sample(job.case, job.engine, 0, 0, failed="not run, the time of the benchmark was up")
+    elif cases.is_small():
+        yield from guarded(job)
+    else:
+        yield from apart(job, min(job.limit_s, left_s), "benchmarks.profiler")
+
+
+def work(name: str, path: Path) -> None:
+    """Run one job and write its samples to a file, or print them for ``-``: what a process of its own does."""
+    job = next(job for job in every() if name in (job.case, job.name))
+    for sample in guarded(job):
+        if str(path) == "-":
+            print(sample, flush=True)
+        else:
+            append(sample, path)

@@ -1,0 +1,255 @@
+"""A case as Placer predicts it, and as it then is."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer import Constraints, DataFlow, Placement, PlacementRequest, Profile, devices, profile, refine, solve
+from placer.schedule import Pipeline, Transfer, plan, step_ms
+
+from ..executor import timing
+from ..executor.sample import Sample, attempt, reason, release
+from . import cases, peers
+from .cases import Case, Model
+
+Values = dict[str, list[float]]
+ENGINE = "ours"
+
+
+def measure(model: Model) -> Iterator[Sample]:
+    """All four ways of a model, each in parts that may fail alone."""
+    cases.prepare()
+    for case in cases.of(model):
+        yield from _case(case)
+        release()
+
+
+def _case(case: Case) -> Iterator[Sample]:
+    places = cases.places(case.devices)
+    for place in places:
+        _warm_libraries(place)
+    before = [allocated(place) for place in places]
+    model = case.make(cases.home())
+    inputs, target = case.batch(cases.home(), case.micro_batch)
+    found: list[tuple[Profile, Placement]] = []
+
+    def run_profile() -> Values:
+        values, measured = profiled(case, model, inputs)
+        found.append((measured, solve(request(case, measured))))
+        return values
+
+    yield attempt(case.label, "profile", case.devices, case.chunks, run_profile)
+    if not found:
+        return
+    measured, placement = found[0]
+    yield attempt(
+        case.label,
+        "stages",
+        case.devices,
+        case.chunks,
+        lambda: staged(case, model, measured, placement, inputs, target),
+    )
+    yield attempt(
+        case.label, "memory", case.devices, case.chunks, lambda: memory(case, model, measured, placement, before)
+    )
+    yield attempt(case.label, "step", case.devices, case.chunks, lambda: stepped(case, model, measured, placement))
+    model.to(cases.home())
+    try:
+        values, missing = peers.estimates(case, model, inputs)
+    except Exception as error:
+        values, missing = {}, {"peers": reason(error)}
+    yield Sample(case.label, "peers", case.devices, case.chunks, {name: [value] for name, value in values.items()})
+    for name, why in missing.items():
+        yield Sample(case.label, name, case.devices, case.chunks, failed=why)
+
+
+def profiled(case: Case, model: nn.Module, inputs: Tensor) -> tuple[Values, Profile]:
+    """How long profiling takes, without and with a cache, and the profile."""
+    times: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            began = perf_counter()
+            found = profile(
+                model,
+                inputs,
+                [str(place) for place in cases.places(case.devices)],
+                training=case.training,
+                optimizer="adam",
+                progress=False,
+                cache=folder,
+            )
+            times.append(perf_counter() - began)
+    return {"cold_s": times[:1], "warm_s": times[1:]}, found
+
+
+def request(case: Case, found: Profile, **changes: Any) -> PlacementRequest:
+    """The question that is asked of a profile."""
+    asked: dict[str, Any] = {
+        "profile": found,
+        "constraints": Constraints(contiguous=True),
+        "chunks": case.chunks,
+        "schedule": "zero-bubble" if case.training else "1f1b",
+        "transfers": "overlapped",
+        "time_limit_s": 5.0,
+    }
+    return PlacementRequest(**asked | changes)
+
+
+def staged(
+    case: Case, model: nn.Module, found: Profile, placement: Placement, inputs: Tensor, target: Tensor
+) -> Values:
+    """Each stage's pass as predicted, and as measured, without the loss; and the step by the corrected profile."""
+    refined = refine(placement, model, inputs, request=request(case, found), loss_fn=case.loss, target=target, rounds=1)
+    stages = refined.rounds[0].stages
+    losses = [stage.loss_forward_ms + stage.loss_backward_ms for stage in stages]
+    return {
+        "predicted_ms": [stage.predicted_ms for stage in stages],
+        "measured_ms": [stage.measured_ms - loss for stage, loss in zip(stages, losses, strict=True)],
+        "loss_ms": [sum(losses)],
+        "refined_step_ms": [predicted_step_ms(case, refined.profile, placement)],
+    }
+
+
+def memory(case: Case, model: nn.Module, found: Profile, placement: Placement, before: Sequence[int]) -> Values:
+    """By device, the peak that is predicted for one micro-batch, and the one that the allocator counted.
+
+    The loss is no layer, so it is a mean here, which holds next to nothing.
+    """
+    pinned = Constraints(contiguous=True, pinned=dict(placement.layer_devices))
+    alone = solve(request(case, found, chunks=1, constraints=pinned))
+    loads = {load.device: load for load in alone.devices}
+    used = _peaks(case, model, alone)
+    names = [str(place) for place in cases.places(case.devices)]
+    if not used:
+        return {}
+    rows = [(loads[name], peak - start) for name, peak, start in zip(names, used, before, strict=True) if name in loads]
+    state = sum(
+        load.memory.total_bytes - load.memory.activation_bytes - load.memory.workspace_bytes for load, _ in rows
+    )
+    return {
+        "predicted_bytes": [float(load.memory.total_bytes) for load, _ in rows],
+        "measured_bytes": [float(peak) for _, peak in rows],
+        "state_bytes": [float(state)],
+    }
+
+
+def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[int]:
+    """By device, the most bytes of the allocator in a pass over one micro-batch that comes from the host."""
+    places = cases.places(case.devices)
+    if cases.is_small():
+        return []
+    inputs, _ = case.batch(torch.device("cpu"), case.micro_batch)
+    flow = DataFlow(model, places)
+    flow.update_flow(placement)
+    flow.output_device = torch.device(list(placement.layer_devices.values())[-1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4) if case.training else None
+    try:
+        if optimizer is not None:
+            flow(inputs, chunks=1).float().mean().backward()
+            optimizer.step()  # the first one makes the optimizer's state
+            optimizer.zero_grad(set_to_none=False)
+        for place in places:
+            torch.cuda.synchronize(place)
+            torch.cuda.reset_peak_memory_stats(place)
+        with torch.set_grad_enabled(case.training):
+            output = flow(inputs, chunks=1)
+            if case.training:
+                output.mean().backward()
+        for place in places:
+            torch.cuda.synchronize(place)
+        return [int(torch.cuda.max_memory_allocated(place)) for place in places]
+    finally:
+        flow.undo()
+        model.zero_grad(set_to_none=True)
+        release()
+
+
+def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
+    """Times of a whole batch through the executor, and the one predicted."""
+    batch = case.batch(cases.home(), case.micro_batch * case.chunks)
+    flow = DataFlow(model, [str(place) for place in cases.places(case.devices)])
+    flow.update_flow(placement)
+    try:
+        if case.training:
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+            step = flow.train_step(case.loss, optimizer, schedule="zero-bubble")
+            times = timing.steps(lambda: step(*batch), cases.places(case.devices))
+        else:
+            with torch.no_grad():
+                times = timing.steps(lambda: flow(batch[0], chunks=case.chunks), cases.places(case.devices))
+    finally:
+        flow.undo()
+        model.zero_grad(set_to_none=True)
+        release()
+    return {"predicted_ms": [predicted_step_ms(case, found, placement)]} | times
+
+
+def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float:
+    """The step that a profile promises: its stages' times and transfers, simulated, and the optimizer behind them."""
+    stages = list(dict.fromkeys(placement.layer_devices.values()))
+    assert found.cluster is not None
+    types = {device.name: device.type for device in found.cluster.devices}
+    sums: dict[str, list[float]] = {
+        name: [0.0] * len(stages) for name in ("forward", "backward", "weights", "optimizer")
+    }
+    for layer in found.layers:
+        place = placement.layer_devices[layer.name]
+        kind, stage = types[place], stages.index(place)
+        sums["forward"][stage] += layer.forward_ms[kind]
+        if case.training:
+            sums["backward"][stage] += layer.backward_ms[kind]
+            sums["weights"][stage] += layer.weight_half_ms(kind)
+            sums["optimizer"][stage] += layer.optimizer_ms.get(kind, 0.0)
+    places = range(len(stages))
+    forward, backward, weights = (sums[name] for name in ("forward", "backward", "weights"))
+    order = plan(
+        "zero-bubble",
+        places,
+        placement.chunks,
+        forward_ms=forward,
+        backward_ms=backward,
+        weights_ms=weights,
+        training=case.training,
+    )
+    transfers = _transfers(found, placement, stages, case.training)
+    pipeline = Pipeline(tuple(places), tuple(forward), tuple(backward), tuple(weights), transfers)
+    return step_ms(pipeline, order) + max(sums["optimizer"])
+
+
+def _transfers(found: Profile, placement: Placement, stages: list[str], training: bool) -> tuple[Transfer, ...]:
+    """What passes between stages, all values of a pair together."""
+    assert found.cluster is not None
+    times: dict[tuple[int, int], list[float]] = {}
+    for edge in found.edges:
+        source = placement.layer_devices[edge.source]
+        for target in {placement.layer_devices[name] for name in edge.targets} - {source}:
+            there, back = found.cluster.link(source, target), found.cluster.link(target, source)
+            assert there is not None and back is not None
+            pair = times.setdefault((stages.index(source), stages.index(target)), [0.0, 0.0])
+            pair[0] += there.transfer_ms(edge.bytes)
+            pair[1] += back.transfer_ms(edge.gradient_bytes) if training and edge.gradient_bytes else 0.0
+    return tuple(Transfer(a, b, there, back or None) for (a, b), (there, back) in sorted(times.items()))
+
+
+def allocated(place: torch.device) -> int:
+    """The bytes of tensors on a device; 0 on a stand-in, where nobody counts."""
+    return int(torch.cuda.memory_allocated(place)) if place.type == "cuda" else 0
+
+
+def _warm_libraries(place: torch.device) -> None:
+    """Let libraries take what they keep for good, both ways: a device's reserve holds it, not a placement."""
+    if place.type != "cuda":
+        return
+    square = torch.ones(256, 256, device=place, requires_grad=True)
+    (square @ square).sum().backward()  # type: ignore[no-untyped-call]
+    devices.library_bytes(place)
+    torch.cuda.synchronize(place)
+
+
+__all__ = ["measure"]

@@ -1,0 +1,170 @@
+"""Samples as rows: how far what was predicted is from what was measured, by case and over all cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ..executor.sample import Sample
+from ..record import row
+from . import cases, peers
+
+Row = dict[str, Any]
+STAGE = "stage time, largest error of the prediction"
+STEP = "step time, error of the prediction"
+REFINED_STEP = "step time, error of the prediction by the refined profile"
+OVER = "peak memory of a device, most predicted above what was used"
+UNDER = "peak memory of a device, most predicted below what was used"
+PASS = "a micro-batch through all stages"
+STATE = "parameters, gradients and optimizer state"
+COLD, WARM = "profiling", "profiling again, all in the cache"
+OVERALL = "all cases"
+_LIMITS_S = {"resnet101": 20.0, "gpt": 10.0}
+
+
+def rows(samples: Sequence[Sample]) -> list[Row]:
+    """The rows of each case, without those over all of them; targets count at full size alone."""
+    made: list[Row] = []
+    for model in cases.known().values():
+        for case in cases.of(model):
+            mine = [sample for sample in samples if sample.case == case.label]
+            made += _case(case, mine)
+        made += [_failed(sample) for sample in samples if sample.case == model.name and sample.failed]
+    return made
+
+
+def belongs(label: str, name: str) -> bool:
+    """Whether a row's case is one of the model that is selected by this name."""
+    return label == name or label.startswith(cases.known()[name].label)
+
+
+def over_all(made: Sequence[Row]) -> list[Row]:
+    """The rows over all cases: medians and worst, from the cases' own."""
+    found: list[Row] = []
+    for measure, worst, middle in ((STAGE, 6.0, 2.0), (STEP, 8.0, None), (REFINED_STEP, None, None)):
+        values = [abs(one["value"]) for one in made if one["measure"] == measure and one["value"] is not None]
+        if not values:
+            continue
+        spread = (min(values), max(values))
+        found.append(_overall(f"{measure}: the median of {len(values)} cases", median(values), middle, spread))
+        found.append(_overall(f"{measure}: the worst of {len(values)} cases", max(values), worst))
+    for measure, target in ((OVER, 5.0), (UNDER, 2.0)):
+        values = [one["value"] for one in made if one["measure"] == measure and one["value"] is not None]
+        if values:
+            found.append(_overall(f"{measure}: the worst of {len(values)} cases", max(values), target))
+    return [*found, *_peers_over_all(made)]
+
+
+def _peers_over_all(made: Sequence[Row]) -> Iterator[Row]:
+    """The errors of all who predict a whole pass, or the state's bytes, where they do."""
+    for measure in (PASS, STATE):
+        errors: dict[str, list[float]] = {}
+        for one in made:
+            if one["measure"] == measure and one["value"]:
+                for name, value in one["peers"].items():
+                    errors.setdefault(name, []).append(100 * abs(value / one["value"] - 1))
+        ours = errors.pop("Placer", [])
+        if ours:
+            others = {name: _rounded(median(values)) for name, values in errors.items()}
+            title = f"{measure}: the median error of the predictions"
+            yield row(OVERALL, title, "%", _rounded(median(ours)), spread=_spread(ours), peers=others)
+
+
+def _overall(measure: str, value: float, target: float | None, spread: tuple[float, float] | None = None) -> Row:
+    return row(OVERALL, measure, "%", _rounded(value), spread=spread and _spread(spread), target=_target(target))
+
+
+def _case(case: cases.Case, samples: Sequence[Sample]) -> Iterator[Row]:
+    values = {sample.engine: sample.values for sample in samples if sample.values}
+    if "profile" in values:
+        yield from _profiling(case, values["profile"])
+    if "stages" in values:
+        yield from _stages(case, values["stages"], values.get("peers", {}))
+    if "step" in values:
+        yield from _step(case, values["step"], values.get("stages", {}))
+    if values.get("memory"):
+        yield from _memory(case, values["memory"], values.get("peers", {}))
+    yield from (_failed(sample) for sample in samples if sample.failed)
+
+
+def _profiling(case: cases.Case, values: Mapping[str, Sequence[float]]) -> Iterator[Row]:
+    limit_s = _LIMITS_S.get(case.model.name)
+    yield row(case.label, COLD, "s", _rounded(values["cold_s"][0]), target=_target(limit_s))
+    yield row(case.label, WARM, "s", _rounded(values["warm_s"][0]), target=_target(1.0 if limit_s else None))
+
+
+def _stages(
+    case: cases.Case, values: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]
+) -> Iterator[Row]:
+    predicted, measured = values["predicted_ms"], values["measured_ms"]
+    errors = _errors(predicted, measured)
+    worst = max(errors, key=abs)
+    yield row(
+        case.label, STAGE, "%", _rounded(worst), spread=_spread(errors), target=_target(6.0), met=_met(worst, 6.0)
+    )
+    shown = {"Placer": sum(predicted)} | _of_peers(others, "pass_ms")
+    yield row(case.label, PASS, "ms", _rounded(sum(measured)), peers=_all_rounded(shown))
+
+
+def _step(
+    case: cases.Case, values: Mapping[str, Sequence[float]], staged: Mapping[str, Sequence[float]]
+) -> Iterator[Row]:
+    step_ms, predicted = median(values["step_ms"]), values["predicted_ms"][0]
+    (error,) = _errors([predicted], [step_ms])
+    yield row(case.label, STEP, "%", _rounded(error), target=_target(8.0), met=_met(error, 8.0))
+    told = {"Placer": predicted}
+    if staged.get("refined_step_ms"):
+        (after,) = _errors(staged["refined_step_ms"], [step_ms])
+        yield row(case.label, REFINED_STEP, "%", _rounded(after))
+    spread = _spread(values["step_ms"])
+    yield row(case.label, "step time", "ms", _rounded(step_ms), spread=spread, peers=_all_rounded(told))
+    yield row(case.label, "host issues a step", "ms", _rounded(median(values["host_ms"])))
+
+
+def _memory(
+    case: cases.Case, values: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]
+) -> Iterator[Row]:
+    errors = _errors(values["predicted_bytes"], values["measured_bytes"])
+    yield row(case.label, OVER, "%", _rounded(max(0.0, *errors)), target=_target(5.0))
+    yield row(case.label, UNDER, "%", _rounded(max(0.0, *(-error for error in errors))), target=_target(2.0))
+    used = sum(values["measured_bytes"]) / 2**20
+    told = {"Placer": sum(values["predicted_bytes"]) / 2**20}
+    yield row(case.label, "peak memory of all devices", "MiB", _rounded(used), peers=_all_rounded(told))
+    sizes = {name: size / 2**20 for name, size in _of_peers(others, "state_bytes").items()}
+    state = values["state_bytes"][0] / 2**20
+    yield row(case.label, STATE, "MiB", _rounded(state), peers=_all_rounded({"Placer": state} | sizes))
+
+
+def _failed(sample: Sample) -> Row:
+    return row(sample.case, f"no value of {sample.engine}: {sample.failed}", "", None)
+
+
+def _of_peers(others: Mapping[str, Sequence[float]], measure: str) -> dict[str, float]:
+    known = {name: others.get(f"{measure} {name}") for name in (peers.TORCHGPIPE, peers.ROOFLINE, peers.ACCELERATE)}
+    return {name: values[0] for name, values in known.items() if values}
+
+
+def _errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
+    """How far above what was measured, in percent; negative below."""
+    return [100 * (said / was - 1) for said, was in zip(predicted, measured, strict=True)]
+
+
+def _met(error: float, limit: float) -> bool | None:
+    return None if cases.is_small() else abs(error) <= limit
+
+
+def _target(value: float | None) -> float | None:
+    return None if cases.is_small() else value
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _all_rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: _rounded(value) for name, value in values.items()}
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return _rounded(min(values)), _rounded(max(values))
