@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from placer import testing as testing
     from placer.executor.dataflow import DataFlow as DataFlow
     from placer.graph.capture import capture as capture
+    from placer.profiler.gather import gather_profile as gather_profile
     from placer.profiler.merge import merge_profiles as merge_profiles
     from placer.profiler.profile import profile as profile
     from placer.refining import refine as refine
@@ -52,6 +53,7 @@ __all__ = [
     "Refinement",
     "capture",
     "distributed",
+    "gather_profile",
     "merge_profiles",
     "profile",
     "refine",
@@ -75,6 +77,7 @@ _HOMES = {
     "Profile": "placer.schema",
     "Refinement": "placer.schema.refinement",
     "capture": "placer.graph.capture",
+    "gather_profile": "placer.profiler.gather",
     "merge_profiles": "placer.profiler.merge",
     "profile": "placer.profiler.profile",
     "refine": "placer.refining",

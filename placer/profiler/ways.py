@@ -92,7 +92,7 @@ def through_host(to_host: Rate, from_host: Rate) -> Rate:
 def _shipment(source: torch.device, target: torch.device, size_bytes: int) -> hardware.Shipment:
     pinned = "cuda" in (source.type, target.type)
     sent, received = (_room(place, size_bytes, pinned) for place in (source, target))
-    sent.copy_(_pattern(size_bytes))
+    sent.copy_(pattern(size_bytes))
     return hardware.Shipment(sent, received, source, target)
 
 
@@ -105,13 +105,14 @@ def _room(place: torch.device, size_bytes: int, pinned: bool) -> Tensor:
 def _compare(item: hardware.Shipment) -> None:
     for device in (item.source, item.target):
         hardware.synchronise(device)
-    expected = _pattern(item.received.numel()).to(item.received.device)
+    expected = pattern(item.received.numel()).to(item.received.device)
     wrong = int((item.received != expected).sum())
     if wrong:
         raise Changed(wrong, item.received.numel())
 
 
-def _pattern(size_bytes: int) -> Tensor:
+def pattern(size_bytes: int) -> Tensor:
+    """Bytes that every process knows, in the host's memory."""
     return _tile().repeat(-(-size_bytes // _TILE))[:size_bytes]
 
 
