@@ -1,11 +1,12 @@
 """How fast placements run, beside what else a user could take, in the same run on the same machine.
 
-Training steps of three models over all devices and over two, switching maps, the overhead on one device, and the
-experiment of PyTorch's model-parallel tutorial. Without GPUs, tiny sizes on CPU stand-ins: those show that it runs.
+Training steps of three models over all devices and over two, inference streams of two models, switching maps, the
+overhead on one device, and the experiment of PyTorch's model-parallel tutorial. Without GPUs, tiny sizes on CPU
+stand-ins: those show that it runs.
 
-``PLACER_EXECUTOR_CASES=resnet101,gpt`` runs these cases alone (of ``resnet101``, ``gpt``, ``unet``, ``switching``,
-``overhead``, ``large``, ``tutorial``), and keeps the rows that the results of the same machine and versions have of
-others.
+``PLACER_EXECUTOR_CASES=resnet101,gpt`` runs these cases alone (of ``resnet101``, ``gpt``, ``unet``,
+``stream-resnet101``, ``stream-gpt``, ``switching``, ``overhead``, ``large``, ``tutorial``), and keeps the rows that the
+results of the same machine and versions have of others.
 ``PLACER_EXECUTOR_BUDGET_S`` is the time that all may take, 460 if left out; what it leaves undone is named in a row.
 """
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from ..record import row
-from . import cases, distributed, gpipe, large, overhead, switching, tutorial, tutorial_resnet50
+from . import cases, distributed, gpipe, large, overhead, stream, switching, tutorial, tutorial_resnet50
 from .sample import Sample
 
 Row = dict[str, Any]
@@ -15,10 +15,12 @@ PEERS = {
     distributed.ENGINE: "torch.distributed 1F1B",
     tutorial.ENGINE: "tutorial's split",
     gpipe.ENGINE: "torchgpipe",
+    stream.DISPATCH: "accelerate's dispatch_model",
 }
 TARGETS = {("resnet101", 4): 2.8, ("gpt", 4): 3.5, ("unet", 4): 2.8}
 TWO_DEVICES = 1.85
 OVER_PEERS = 1.3
+STREAMS = {("resnet101", 4): 3.3, ("gpt", 4): 3.8}
 SPEEDUP = "training step, speed-up over eager PyTorch on one device"
 
 
@@ -27,6 +29,8 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
     made: list[Row] = []
     for name in cases.FULL:
         made += _training(name, _of(samples, name))
+    for name in stream.NAMES:
+        made += _stream(name, _of(samples, stream.PREFIX + name))
     made += _switching(_of(samples, switching.CASE))
     made += _overhead(_of(samples, overhead.CASE))
     made += _large(_of(samples, large.CASE))
@@ -36,6 +40,8 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
 
 def belongs(case: str, name: str) -> bool:
     """Whether a row's case is one of the case that is selected by this name."""
+    if name.startswith(stream.PREFIX):
+        return case.startswith(f"inference stream, {cases.training(name.removeprefix(stream.PREFIX)).label}")
     return case.startswith(cases.training(name).label if name in cases.FULL else name)
 
 
@@ -130,6 +136,46 @@ def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
     yield row(case, "loss, largest difference to the unsplit model", "", _rounded(_time(ours, "loss_difference")))
     if not cases.is_small():
         yield row(case, "stages that run without a CUDA graph", "", _time(ours, "eager_stages"))
+
+
+def _stream(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
+    if not samples:
+        return
+    label = f"inference stream, {cases.training(name).label}"
+    one = _best(samples, "eager", 1)
+    if one is not None:
+        spread = _spread(one.values["step_ms"])
+        yield row(f"{label}, 1 device", "a batch, eager PyTorch", "ms", _rounded(_time(one)), spread=spread)
+    for count in cases.counts():
+        yield from _streamed(f"{label}, {count} devices", name, samples, one, count)
+    yield from _failures(label, samples)
+
+
+def _streamed(case: str, name: str, samples: Sequence[Sample], one: Sample | None, count: int) -> Iterator[Row]:
+    ours, one_ms = _best(samples, "ours", count), _time(one)
+    peers = {label: _best(samples, engine, count) for engine, label in PEERS.items()}
+    options: dict[str, Any] = {
+        "smaller_is_better": False,
+        "peers": {label: _ratio(one_ms, _time(sample)) for label, sample in peers.items() if sample is not None},
+    }
+    if (name, count) in STREAMS:
+        options["target"] = _target(STREAMS[name, count])
+    measure = "a batch in a stream, speed-up over eager PyTorch on one device"
+    if ours is None:
+        yield row(case, measure, "x", None, **options)
+        return
+    times = ours.values["step_ms"]
+    if one_ms is not None:
+        options["spread"] = _spread(times, one_ms)
+    yield row(case, measure, "x", _ratio(one_ms, _time(ours)), **options)
+    shown = {label: _rounded(_time(sample)) for label, sample in peers.items() if sample is not None}
+    yield row(case, "a batch in a stream", "ms", _rounded(_time(ours)), spread=_spread(times), peers=shown)
+    yield row(case, "batches that it is cut into, where fastest", "", ours.chunks)
+    yield row(case, "a batch, predicted from the profile", "ms", _rounded(_time(ours, "predicted_ms")))
+    yield _row_of(case, "host issues a batch", ours.values["host_ms"])
+    difference = _time(ours, "difference")
+    yield row(case, "result, largest difference to the unsplit model, over the largest value", "", difference)
+    yield row(case, "stages that run without a CUDA graph", "", _time(ours, "eager_stages"))
 
 
 def _switching(samples: Sequence[Sample]) -> Iterator[Row]:

@@ -167,6 +167,49 @@ def test_a_peer_without_a_value_has_a_row_with_the_reason(made):
     assert _row(made, "no value of torchgpipe", "")["measure"].endswith("4 devices, 8 chunks: out of memory")
 
 
+@pytest.fixture
+def streamed(part, monkeypatch):
+    """Rows of made-up streams, as four GPUs would give them."""
+    cases, sample = part("cases"), part("sample").Sample
+    monkeypatch.setattr(cases, "is_small", lambda: False)
+    monkeypatch.setattr(cases, "counts", lambda: [4])
+    ours = {"step_ms": [50.0], "host_ms": [1.0], "predicted_ms": [45.0], "difference": [0.0], "eager_stages": [0.0]}
+    samples = [
+        sample("stream-gpt", "eager", 1, 1, {"step_ms": [200.0]}),
+        sample("stream-gpt", "eager", 1, 4, {"step_ms": [210.0]}),
+        sample("stream-gpt", "ours", 4, 4, ours),
+        sample("stream-gpt", "ours", 4, 8, ours | {"step_ms": [60.0]}),
+        sample("stream-gpt", "tutorial", 4, 4, {"step_ms": [80.0]}),
+        sample("stream-gpt", "accelerate", 0, 0, failed="not installed"),
+    ]
+    return part("rows").rows(samples)
+
+
+def test_a_streams_speed_up_is_best_over_best_beside_its_peers(streamed):
+    row = _row(streamed, "a batch in a stream, speed-up")
+    assert (row["value"], row["peers"]) == (4.0, {"tutorial's split": 2.5})
+    assert (row["target"], row["met"]) == (3.8, True)
+
+
+def test_a_peer_of_a_stream_that_is_not_installed_says_so(streamed):
+    assert _row(streamed, "no value of accelerate's dispatch_model", "")["measure"].endswith("not installed")
+
+
+def test_rows_of_a_stream_belong_to_its_case_alone(part, streamed):
+    rows = part("rows")
+    assert {rows.belongs(row["case"], "stream-gpt") for row in streamed} == {True}
+    assert {rows.belongs(row["case"], name) for row in streamed for name in ("gpt", "stream-resnet101")} == {False}
+
+
+def test_a_stream_gives_times_and_results_that_are_the_unsplit_models(part):
+    stream, cases = part("stream"), part("cases")
+    samples = list(stream.stream(cases.training("gpt")))
+    assert [sample.failed for sample in samples] == [""] * len(samples)
+    ours = next(sample for sample in samples if sample.engine == "ours")
+    assert ours.values["difference"][0] < 1e-5
+    assert ours.values["step_ms"] and ours.devices == 2
+
+
 def test_a_run_of_some_cases_keeps_the_rows_of_the_others(part, monkeypatch):
     package, jobs = importlib.import_module("benchmarks.executor"), part("jobs")
     record = importlib.import_module("benchmarks.record")
