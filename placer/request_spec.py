@@ -48,7 +48,13 @@ def _device(cluster: Cluster, name: str) -> str:
 
 
 def rules(
-    cluster: Cluster, pins: list[str], forbidden: list[str], max_devices: int | None, contiguous: bool | None
+    cluster: Cluster,
+    pins: list[str],
+    forbidden: list[str],
+    max_devices: int | None,
+    contiguous: bool | None,
+    min_devices: int | None = None,
+    max_layers: int | None = None,
 ) -> Constraints:
     """What the placement must respect.
 
@@ -58,6 +64,8 @@ def rules(
         forbidden: ``LAYER=DEVICE`` each: the layer must not be there; a layer of ``*`` stands for every layer.
         max_devices: use at most so many.
         contiguous: as in ``Constraints``.
+        min_devices: use at least so many.
+        max_layers: no device holds more layers.
 
     Raises:
         InputError: one is not of that form, or there is no such device.
@@ -66,7 +74,14 @@ def rules(
     for layer, device in (_pair(cluster, text) for text in forbidden):
         banned[layer] = (*banned.get(layer, ()), device)
     pinned = dict(_pair(cluster, text) for text in pins)
-    return Constraints(pinned=pinned, forbidden=banned, max_devices=max_devices, contiguous=contiguous)
+    return Constraints(
+        pinned=pinned,
+        forbidden=banned,
+        max_devices=max_devices,
+        min_devices=min_devices,
+        max_layers=max_layers,
+        contiguous=contiguous,
+    )
 
 
 def _pair(cluster: Cluster, text: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple
@@ -32,6 +32,8 @@ Kind = Literal[
     "device-forbidden",
     "colocation-broken",
     "too-many-devices",
+    "too-few-devices",
+    "too-many-layers",
     "link-missing",
     "not-contiguous",
     "out-of-memory",
@@ -291,6 +293,14 @@ def _rules(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     if rules.max_devices is not None and len(used) > rules.max_devices:
         detail = f"{len(used)} devices are used; {rules.max_devices} are allowed"
         yield _fault("too-many-devices", (), used, detail)
+    if rules.min_devices is not None and len(used) < rules.min_devices:
+        detail = f"{len(used)} devices are used; {rules.min_devices} must be"
+        yield _fault("too-few-devices", (), used, detail)
+    for device, count in Counter(where.values()).items():
+        if rules.max_layers is not None and count > rules.max_layers:
+            detail = f"{device!r} holds {count} layers; {rules.max_layers} are allowed"
+            held = [layer for layer, other in where.items() if other == device]
+            yield _fault("too-many-layers", held, (device,), detail)
 
 
 def _links(request: PlacementRequest, where: Map) -> Iterator[Fault]:

@@ -41,6 +41,8 @@ Forbidden = Annotated[
     list[str], typer.Option("--forbid", metavar="LAYER=DEVICE", help="the layer must not be there; * for every layer")
 ]
 MaxDevices = Annotated[int | None, typer.Option(min=1, help="use at most so many devices")]
+MinDevices = Annotated[int | None, typer.Option(min=1, help="use at least so many devices")]
+MaxLayers = Annotated[int | None, typer.Option(min=1, help="no device holds more layers")]
 Contiguous = Annotated[
     bool | None, typer.Option("--contiguous/--free", help="a stage is never left and come back to; or it may be")
 ]

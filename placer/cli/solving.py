@@ -22,7 +22,9 @@ from placer.cli.options import (
     Inference,
     Inputs,
     MaxDevices,
+    MaxLayers,
     Memory,
+    MinDevices,
     Model,
     NoCache,
     ObjectiveOption,
@@ -57,6 +59,8 @@ def solve(
     pin: Pins = [],  # noqa: B006
     forbid: Forbidden = [],  # noqa: B006
     max_devices: MaxDevices = None,
+    min_devices: MinDevices = None,
+    max_layers: MaxLayers = None,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
     explain: Explain = False,
@@ -74,7 +78,7 @@ def solve(
     if target is None:
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = limited(target, memory)
-    limits = rules(target, pin, forbid, max_devices, contiguous)
+    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers)
     request = request_for(subject, target, limits, objective, chunks, schedule, transfers, time_limit, explain)
     answer(request, server, output, json)
 
@@ -97,6 +101,8 @@ def suggest(
     pin: Pins = [],  # noqa: B006
     forbid: Forbidden = [],  # noqa: B006
     max_devices: MaxDevices = None,
+    min_devices: MinDevices = None,
+    max_layers: MaxLayers = None,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
     explain: Explain = False,
@@ -108,7 +114,7 @@ def suggest(
     measured = measure(model, arg, input, devices, memory, inference, optimizer, granularity, cached(cache, no_cache))
     target = measured.cluster
     assert target is not None  # profile() measures the devices
-    limits = rules(target, pin, forbid, max_devices, contiguous)
+    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers)
     request = request_for(measured, target, limits, objective, chunks, schedule, transfers, time_limit, explain)
     answer(request, server, output, json)
 

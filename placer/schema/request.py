@@ -11,6 +11,7 @@ from placer.schema.base import (
     FIRST,
     IN_ORDER,
     MAX_DEVICES,
+    MAX_LAYERS,
     SCHEMA_VERSION,
     Name,
     Objective,
@@ -34,6 +35,8 @@ class Constraints(Wire):
         forbidden: layer -> devices that it must not be on. A layer of ``*`` stands for every layer.
         colocated: groups of layers that must share a device, beside those of the profile.
         max_devices: use at most so many devices.
+        min_devices: use at least so many; with as many ``max_devices``, exactly so many.
+        max_layers: no device holds more layers.
     """
 
     contiguous: bool | None = None
@@ -41,6 +44,8 @@ class Constraints(Wire):
     forbidden: Annotated[dict[Name, Annotated[tuple[Name, ...], FIRST]], IN_ORDER] = {}
     colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
     max_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
+    min_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
+    max_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
 
 
 class PlacementRequest(Wire):
@@ -95,8 +100,17 @@ class PlacementRequest(Wire):
             refuse_unknown("constraints.forbidden", banned, devices, "device")
         for group in rules.colocated:
             refuse_unknown("constraints.colocated", group, layers)
+        self._check_numbers(len(devices), len(layers))
         self._check_times(cluster)
         return self
+
+    def _check_numbers(self, devices: int, layers: int) -> None:
+        """No more devices are demanded than there are, may be used, or can hold a layer each."""
+        least, most = self.constraints.min_devices, self.constraints.max_devices
+        there = {"there are": devices, "constraints.max_devices is": most, "the number of layers is": layers}
+        for what, number in there.items():
+            if least is not None and number is not None and least > number:
+                raise ValueError(f"constraints.min_devices is {least}, but {what} {number}")
 
     def _check_times(self, cluster: Cluster) -> None:
         for kind in {device.type for device in cluster.devices}:

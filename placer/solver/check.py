@@ -126,6 +126,11 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
     used = set(where.values())
     if rules.max_devices is not None:
         _require(len(used) <= rules.max_devices, f"{len(used)} devices are used, {rules.max_devices} are allowed")
+    if rules.min_devices is not None:
+        _require(len(used) >= rules.min_devices, f"{len(used)} devices are used, {rules.min_devices} are demanded")
+    for device in used if rules.max_layers is not None else ():
+        held = sum(other == device for other in where.values())
+        _require(held <= (rules.max_layers or 0), f"{device!r} holds {held} layers, {rules.max_layers} are allowed")
     _check_links(request, where)
     if contiguous:
         _check_contiguous(request, where)

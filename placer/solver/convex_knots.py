@@ -23,7 +23,7 @@ class _KnotModel(StageModel):
 
     def __init__(self, problem: Problem, nodes: Reduction, upper: float, node: int) -> None:
         self.node = node
-        super().__init__(replace(problem, most_devices=3), nodes, upper)
+        super().__init__(replace(problem, most_devices=3, least_devices=1, most_layers=None), nodes, upper)
 
     def _windows(self) -> list[tuple[int, int]]:
         return [(1, 1) if node == self.node else (0, 2) for node in range(len(self.nodes.nodes))]

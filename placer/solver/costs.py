@@ -59,6 +59,7 @@ for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,11 +124,13 @@ def fits(problem: Problem, costs: Costs) -> bool:
 
 
 def allowed(problem: Problem, assignment: Assignment) -> bool:
-    """Whether pins, forbidden devices, colocation and the number of devices are respected."""
+    """Whether pins, forbidden devices, colocation and the numbers of devices and layers are respected."""
+    layers = Counter(assignment)
     return (
         all(device in problem.allowed[layer] for layer, device in enumerate(assignment))
         and all(len({assignment[layer] for layer in group}) == 1 for group in problem.groups)
-        and len(set(assignment)) <= problem.most_devices
+        and problem.least_devices <= len(layers) <= problem.most_devices
+        and (problem.most_layers is None or max(layers.values()) <= problem.most_layers)
     )
 
 

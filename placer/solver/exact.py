@@ -124,7 +124,8 @@ class CutTable:
         for counts in sorted(itertools.product(*ranges), key=sum):
             if 0 < sum(counts) <= self.problem.most_devices:
                 self.best[counts] = np.min([self._options(counts, c).min(axis=1) for c in _taken(counts)], axis=0)
-        chosen = min(self.best, key=lambda counts: (float(self.best[counts][0]), sum(counts)))
+        enough = [counts for counts in self.best if sum(counts) >= self.problem.least_devices]
+        chosen = min(enough, key=lambda counts: (float(self.best[counts][0]), sum(counts)))
         return float(self.best[chosen][0]), chosen
 
     def read(self, counts: Counts) -> list[int]:

@@ -16,7 +16,12 @@ from placer.solver.reduce import Reduction, reduced
 
 def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
     """A reason that can be seen without a search, or None."""
-    return _no_device_left(problem, nodes) or _too_large_alone(problem, nodes) or _too_large_together(problem)
+    return (
+        _no_device_left(problem, nodes)
+        or _wrong_numbers(problem, nodes)
+        or _too_large_alone(problem, nodes)
+        or _too_large_together(problem)
+    )
 
 
 def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
@@ -41,6 +46,31 @@ def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
                 layers=names,
                 devices=tuple(sorted({device for devices in bound.values() for device in devices})),
             )
+    return None
+
+
+def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
+    """Fewer nodes than devices must be used, or more layers than the devices may hold, alone or together."""
+    least, most = problem.least_devices, problem.most_layers
+    if least > len(nodes.nodes):
+        kept = "the colocated layers" + (", kept together by contiguity," if problem.contiguous else "")
+        return Infeasibility(
+            reason=f"min_devices = {least}: {kept} leave {len(nodes.nodes)} parts that can be on devices of their own"
+        )
+    if most is None:
+        return None
+    for layers in nodes.nodes:
+        if len(layers) > most:
+            names = _names(problem, layers)
+            return Infeasibility(
+                reason=f"max_layers = {most}: layers {_listed(names)} must share a device, {len(names)} in all",
+                layers=names,
+            )
+    if most * problem.most_devices < len(problem.layers):
+        return Infeasibility(
+            reason=f"max_layers = {most}: {problem.most_devices} devices hold no more than "
+            f"{most * problem.most_devices} layers; there are {len(problem.layers)}"
+        )
     return None
 
 

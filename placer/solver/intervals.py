@@ -62,6 +62,9 @@ class Intervals:
             cost = self._time(device)
         if self._limited:
             cost = np.where(self._memory(flight) <= self.problem.devices[device].usable_bytes, cost, inf)
+        if self.problem.most_layers is not None:
+            layers = np.cumsum([0] + [len(block) for block in self._layers])
+            cost = np.where(layers[None, :] - layers[:, None] > self.problem.most_layers, inf, cost)
         banned = np.cumsum([0] + [any(device not in self.nodes.allowed[n] for n in block) for block in self.blocks])
         cost = np.where(banned[None, :] > banned[:, None], inf, cost)
         return np.where(np.tri(self._count + 1, dtype=bool), inf, cost)  # a stage is not empty

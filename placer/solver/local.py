@@ -34,6 +34,8 @@ def applies(problem: Problem) -> bool:
         and request.transfers == "added"
         and problem.one_link is not None
         and problem.most_devices == len(problem.devices)
+        and problem.least_devices == 1
+        and problem.most_layers is None
         and not memory_rules.can_bind(problem)
     )
 

@@ -78,8 +78,9 @@ class PlacementModel:
             self._choose_stages()
             self._values_run_forwards()
         else:
-            self._use_few_devices()
+            self._use_so_many_devices()
             self._open_alike_devices_in_order()
+        self._hold_few_layers()
         rules.values_need_links(self)
         self.makespan = self._objective_variable()
         if self.objective == "throughput":
@@ -135,6 +136,10 @@ class PlacementModel:
             for p in self.stages[1:]:
                 self.cp.add_implication(self.y[node][p - 1], self.y[node][p])
                 self.cp.add_bool_or(self.y[node][p - 1], self.used[p])
+        for p in range(1, self.problem.least_devices):  # stages that must be used hold a node
+            self.cp.add(self.used[p] == 1)
+        for p in range(self.problem.least_devices if self.problem.least_devices > 1 else 0):
+            self.cp.add(sum(row[p] - (row[p - 1] if p else 0) for row in self.y) >= 1)
         if self.stage_is_device:
             self._stages_are_devices()
         else:
@@ -202,15 +207,27 @@ class PlacementModel:
                 for p in self.stages[:-1]:
                     self.cp.add_implication(self.y[reader][p], self.y[source][p])
 
-    def _use_few_devices(self) -> None:
-        """Free: at most so many devices hold nodes."""
-        if self.problem.most_devices == len(self.devices):
+    def _use_so_many_devices(self) -> None:
+        """Free: at most, and at least, so many devices hold nodes."""
+        least, most = self.problem.least_devices, self.problem.most_devices
+        if most == len(self.devices) and least == 1:
             return
         used = [self.cp.new_bool_var(f"used{device}") for device in self.devices]
         for x in self.x:
             for device, literal in x.items():
                 self.cp.add_implication(literal, used[device])
-        self.cp.add(sum(used) <= self.problem.most_devices)
+        for device in self.devices:
+            self.cp.add_bool_or(~used[device], *(x[device] for x in self.x if device in x))
+        self.cp.add_linear_constraint(cp_model.LinearExpr.sum(used), least, most)
+
+    def _hold_few_layers(self) -> None:
+        """No device holds more layers than it may."""
+        most = self.problem.most_layers
+        if most is None:
+            return
+        for device in self.placed:
+            layers = [len(layers) * self.on(node, device) for node, layers in enumerate(self.nodes.nodes)]
+            self.cp.add(sum(layers) <= most)
 
     def _open_alike_devices_in_order(self) -> None:
         """Free: of alike devices, the second takes a node only after the first took an earlier one."""

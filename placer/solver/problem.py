@@ -60,6 +60,8 @@ class Problem:
         groups: layers that must share a device, two or more each; layers pinned to one device are such a group.
         contiguous: whether the quotient graph over devices must be acyclic.
         most_devices: how many devices may be used.
+        least_devices: how many must be.
+        most_layers: how many layers a device may hold; None: all.
         multicast: whether one sending reaches all devices that read a value; over links that are all alike.
         untaxed: devices whose transfers cost them nothing; it costs those that they exchange values with.
     """
@@ -75,6 +77,8 @@ class Problem:
     groups: tuple[tuple[int, ...], ...]
     contiguous: bool
     most_devices: int
+    least_devices: int = 1
+    most_layers: int | None = None
     multicast: bool = False
     untaxed: frozenset[int] = frozenset()
 
@@ -102,6 +106,8 @@ class Problem:
             groups=groups,
             contiguous=_contiguous(request, len(layers), values, groups),
             most_devices=min(request.constraints.max_devices or len(devices), len(devices), len(layers)),
+            least_devices=request.constraints.min_devices or 1,
+            most_layers=request.constraints.max_layers,
         )
 
     @property

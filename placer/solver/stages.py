@@ -89,6 +89,7 @@ class StageModel:
         self._choose_kinds()
         self._values_run_forwards()
         self._first_stages_are_used_first()
+        self._stages_hold_enough_and_not_too_much()
         self.makespan = self.cp.new_int_var(0, TIME_STEPS, "bottleneck")
         self._loads()
         if memory_rules.can_bind(problem):
@@ -189,6 +190,16 @@ class StageModel:
             self.cp.add_implication(used[p], used[p - 1])
             for node in ends:
                 self._clause(used[p], self.y[node][p - 1])
+
+    def _stages_hold_enough_and_not_too_much(self) -> None:
+        """The stages that must be used hold a node, and none more layers than it may."""
+        one = [(node, 1) for node in self._nodes]
+        for p in range(self.problem.least_devices if self.problem.least_devices > 1 else 0):
+            self.cp.add(self._sum_at(p, one) >= 1)
+        if self.problem.most_layers is not None:
+            sizes = [(node, len(layers)) for node, layers in enumerate(self.nodes.nodes)]
+            for p in self.stages:
+                self.cp.add(self._sum_at(p, sizes) <= self.problem.most_layers)
 
     def _loads(self) -> None:
         """The bottleneck is at least every stage's load, as the device that the stage is."""

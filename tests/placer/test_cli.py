@@ -233,6 +233,11 @@ def test_max_devices_is_respected(run: Run, chain_file: Path) -> None:
     assert len(set(run("solve", chain_file, "--max-devices", "1").placement.layer_devices.values())) == 1
 
 
+def test_min_devices_and_max_layers_are_respected(run: Run, chain_file: Path) -> None:
+    answer = run("solve", chain_file, "--min-devices", "2", "--max-layers", "2")
+    assert sorted(load.layers for load in answer.placement.devices) == [2, 2]
+
+
 def test_another_cluster_can_be_given(run: Run, chain_file: Path, tmp_path: Path) -> None:
     cluster = Cluster(devices=(Device(name="cuda:9", type="fast", memory_bytes=64 * MIB),))
     (tmp_path / "cluster.json").write_text(cluster.model_dump_json())

@@ -73,6 +73,12 @@ FAULTS = {
     "device-forbidden": ({"constraints": {"forbidden": {"*": ["cuda:1"]}}}, lambda m: None, "must not be on"),
     "colocation-broken": ({"constraints": {"colocated": [["embed", "head"]]}}, lambda m: None, "share a device"),
     "too-many-devices": ({"constraints": {"max_devices": 1}}, lambda m: None, "2 devices are used; 1"),
+    "too-few-devices": (
+        {"constraints": {"min_devices": 2}},
+        lambda m: m.update(dict.fromkeys(m, "cuda:0")),
+        "1 devices are used; 2 must be",
+    ),
+    "too-many-layers": ({"constraints": {"max_layers": 1}}, lambda m: None, "layers; 1 are allowed"),
     "not-contiguous": ({}, lambda m: m.update(head="cuda:0"), "go round between 'cuda:0', 'cuda:1'"),
 }
 

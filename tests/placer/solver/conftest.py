@@ -39,6 +39,8 @@ def small_requests(draw, objectives=("throughput", "latency", "memory")):
     def rarely(strategy, default):
         return draw(strategy) if draw(st.integers(0, 3)) == 0 else default
 
+    numbers = {"max_devices": rarely(st.integers(1, 3), None), "max_layers": rarely(st.integers(2, count), None)}
+    numbers["min_devices"] = rarely(st.integers(1, min(device_count, numbers["max_devices"] or device_count)), None)
     return PlacementRequest(
         profile=Profile(
             layers=layers, edges=edges, training=training, cluster=cluster, colocated=rarely(st.tuples(groups), ())
@@ -49,7 +51,7 @@ def small_requests(draw, objectives=("throughput", "latency", "memory")):
             pinned=rarely(st.dictionaries(st.sampled_from(names), st.sampled_from(devices), max_size=2), {}),
             forbidden=rarely(banned, {}),
             colocated=rarely(st.tuples(groups), ()),
-            max_devices=rarely(st.integers(1, 3), None),
+            **numbers,
         ),
         chunks=draw(st.sampled_from([1, 2, 3, 7])),
         schedule=draw(st.sampled_from(["1f1b", "fill-drain", "zero-bubble", "interleaved"])),
@@ -165,7 +167,8 @@ class Enumeration:
             rules.pinned.items() <= where.items()
             and not banned & set(where.items())
             and all(len({where[x] for x in g}) == 1 for g in (*rules.colocated, *self.request.profile.colocated))
-            and len(set(where.values())) <= (rules.max_devices or math.inf)
+            and (rules.min_devices or 0) <= len(set(where.values())) <= (rules.max_devices or math.inf)
+            and max(list(where.values()).count(d) for d in where.values()) <= (rules.max_layers or math.inf)
         )
 
     def sends(self, where):

@@ -132,6 +132,8 @@ def test_a_placement_with_new_figures_but_a_broken_rule_is_caught(data, strategi
         or banned & set(where.items())
         or any(len({where[x] for x in group}) > 1 for group in rules.colocated)
         or len(set(where.values())) > (rules.max_devices or 99)
+        or len(set(where.values())) < (rules.min_devices or 1)
+        or max(list(where.values()).count(d) for d in where.values()) > (rules.max_layers or 99)
     )
     moved = placement.model_copy(update={"id": request.content_hash()})
     if broken:
