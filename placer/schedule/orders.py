@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from placer.errors import InputError
 from placer.schedule.greedy import greedy
 from placer.schedule.passes import Pass, Phase, Plan, most_held
-from placer.schema import Schedule
+from placer.schema import Schedule, ScheduleChoice
 
 
-def in_flight(schedule: Schedule, stages: int, stage: int, chunks: int) -> int:
+def in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) -> int:
     """The most micro-batches that a stage holds at once in training, where each device has one stage.
 
     Args:
-        schedule: the schedule.
+        schedule: the schedule; ``auto`` counts as ``1f1b``.
         stages: how many stages there are.
         stage: counted from 0 in pipeline order.
         chunks: micro-batches in a batch.

@@ -9,10 +9,21 @@ changed copy.
 
 from __future__ import annotations
 
-from placer.schema.base import SCHEMA_VERSION, Limiting, Objective, Schedule, Status, Transfers
+from placer.schema.base import SCHEMA_VERSION, Limiting, Objective, Schedule, ScheduleChoice, Status, Transfers
 from placer.schema.cluster import Cluster, Device, Link, Rate
-from placer.schema.placement import DeviceLoad, Help, Infeasibility, Limits, MemoryUse, Placement, SingleDevice
+from placer.schema.placement import (
+    DeviceLoad,
+    Help,
+    Infeasibility,
+    Limits,
+    MemoryUse,
+    Placement,
+    SingleDevice,
+    Step,
+    StepChoice,
+)
 from placer.schema.profile import Edge, Layer, Profile
+from placer.schema.refinement import Refinement, Round, StageTime
 from placer.schema.request import Constraints, PlacementRequest
 
 __all__ = [
@@ -34,8 +45,14 @@ __all__ = [
     "PlacementRequest",
     "Profile",
     "Rate",
+    "Refinement",
+    "Round",
     "Schedule",
+    "ScheduleChoice",
     "SingleDevice",
+    "StageTime",
     "Status",
+    "Step",
+    "StepChoice",
     "Transfers",
 ]

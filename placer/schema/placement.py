@@ -21,7 +21,17 @@ from placer.schema.base import (
 
 
 class MemoryUse(Wire):
-    """What a device holds at its worst moment, by kind, in bytes."""
+    """What a device holds at its worst moment, by kind, in bytes.
+
+    Attributes:
+        param_bytes: parameters.
+        grad_bytes: their gradients.
+        optimizer_bytes: the optimizer's state.
+        buffer_bytes: buffers.
+        activation_bytes: values and, in training, all that micro-batches in flight keep for their backward pass; at the
+            worst moment, also values and gradients that wait for another layer.
+        workspace_bytes: of the layer that runs then.
+    """
 
     param_bytes: Bytes = 0
     grad_bytes: Bytes = 0
@@ -130,6 +140,44 @@ class Limits(Wire):
     helps: tuple[Help, ...] = ()
 
 
+class StepChoice(Wire):
+    """A number of micro-batches and a schedule that were looked at.
+
+    Attributes:
+        batch_size: samples in a micro-batch.
+        chunks: micro-batches in a batch.
+        schedule: the order of micro-batches.
+        contiguous: whether each device has one stage.
+        objective_value: the shortest step found, in ms; None if none was.
+        bound: none is shorter than this, in ms; None where there is none at all.
+    """
+
+    batch_size: Annotated[int, Field(ge=1)]
+    chunks: Annotated[int, Field(ge=1)]
+    schedule: Schedule
+    contiguous: bool
+    objective_value: Annotated[float, Field(ge=0)] | None = None
+    bound: Annotated[float, Field(ge=0)] | None = None
+
+
+class Step(Wire):
+    """What objective ``step`` says beside the placement.
+
+    Attributes:
+        batch_size: samples in a whole batch.
+        samples_per_s: that, over the step.
+        bubble: the share of the used devices' time that is idle while micro-batches run, from 0 to 1.
+        optimizer_ms: of the step, the optimizer's part at its end.
+        choices: all that were looked at.
+    """
+
+    batch_size: Annotated[int, Field(ge=1)]
+    samples_per_s: Annotated[float, Field(ge=0)] | None
+    bubble: Annotated[float, Field(ge=0, le=1)]
+    optimizer_ms: Milliseconds = 0.0
+    choices: tuple[StepChoice, ...] = ()
+
+
 class Placement(Wire):
     """The answer: where each layer runs, what that predicts, and what is proven about it.
 
@@ -159,6 +207,7 @@ class Placement(Wire):
         limits: what limits it, where the request asks to explain.
         through_host: the links, as source and target, that change bytes: what goes over them goes by way of the host's
             memory where the placement is applied.
+        step: under objective ``step``, what it says beside.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION
@@ -185,6 +234,7 @@ class Placement(Wire):
     infeasible: Infeasibility | None = None
     limits: Limits | None = None
     through_host: tuple[tuple[Name, Name], ...] = ()
+    step: Step | None = None
 
     def to_json(self) -> str:
         """The placement as readable JSON."""

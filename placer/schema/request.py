@@ -15,9 +15,10 @@ from placer.schema.base import (
     SCHEMA_VERSION,
     Name,
     Objective,
-    Schedule,
+    ScheduleChoice,
     Transfers,
     Wire,
+    refuse_duplicates,
     refuse_unknown,
 )
 from placer.schema.cluster import Cluster, Device
@@ -57,9 +58,13 @@ class PlacementRequest(Wire):
         objective: what is made small, see ``Objective``.
         constraints: what must be respected.
         training: whether a training step or inference is placed; as profiled if None.
-        chunks: micro-batches in a batch.
+        profiles: objective ``step``: what was measured of the same layers at further micro-batch sizes, of which the
+            answer takes one.
+        batch_size: objective ``step``: samples in a whole batch; ``chunks`` micro-batches of ``profile`` if None.
+        chunks: micro-batches in a batch; chosen under objective ``step``.
         schedule: how micro-batches are ordered, which sets how many are in flight at a stage in training: all of them
-            for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` (contiguous placements; else all of them).
+            for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` and ``interleaved``, and ``2 * stages - 1`` for
+            ``zero-bubble`` (contiguous placements; else all of them). Objective ``step`` also knows ``auto``.
         transfers: ``added``: a device computes and transfers one after the other; ``overlapped``: its load is the
             largest of its compute, its sends and its receives.
         time_limit_s: after this the best answer so far and its bound are returned.
@@ -71,12 +76,14 @@ class PlacementRequest(Wire):
 
     schema_version: Literal["1"] = SCHEMA_VERSION
     profile: Profile
+    profiles: Annotated[tuple[Profile, ...], Field(max_length=64), FIRST] = ()
     cluster: Cluster | None = None
     objective: Objective = "throughput"
     constraints: Constraints = Constraints()
     training: bool | None = None
     chunks: Annotated[int, Field(ge=1, le=1_000_000)] = 1
-    schedule: Schedule = "1f1b"
+    batch_size: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    schedule: ScheduleChoice = "1f1b"
     transfers: Transfers = "added"
     time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
@@ -101,8 +108,27 @@ class PlacementRequest(Wire):
         for group in rules.colocated:
             refuse_unknown("constraints.colocated", group, layers)
         self._check_numbers(len(devices), len(layers))
-        self._check_times(cluster)
+        for profile in (self.profile, *self.profiles):
+            self._check_times(profile, cluster)
+        self._check_sizes()
         return self
+
+    def _check_sizes(self) -> None:
+        """What only objective ``step`` knows, and that its profiles are of the same layers and fill a batch."""
+        if self.objective != "step":
+            only = {"profiles": self.profiles, "batch_size": self.batch_size, "schedule": self.schedule == "auto"}
+            for name, given in only.items():
+                if given:
+                    raise ValueError(f"{name}: only objective 'step' chooses it; the objective is {self.objective!r}")
+            return
+        names = [layer.name for layer in self.profile.layers]
+        for profile in self.profiles:
+            if [layer.name for layer in profile.layers] != names or profile.training != self.profile.training:
+                raise ValueError(f"profiles: the one of {profile.batch_size} samples has other layers than the profile")
+        sizes = [profile.batch_size for profile in (self.profile, *self.profiles)]
+        refuse_duplicates("profiles: micro-batch of size", [str(size) for size in sizes])
+        if not self.micro_batches():
+            raise ValueError(f"batch_size: {self.whole_batch_size} samples are no whole number of {sizes}")
 
     def _check_numbers(self, devices: int, layers: int) -> None:
         """No more devices are demanded than there are, may be used, or can hold a layer each."""
@@ -112,9 +138,9 @@ class PlacementRequest(Wire):
             if least is not None and number is not None and least > number:
                 raise ValueError(f"constraints.min_devices is {least}, but {what} {number}")
 
-    def _check_times(self, cluster: Cluster) -> None:
+    def _check_times(self, profile: Profile, cluster: Cluster) -> None:
         for kind in {device.type for device in cluster.devices}:
-            for layer in self.profile.layers:
+            for layer in profile.layers:
                 if kind not in layer.forward_ms:
                     raise ValueError(f"layer {layer.name!r} has no forward_ms for device type {kind!r}")
                 if self.is_training and kind not in layer.backward_ms:
@@ -124,6 +150,17 @@ class PlacementRequest(Wire):
     def is_training(self) -> bool:
         """Whether a training step is placed."""
         return self.profile.training if self.training is None else self.training
+
+    @property
+    def whole_batch_size(self) -> int:
+        """Samples in a whole batch."""
+        return self.batch_size or self.chunks * self.profile.batch_size
+
+    def micro_batches(self) -> list[tuple[Profile, int]]:
+        """The profiles whose micro-batches fill the whole batch, and how many of each do, the fewest first."""
+        whole = self.whole_batch_size
+        profiles = sorted((self.profile, *self.profiles), key=lambda profile: -profile.batch_size)
+        return [(profile, whole // profile.batch_size) for profile in profiles if whole % profile.batch_size == 0]
 
     @property
     def devices(self) -> tuple[Device, ...]:

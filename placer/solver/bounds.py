@@ -53,9 +53,7 @@ def fastest_ms(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[flo
     return [min(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)]
 
 
-def longest_paths(
-    order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]
-) -> list[float]:
+def longest_paths(order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
     """By layer, the weight of the heaviest path that ends with it; every arc runs with the order."""
     inputs: list[list[int]] = [[] for _ in weight]
     for source, target in arcs:

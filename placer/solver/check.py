@@ -11,7 +11,8 @@ from math import inf, isclose
 
 from placer.errors import PlacementError
 from placer.schema import Device, DeviceLoad, Edge, Link, Placement, PlacementRequest
-from placer.solver.check_memory import Memory
+from placer.solver import check_step
+from placer.solver.check_memory import Flight, Memory
 
 RELATIVE = 1e-9
 """Two computations of one time may differ by so much."""
@@ -36,23 +37,27 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     Raises:
         PlacementError: what is claimed, and what is true.
     """
-    _check_header(request, placement)
+    _equal("id", placement.id, request.content_hash())
+    asked = check_step.chosen(request, placement) if request.objective == "step" else request
+    if asked is None:
+        raise PlacementError(f"{placement.chunks} micro-batches under {placement.schedule!r} cannot be chosen")
+    _check_header(asked, placement)
     if placement.status in ("infeasible", "unknown"):
         _check_nothing_claimed(placement)
         if placement.status == "infeasible":
             _check_infeasible(request, placement)
         return
     where = placement.layer_devices
-    _check_rules(request, where, placement.contiguous)
-    _check_stages(request, where, placement)
-    _check_loads(request, where, placement)
-    _check_objective(request, where, placement)
+    _check_rules(asked, where, placement.contiguous)
+    _check_stages(asked, where, placement)
+    _check_loads(asked, where, placement)
+    _check_objective(asked, where, placement)
     _check_single_device(request, placement)
     _check_limits(request, placement)
+    _check_step(request, placement)
 
 
 def _check_header(request: PlacementRequest, placement: Placement) -> None:
-    _equal("id", placement.id, request.content_hash())
     _equal("objective", placement.objective, request.objective)
     _equal("training", placement.training, request.is_training)
     _equal("chunks", placement.chunks, request.chunks)
@@ -71,8 +76,15 @@ def _check_nothing_claimed(placement: Placement) -> None:
 
 def _check_infeasible(request: PlacementRequest, placement: Placement) -> None:
     for where in _few_assignments(request):
-        if _meets_all(request, where, placement.contiguous):
+        if any(_meets_all(asked, where, contiguous) for asked, contiguous in _whole(request, placement)):
             raise PlacementError(f"status is 'infeasible', but this placement meets every requirement: {where}")
+
+
+def _whole(request: PlacementRequest, placement: Placement) -> list[tuple[PlacementRequest, bool]]:
+    """All that may be chosen but the map, with whether stages must be contiguous."""
+    if request.objective != "step":
+        return [(request, placement.contiguous)]
+    return [(asked, bool(asked.constraints.contiguous)) for asked in check_step.choices(request)]
 
 
 def _few_assignments(request: PlacementRequest) -> Iterator[Where]:
@@ -97,7 +109,8 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     return any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
-            memory.total(d.name, _flight(request, order, contiguous, d.name)) <= d.usable_bytes for d in request.devices
+            memory.total(d.name, _flight(request, where, order, contiguous, d.name)) <= d.usable_bytes
+            for d in request.devices
         )
         for order in orders
     )
@@ -214,7 +227,7 @@ def _load(request: PlacementRequest, compute: float, send: float, receive: float
 def _check_memory(
     request: PlacementRequest, memory: Memory, placement: Placement, device: Device, load: DeviceLoad
 ) -> None:
-    flight = _flight(request, placement.stages, placement.contiguous, device.name)
+    flight = _flight(request, placement.layer_devices, placement.stages, placement.contiguous, device.name)
     total = memory.total(device.name, flight)
     mine = [layer for layer in request.profile.layers if placement.layer_devices[layer.name] == device.name]
     for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
@@ -228,8 +241,10 @@ def _check_memory(
     _require(total <= load.limit_bytes, f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}")
 
 
-def _flight(request: PlacementRequest, stages: tuple[str, ...], contiguous: bool, device: str) -> int:
+def _flight(request: PlacementRequest, where: Where, stages: tuple[str, ...], contiguous: bool, device: str) -> Flight:
     """Micro-batches that are in flight on a device."""
+    if not contiguous and (request.objective, request.schedule) == ("step", "interleaved"):
+        return check_step.StepReading(request, where, stages).flights()
     if not contiguous or device not in stages or request.schedule == "fill-drain":
         return request.chunks
     room = 2 * len(stages) - 1 if request.schedule == "zero-bubble" else len(stages) - stages.index(device)
@@ -252,9 +267,11 @@ def _check_objective(request: PlacementRequest, where: Where, placement: Placeme
 def _objective(request: PlacementRequest, where: Where, placement: Placement) -> float:
     if request.objective == "latency":
         return _latency(request, where)
+    if request.objective == "step":
+        return check_step.StepReading(request, where, placement.stages).step_ms()
     if request.objective == "memory":
         memory, names = Memory(request, where), [device.name for device in request.devices]
-        flights = [_flight(request, placement.stages, placement.contiguous, name) for name in names]
+        flights = [_flight(request, where, placement.stages, placement.contiguous, name) for name in names]
         return float(max(map(memory.total, names, flights)))
     return max(_load(request, *_times(request, where, device)) for device in request.devices)
 
@@ -306,20 +323,7 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
     single, value = placement.single_device, placement.objective_value
     if single is None or value is None:
         raise PlacementError("a placement comes with what one device does")
-    choices = []
-    alone_as: dict[tuple[str, int], tuple[int, float]] = {}
-    for device in request.devices:
-        kind = (device.type, device.usable_bytes)
-        if kind in alone_as:
-            choices.append((*alone_as[kind], device.name))
-            continue
-        where = {layer.name: device.name for layer in request.profile.layers}
-        alone = (device.name,)
-        flight = _flight(request, alone, placement.contiguous, device.name)
-        need = Memory(request, where).total(device.name, flight)
-        lone = placement.model_copy(update={"stages": alone})
-        alone_as[kind] = (max(0, need - device.usable_bytes), _objective(request, where, lone))
-        choices.append((*alone_as[kind], device.name))
+    choices = [one for asked, contiguous in _whole(request, placement) for one in _alone(asked, placement, contiguous)]
     fitting = [choice for choice in choices if not choice[0]] or choices
     best = min(value for _, value, _ in fitting)
     _near("single_device.objective_value", single.objective_value, best)
@@ -330,6 +334,38 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
     _equal("single_device.fits", single.fits, single.short_bytes == 0)
     if value and request.objective != "memory":
         _near("speedup", placement.speedup if placement.speedup is not None else inf, best / value)
+
+
+def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) -> list[tuple[int, float, str]]:
+    """By device, how many bytes are short with all layers there, the objective, and the name."""
+    choices = []
+    alone_as: dict[tuple[str, int], tuple[int, float]] = {}
+    for device in request.devices:
+        kind = (device.type, device.usable_bytes)
+        if kind not in alone_as:
+            where = {layer.name: device.name for layer in request.profile.layers}
+            alone = (device.name,)
+            need = Memory(request, where).total(device.name, _flight(request, where, alone, contiguous, device.name))
+            lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous})
+            alone_as[kind] = (max(0, need - device.usable_bytes), _objective(request, where, lone))
+        choices.append((*alone_as[kind], device.name))
+    return choices
+
+
+def _check_step(request: PlacementRequest, placement: Placement) -> None:
+    """What is said of a whole batch: the best of the choices, and a bound that holds for each."""
+    step, value = placement.step, placement.objective_value or 0.0
+    _require((step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
+    if step is None:
+        return
+    size = request.batch_size or request.chunks * request.profile.batch_size
+    _equal("step.batch_size", step.batch_size, size)
+    if step.samples_per_s is not None:
+        _near("step.samples_per_s", step.samples_per_s * value, 1e3 * size)
+    found = [one.objective_value for one in step.choices if one.objective_value is not None]
+    _equal("the best of step.choices", min(found), placement.objective_value)
+    bounds = [one.bound for one in step.choices if one.bound is not None]
+    _require((placement.bound or 0.0) <= min(bounds), f"bound {placement.bound} is above that of a choice")
 
 
 def _check_limits(request: PlacementRequest, placement: Placement) -> None:

@@ -13,6 +13,9 @@ from placer.schema import Edge, Layer, PlacementRequest
 Split = tuple[int, int]
 """Bytes that are held, and of workspace."""
 
+Flight = int | Mapping[str, int]
+"""Micro-batches in flight on a device; or, by layer, at its segment."""
+
 
 class Memory:
     """What the devices hold under an assignment.
@@ -33,7 +36,7 @@ class Memory:
             for device in {where[name] for name in (edge.source, *edge.targets)}:
                 self._edges[device].append(edge)
 
-    def total(self, device: str, flight: int) -> int:
+    def total(self, device: str, flight: Flight) -> int:
         """All bytes on a device at the worst moment, with so many micro-batches in flight."""
         mine = self._layers[device]
         state = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
@@ -41,13 +44,23 @@ class Memory:
             state += sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
         return state + sum(max(self.splits(device, flight), key=sum))
 
-    def splits(self, device: str, flight: int) -> set[Split]:
+    def splits(self, device: str, flight: Flight) -> set[Split]:
         """The activations and the workspace at each of the worst moments."""
         if not self._training:
             return _largest(self._inference(device))
-        further = (flight - 1) * sum(self._kept_at(device).values())
+        further = self._further(device, flight)
         moments = [*self._forwards(device), *self._backwards(device)]
         return {(held + further, workspace) for held, workspace in _largest(moments)}
+
+    def _further(self, device: str, flight: Flight) -> int:
+        """What micro-batches beside the first keep."""
+        if isinstance(flight, int):
+            return (flight - 1) * sum(self._kept_at(device).values())
+        kept = sum((flight[layer.name] - 1) * layer.saved_bytes for layer in self._layers[device])
+        for edge in self._edges[device]:
+            keepers = [flight[name] for name in edge.saved_by if self._where[name] == device]
+            kept += (max(keepers) - 1) * edge.bytes if keepers else 0
+        return kept
 
     def _here(self, names: Iterable[str], device: str) -> list[int]:
         return sorted(self._order[name] for name in names if self._where[name] == device)

@@ -39,10 +39,21 @@ the gradients of both are in its workspaces, so only what waits for another laye
                  = min(chunks, stages - stage(d))       1F1B and interleaved, contiguous
                  = min(chunks, 2 stages - 1)            zero-bubble, contiguous
 
+Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
+``placer.schedule`` has in flight, segment by segment. (in_flight(d) - 1) * kept(d) becomes the sum of
+(in_flight(segment) - 1) * saved(l) over l on d, and of (in_flight - 1) * bytes(v) over v kept on d, with the largest
+in_flight of the segments that keep v.
+
 Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs
 forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits
 (under objective ``memory``: the smallest largest use), and of those the one that follows the stages' first layers.
 Objective ``memory``: the largest use.
+
+**Step**, in milliseconds: what ``placer.schedule.simulate`` takes for all chunks by the plan of the schedule, each
+stage with the sums of its layers' times, between each two stages the sums of the t and g that go between them, on lanes
+of their own beside computations; plus, in training, the longest time that a device takes for its layers' optimizer_ms.
+Stages are the devices in pipeline order, or, where placements need not be contiguous, segments: maximal runs of layers
+on one device in the profile's order. Objective ``step``: that.
 
 **Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A layer starts when its
 device is free and every value that it reads is there::
@@ -65,6 +76,7 @@ from dataclasses import dataclass
 
 from placer import schedule
 from placer.schema import MemoryUse
+from placer.solver import pipelines
 from placer.solver.components import topological_order
 from placer.solver.memory import Footprint, footprint, held_by_device
 from placer.solver.problem import Problem, arcs_of
@@ -110,10 +122,12 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     compute, send, receive = loads(problem, assignment)
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
-    memory = tuple(one.use(in_flight(problem, stages, device)) for device, one in enumerate(footprints))
-    return Costs(
-        tuple(compute), tuple(send), tuple(receive), load, memory, stages, _objective(problem, assignment, load, memory)
-    )
+    memory = _memory(problem, assignment, stages, footprints)
+    if problem.request.objective == "step":
+        value = pipelines.step_ms(problem, assignment, stages)
+    else:
+        value = _objective(problem, assignment, load, memory)
+    return Costs(tuple(compute), tuple(send), tuple(receive), load, memory, stages, value)
 
 
 def fits(problem: Problem, costs: Costs) -> bool:
@@ -165,6 +179,20 @@ def loads(problem: Problem, assignment: Assignment) -> tuple[list[float], list[f
     for device in problem.untaxed:
         send[device] = receive[device] = 0.0
     return compute, send, receive
+
+
+def _memory(
+    problem: Problem, assignment: Assignment, stages: Sequence[int], footprints: Sequence[Footprint]
+) -> tuple[MemoryUse, ...]:
+    """What each device holds at its worst moment."""
+    request = problem.request
+    if problem.contiguous or not problem.training or (request.objective, request.schedule) != ("step", "interleaved"):
+        return tuple(one.use(in_flight(problem, stages, device)) for device, one in enumerate(footprints))
+    further = pipelines.further_bytes(problem, assignment, stages)
+    return tuple(
+        one.one.model_copy(update={"activation_bytes": one.one.activation_bytes + more})
+        for one, more in zip(footprints, further, strict=True)
+    )
 
 
 def in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:

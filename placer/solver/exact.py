@@ -123,7 +123,7 @@ class CutTable:
         ranges = [range(len(members) + 1) for members in self.classes]
         for counts in sorted(itertools.product(*ranges), key=sum):
             if 0 < sum(counts) <= self.problem.most_devices:
-                self.best[counts] = np.min([self._options(counts, c).min(axis=1) for c in _taken(counts)], axis=0)
+                self.best[counts] = np.min([self._options(counts, c).min(axis=1) for c in kinds_left(counts)], axis=0)
         enough = [counts for counts in self.best if sum(counts) >= self.problem.least_devices]
         chosen = min(enough, key=lambda counts: (float(self.best[counts][0]), sum(counts)))
         return float(self.best[chosen][0]), chosen
@@ -134,19 +134,19 @@ class CutTable:
         start = 0
         taken = [0] * len(self.classes)
         while start < len(self.blocks):
-            options = [(self._options(counts, c)[start], c) for c in _taken(counts)]
+            options = [(self._options(counts, c)[start], c) for c in kinds_left(counts)]
             row, kind = min(options, key=lambda option: float(option[0].min()))
             stop = int(row.argmin())
             device = self.classes[kind][taken[kind]]
             taken[kind] += 1
             for node in itertools.chain(*self.blocks[start:stop]):
                 devices[node] = device
-            start, counts = stop, _less(counts, kind)
+            start, counts = stop, one_less(counts, kind)
         return self.nodes.spread(devices)
 
     def _options(self, counts: Counts, kind: int) -> Table:
         """By first block and end, the value where a device of that class takes the stage between."""
-        later = self.best[_less(counts, kind)]
+        later = self.best[one_less(counts, kind)]
         joined: Table = self.join(self.cost(kind, sum(counts)), later[None, :])
         return joined
 
@@ -158,9 +158,11 @@ class CutTable:
         return self._costs[key]
 
 
-def _taken(counts: Counts) -> list[int]:
+def kinds_left(counts: Counts) -> list[int]:
+    """The classes that have a device left."""
     return [kind for kind, number in enumerate(counts) if number]
 
 
-def _less(counts: Counts, kind: int) -> Counts:
+def one_less(counts: Counts, kind: int) -> Counts:
+    """The same with a device less of one class."""
     return (*counts[:kind], counts[kind] - 1, *counts[kind + 1 :])

@@ -7,6 +7,7 @@ reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear 
                                               optimal          infeasible: why, by lifting requirements
 
 The integer program is in stage-prefix form (``stages.py``) where it can be, else by node and device (``model.py``).
+Objective ``step`` has a search of its own (``step_time.py``), which asks this one for small bottlenecks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.stages import StageModel
+from placer.solver.step_time import StepSearch
 
 __all__ = ["Incumbent", "Search", "solve"]
 
@@ -80,13 +82,27 @@ def solve(
     Raises:
         InputError: the request's figures are too large to add up.
     """
-    search = Search(Problem.from_request(request), progress, stop)
-    placement = search.answer()
+    began = monotonic()
+    if request.objective == "step":
+        placement = _step_search(request, progress, stop).answer()
+    else:
+        placement = Search(Problem.from_request(request), progress, stop).answer()
     if request.explain and request.objective != "memory" and placement.layer_devices:
-        found = limits.limits_of(request, placement, partial(solve, stop=stop), search.left_s())
+        left_s = request.time_limit_s - (monotonic() - began)
+        found = limits.limits_of(request, placement, partial(solve, stop=stop), left_s)
         placement = placement.model_copy(update={"limits": found})
     check(request, placement)
     return placement
+
+
+def _step_search(request: PlacementRequest, progress: Progress | None, stop: threading.Event | None) -> StepSearch:
+    """The search over micro-batches, schedules and maps, told as the others are."""
+
+    def tell(value: float, bound: float, time_s: float) -> None:
+        if progress is not None:
+            progress(Incumbent(value, bound, time_s))
+
+    return StepSearch(request, lambda problem: Search(problem, None, stop).answer(), tell, stop)
 
 
 @dataclass

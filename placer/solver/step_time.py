@@ -31,6 +31,9 @@ Found = Callable[[float, float, float], None]
 TRAINING: tuple[Schedule, ...] = ("1f1b", "zero-bubble", "fill-drain")
 """The schedules of contiguous placements."""
 
+SHORTEST_MS = 1e-9
+"""Of a shorter step it is not said how many samples it does in a second."""
+
 MOST_ROUNDS = 4
 STARTS = 16
 """Cuts of a row from which small changes start."""
@@ -274,7 +277,7 @@ class StepSearch:
         timeline = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline))
         return Step(
             batch_size=self.request.whole_batch_size,
-            samples_per_s=1e3 * self.request.whole_batch_size / best.value if best.value else None,
+            samples_per_s=1e3 * self.request.whole_batch_size / best.value if best.value > SHORTEST_MS else None,
             bubble=min(1.0, max(0.0, timeline.bubble)),
             optimizer_ms=pipelines.optimizer_ms(problem, best.devices),
             choices=tuple(map(_said, self.choices)),

@@ -317,6 +317,12 @@ def brute_force():
 
 
 @pytest.fixture(scope="session")
+def enumeration():
+    """The class of all assignments of a request."""
+    return Enumeration
+
+
+@pytest.fixture(scope="session")
 def strategies():
     """Hypothesis strategies for small requests."""
     return SimpleNamespace(requests=small_requests)
