@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
@@ -34,7 +34,6 @@ def _case(case: Case) -> Iterator[Sample]:
     places = cases.places(case.devices)
     for place in places:
         _warm_libraries(place)
-    before = [allocated(place) for place in places]
     model = case.make(cases.home())
     inputs, target = case.batch(cases.home(), case.micro_batch)
     found: list[tuple[Profile, Placement]] = []
@@ -55,9 +54,7 @@ def _case(case: Case) -> Iterator[Sample]:
         case.chunks,
         lambda: staged(case, model, measured, placement, inputs, target),
     )
-    yield attempt(
-        case.label, "memory", case.devices, case.chunks, lambda: memory(case, model, measured, placement, before)
-    )
+    yield attempt(case.label, "memory", case.devices, case.chunks, lambda: memory(case, model, measured, placement))
     yield attempt(case.label, "step", case.devices, case.chunks, lambda: stepped(case, model, measured, placement))
     model.to(cases.home())
     try:
@@ -116,7 +113,7 @@ def staged(
     }
 
 
-def memory(case: Case, model: nn.Module, found: Profile, placement: Placement, before: Sequence[int]) -> Values:
+def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
     """By device, the peak that is predicted for one micro-batch, and the one that the allocator counted.
 
     The loss is no layer, so it is a mean here, which holds next to nothing.
@@ -124,6 +121,8 @@ def memory(case: Case, model: nn.Module, found: Profile, placement: Placement, b
     pinned = Constraints(contiguous=True, pinned=dict(placement.layer_devices))
     alone = solve(request(case, found, chunks=1, constraints=pinned))
     loads = {load.device: load for load in alone.devices}
+    # What is there beside the model: streams that ran before have left workspaces of libraries.
+    before = [allocated(place) - _held(model, place) for place in cases.places(case.devices)]
     used = _peaks(case, model, alone)
     names = [str(place) for place in cases.places(case.devices)]
     if not used:
@@ -240,6 +239,12 @@ def _transfers(found: Profile, placement: Placement, stages: list[str], training
 def allocated(place: torch.device) -> int:
     """The bytes of tensors on a device; 0 on a stand-in, where nobody counts."""
     return int(torch.cuda.memory_allocated(place)) if place.type == "cuda" else 0
+
+
+def _held(model: nn.Module, place: torch.device) -> int:
+    """The bytes that the allocator counts for a model's tensors on a device: each a multiple of 512."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == place}
+    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors.values())
 
 
 def _warm_libraries(place: torch.device) -> None:

@@ -129,7 +129,7 @@ def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int
     whole = [passes[0], *passes[1:][-1:]]
     host_ms = statistics.median(_launch_ms(trial.device, whole) for _ in range(_LAUNCHES))
     # A cache may keep what is used often in a way that one pass through it does not push out: twice its size does.
-    cache = torch.empty(2 * devices.cache_bytes(trial.device), dtype=torch.uint8, device=trial.device)
+    cache = torch.zeros(2 * devices.cache_bytes(trial.device) // 4, device=trial.device)
     before = [_rewriting(cache, trial, forward=run is passes[0]) for run in passes]
     try:
         # A backward pass reuses memory of the forward pass, so that each backward needs its own forward before it.
@@ -146,13 +146,15 @@ def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int
 
 def _rewriting(cache: Tensor, trial: Trial, forward: bool) -> Callable[[], None]:
     """What leaves in the device's cache no more than a neighbour would."""
+    neighbours = trial.reads if forward else trial.write_gradients
+    tensors = [tensor for tensor in neighbours if isinstance(tensor, Tensor) and tensor.layout == torch.strided]
+    written = [tensor for tensor in tensors if not (tensor.is_floating_point() and tensor.itemsize == 1)]
 
     @torch.no_grad()
     def rewrite() -> None:
-        cache.zero_()
-        for tensor in trial.reads if forward else trial.write_gradients:
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                tensor.data.mul_(1)
+        cache.sum()  # reads it: what was written would have to go to memory while the layer is timed
+        for tensor in written:
+            tensor.data.mul_(True)
 
     return rewrite
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from placer.profiler.timing import measure_time, significant
+from placer.profiler import timing
+from placer.profiler.timing import measure_time, significant, spread
 
 
 def test_both_passes_take_time(make_trial: Any) -> None:
@@ -47,6 +48,101 @@ def test_a_fast_layer_runs_as_often_as_asked(make_trial: Any, repeats: int) -> N
     calls.clear()
     measure_time(trial, training=True, repeats=repeats)
     assert len(calls) == repeats
+
+
+def test_halves_add_up_and_reads_alone_are_no_weight_half(make_trial: Any) -> None:
+    x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    whole = measure_time(make_trial(torch.matmul, [x], [weight]), training=True, repeats=3)
+    assert 0 <= whole.weights_ms <= whole.backward_ms
+    assert measure_time(make_trial(torch.exp, [x]), training=True, repeats=3).weights_ms == 0
+    first = measure_time(make_trial(torch.matmul, [x.detach()], [weight]), training=True, repeats=3)
+    assert first.weights_ms == first.backward_ms > 0
+
+
+def test_timing_leaves_no_gradients_behind(make_trial: Any) -> None:
+    x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    trial = make_trial(torch.matmul, [x], [weight])
+    measure_time(trial, training=True, repeats=2)
+    assert all(tensor.grad is None for tensor in (*trial.state, *trial.reads))
+
+
+def test_a_layer_that_refuses_to_run_backwards_twice_is_timed_whole(make_trial: Any) -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.fresh = True
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+            if not ctx.fresh:
+                raise RuntimeError("requires retain_graph=False")
+            ctx.fresh = False
+            return gradients[0], gradients[0]
+
+    x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    times = measure_time(make_trial(Once.apply, [x], [weight]), training=True, repeats=2)
+    assert times.weights_ms == times.backward_ms > 0
+
+
+class FakeDevice:
+    """Stands in for ``placer.devices`` as timing on a GPU uses it: tells in which order things happen."""
+
+    def __init__(self) -> None:
+        self.times = {"forward": 3.0, "backward_to_reads": 4.0, "accumulate": 9.0}
+
+    def cache_bytes(self, device: torch.device) -> int:
+        return 64
+
+    def replay_ms(self, device: torch.device) -> float:
+        return 1.0
+
+    def synchronise(self, device: torch.device) -> None:
+        return
+
+    def record(self, passes: Any, device: torch.device) -> Any:
+        return passes
+
+    def queued_ms(self, passes: Any, device: torch.device, repeats: int, before: Any) -> list[list[float]]:
+        for prepare, run in zip(before, passes, strict=True):
+            prepare()
+            run()
+        return [[self.times[run.__name__]] * repeats for run in passes]
+
+
+def test_on_a_gpu_each_pass_is_timed_behind_what_a_neighbour_would_have_written(
+    make_trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = make_trial(torch.matmul, [torch.randn(4, 4, requires_grad=True)], [torch.randn(4, 4, requires_grad=True)])
+    monkeypatch.setattr(timing, "devices", FakeDevice())
+    monkeypatch.setattr(timing, "_WARM_S", 0.0)
+    written = [trial.reads[0]._version, trial.write_gradients[0]._version]
+    reads, gradients = trial.reads[0].clone(), trial.write_gradients[0].clone()
+    columns, host_ms = timing._cuda_times(trial, [trial.forward, trial.backward_to_reads, trial.accumulate], repeats=2)
+    assert columns == [[2.0, 2.0], [3.0, 3.0], [8.0, 8.0]]  # less what the replay adds
+    assert host_ms > 0
+    assert torch.equal(trial.reads[0], reads)
+    assert torch.equal(trial.write_gradients[0], gradients)
+    assert [trial.reads[0]._version, trial.write_gradients[0]._version] == written  # autograd does not notice
+    summary = timing._summary(columns, flows=True, halves=True, has_parameters=True, host_ms=host_ms)
+    assert (summary.forward_ms, summary.backward_ms, summary.weights_ms) == (2.0, 8.0, 5.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
+def test_reads_of_every_kind_can_be_written_again(
+    make_trial: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    read = torch.tensor([0.0, 1.0, 2.0]).to(dtype)
+    trial = make_trial(lambda x, y: x.view(torch.uint8).sum() + y, [read, torch.randn(2)], training=False)
+    monkeypatch.setattr(timing, "devices", FakeDevice())
+    monkeypatch.setattr(timing, "_WARM_S", 0.0)
+    timing._cuda_times(trial, [trial.forward], repeats=1)
+    assert torch.equal(trial.reads[0].view(torch.uint8), read.view(torch.uint8))
+
+
+def test_the_spread_is_half_of_the_middle_half_over_the_median() -> None:
+    assert spread([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(1.0 / 10.0)
+    assert spread([5.0]) == spread([0.0, 0.0]) == 0.0
 
 
 def test_times_keep_four_significant_digits() -> None:
