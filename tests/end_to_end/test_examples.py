@@ -83,6 +83,15 @@ def test_models_with_skips_learn_and_equal_the_unsplit_ones(run: Run, name: str)
     assert difference(text) < 1e-5
 
 
+def test_processes_train_a_tied_gpt_as_one_and_write_a_checkpoint_that_it_reads(run: Run) -> None:
+    torchrun = (sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    text = run(*torchrun, str(EXAMPLES / "distributed_training.py"), "--schedule", "zero-bubble")
+    assert losses(text)[-1] < losses(text)[0]
+    assert difference(text) < 1e-5
+    (again,) = re.findall(r"in the unsplit model: loss (\S+)", text)
+    assert float(again) < losses(text)[0]  # the first batch, after it was learned from
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_gets_a_placement_its_copy_and_a_problem(run: Run) -> None:
     with socket.socket() as probe:

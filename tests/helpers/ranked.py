@@ -156,6 +156,20 @@ def unsplit_training(make: Make, chunks: int, steps: int) -> tuple[list[float], 
     return losses, model
 
 
+def placed_step(make: Make, placement: Any) -> dict[str, Any]:
+    """A step as a solved placement says: its schedule, its micro-batches."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    pipeline = distributed.build(model, placement, micro_batches(inputs, placement.chunks)[0], loss_fn)
+    loss = pipeline.step(inputs, target)
+    return {
+        "losses": [] if loss is None else [loss.item()],
+        "gradients": gradients(pipeline),
+        "stages": [stage.stage_index for stage in pipeline.stages],
+        "schedule": type(pipeline.schedule).__name__,
+    }
+
+
 def results(make: Make, places: Mapping[str, str], chunks: int, times: int = 1) -> list[Any]:
     """What the model returns in eval mode, forwards alone."""
     torch.manual_seed(0)

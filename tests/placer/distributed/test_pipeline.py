@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
 
+import placer
 from placer.distributed import schedules
 from placer.errors import InputError
 
@@ -29,6 +30,29 @@ def reported(parts: list[Any]) -> Any:
     """What the one process said that had something to say."""
     (answer,) = [part for part in parts if part]
     return answer
+
+
+def test_a_solved_placement_runs_as_it_says(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    model, inputs, _, _ = models.chain()
+    pinned = {"0": "cpu:1", "2": "cpu:0", "5": "cpu:3", "7": "cpu:2"}
+    placement = placer.suggest(
+        model,
+        inputs[:2],
+        devices=[f"cpu:{index}" for index in range(4)],
+        granularity="submodule",
+        training=True,
+        chunks=4,
+        constraints=placer.Constraints(pinned=pinned),
+    )
+    parts = ranks.run(ranked.placed_step, models.chain, placement)
+    assert [part["stages"] for part in parts] == [[placement.stages.index(f"cpu:{rank}")] for rank in range(4)]
+    assert {part["schedule"] for part in parts} == {"Schedule1F1B"} and placement.schedule == "1f1b"
+    losses, gradients, _ = ranked.unsplit_step(models.chain, 4)
+    assert reported([part["losses"] for part in parts]) == pytest.approx(losses, abs=1e-10)
+    found = ranked.joined(parts, "gradients")
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-10, rtol=1e-10, msg=name)
 
 
 def test_training_goes_on_from_a_checkpoint_on_fewer_processes_or_unsplit(ranks: RankPool, tmp_path: Path) -> None:
