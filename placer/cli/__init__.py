@@ -5,6 +5,7 @@ profiling.py  profile
 solving.py    solve, suggest
 showing.py    show
 machine.py    serve, doctor, demo
+joining.py    profiles of several files and hosts
 options.py    the options that several commands share
 files.py      JSON in and out
 terminal.py   what goes to stderr

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from placer.cli.files import emit
+from placer.cli.joining import gathered, merged
 from placer.cli.options import (
     Arguments,
     AsJson,
@@ -14,7 +17,6 @@ from placer.cli.options import (
     Inference,
     Inputs,
     Memory,
-    Model,
     NoCache,
     Optimizer,
     Output,
@@ -26,7 +28,13 @@ from placer.schema import Profile
 
 
 def profile(
-    model: Model,
+    model: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help="package.module:callable, as placer.zoo.resnet:resnet50; with --merge, profiles to join",
+        ),
+    ],
     arg: Arguments = [],  # noqa: B006
     input: Inputs = [],  # noqa: B006
     devices: Devices = None,
@@ -36,12 +44,33 @@ def profile(
     granularity: Granularity = "auto",
     cache: CacheFolder = None,
     no_cache: NoCache = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="join profiles of one model, made on different devices")
+    ] = False,
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="BANDWIDTH[,LATENCY]", help="with --merge, the way between hosts: 100Gbit/s,20us"),
+    ] = None,
+    gather: Annotated[
+        bool, typer.Option("--gather", help="under torchrun: every host measures its devices; the first tells all")
+    ] = False,
     output: Output = None,
     json: AsJson = False,
 ) -> None:
     """Measure a model's layers on the devices: times, memory, and the bytes between them."""
-    measured = measure(model, arg, input, devices, memory, inference, optimizer, granularity, cached(cache, no_cache))
-    emit(measured, output, json)
+    if merge:
+        emit(_limited(merged(model, network), memory), output, json)
+        return
+    if len(model) > 1 or network is not None:
+        raise InputError("several names, and --network, go with --merge; without it, name one model")
+    given = (model[0], arg, input, devices, [] if gather else memory, inference, optimizer, granularity)
+    keep = cached(cache, no_cache)
+    if not gather:
+        emit(measure(*given, keep), output, json)
+        return
+    found, is_first = gathered(lambda: measure(*given, keep))
+    if is_first:
+        emit(_limited(found, memory), output, json)
 
 
 def measure(
@@ -69,7 +98,12 @@ def measure(
         granularity=int(granularity) if granularity.isdecimal() else granularity,
         cache=cache,
     )
-    assert measured.cluster is not None  # profile() measures the devices
+    return _limited(measured, memory)
+
+
+def _limited(measured: Profile, memory: list[str]) -> Profile:
+    if measured.cluster is None:
+        return measured
     return measured.model_copy(update={"cluster": limited(measured.cluster, memory)})
 
 

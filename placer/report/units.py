@@ -6,7 +6,7 @@ import re
 
 from placer.errors import InputError
 
-__all__ = ["bytes_text", "ms_text", "parse_bytes"]
+__all__ = ["bandwidth_text", "bytes_text", "ms_text", "parse_bandwidth", "parse_bytes", "parse_seconds", "seconds_text"]
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)}
@@ -55,3 +55,56 @@ def parse_bytes(text: str) -> int:
     if match is None or factor is None:
         raise InputError(f"{text!r} is no size; write a number and a unit, as in 8GiB, 1.5GB or 4096")
     return int(float(match[1]) * factor)
+
+
+def parse_bandwidth(text: str) -> float:
+    """A bandwidth in bytes per second from what a person types: ``12GB/s``, ``100Gbit/s``.
+
+    Args:
+        text: a size as ``parse_bytes`` reads it, or one in kbit, Mbit, Gbit or Tbit (1000), per second.
+
+    Raises:
+        InputError: it is no bandwidth, or none at all.
+    """
+    size = re.sub(r"\s*(/s|ps)\s*$", "", text.strip())
+    bits = re.fullmatch(r"(.*[kKMGT])(?:bit|b)", size)
+    try:
+        value = parse_bytes(f"{bits[1]}B") / 8 if bits else float(parse_bytes(size))
+    except InputError:
+        value = 0.0
+    if value <= 0:
+        raise InputError(f"{text!r} is no bandwidth; write what flows in a second, as in 12GB/s or 100Gbit/s")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """A time in seconds from what a person types: ``20us``, ``1.5 ms``, ``2s``.
+
+    Args:
+        text: a number and a unit: ns, us (or µs), ms, s.
+
+    Raises:
+        InputError: it is no time.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)\s*", text)
+    if match is None:
+        raise InputError(f"{text!r} is no time; write a number and a unit, as in 20us, 1.5ms or 2s")
+    return float(match[1]) * {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+
+
+def bandwidth_text(bytes_per_s: float) -> str:
+    """A bandwidth in billions of bytes per second: ``384.00 GB/s``.
+
+    Args:
+        bytes_per_s: in bytes per second.
+    """
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def seconds_text(time_s: float) -> str:
+    """A short time in microseconds: ``18.0 µs``.
+
+    Args:
+        time_s: in seconds.
+    """
+    return f"{time_s * 1e6:.1f} µs"

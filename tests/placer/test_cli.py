@@ -169,8 +169,9 @@ def test_profile_keeps_measurements_where_it_is_told_to(run: Run, tmp_path: Path
     first = run("profile", *TOY, "--cache", tmp_path / "kept")
     again = run("profile", *TOY, "--cache", tmp_path / "kept")
     assert again.profile.layers == first.profile.layers
-    assert "3 entries" in run("cache", "--folder", tmp_path / "kept").out
-    assert "3 entries removed" in run("cache", "clear", "--folder", tmp_path / "kept").out
+    # three layers and the link
+    assert "4 entries" in run("cache", "--folder", tmp_path / "kept").out
+    assert "4 entries removed" in run("cache", "clear", "--folder", tmp_path / "kept").out
     assert "0 entries, 0 B" in run("cache", "size", "--folder", tmp_path / "kept").out
 
 
@@ -183,6 +184,63 @@ def test_two_wishes_for_the_cache_contradict_each_other(run: Run) -> None:
 def test_the_cache_knows_two_things_to_do(run: Run) -> None:
     assert "write size or clear" in run("cache", "delete").err
     assert "PLACER_CACHE turns the cache off" in run("cache").err
+
+
+def two_hosts(folder: Path) -> list[Path]:
+    files = []
+    for number, kind in enumerate(("fast", "slow")):
+        of_kind = json.loads(chain([3.0, 1.0]).to_json().replace("fast", kind))
+        for device in of_kind["cluster"]["devices"]:
+            device["host"] = f"node{number}"
+        files.append(folder / f"{kind}.json")
+        files[-1].write_text(json.dumps(of_kind))
+    return files
+
+
+def test_profiles_of_unlike_hosts_are_merged(run: Run, tmp_path: Path) -> None:
+    merged = run("profile", "--merge", *two_hosts(tmp_path), "--network", "100Gbit/s,20us").profile
+    assert merged.layers[0].forward_ms == {"fast": 3.0, "slow": 3.0}
+    assert [device.name for device in merged.cluster.devices][1:3] == ["node0/cuda:1", "node1/cuda:0"]
+    link = merged.cluster.link("node0/cuda:0", "node1/cuda:0")
+    assert (link.bandwidth_bytes_per_s, link.latency_s) == (12.5e9, 2e-5)
+
+
+def test_limits_of_merged_devices_go_by_their_names_there(run: Run, tmp_path: Path) -> None:
+    merged = run("profile", "--merge", *two_hosts(tmp_path), "--memory", "node1/cuda:0=3MiB").profile
+    assert [device.memory_bytes // MIB for device in merged.cluster.devices] == [64, 64, 3, 64]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "b"], "without it, name one model"),
+        (["a", "--network", "1GB/s"], "go with --merge"),
+        (["--merge", "CLUSTER"], "holds a cluster; --merge needs profiles"),
+        (["--merge", "CHAIN", "OTHER"], "other layers than the first"),
+        (["--merge", "CHAIN", "--network", "quick"], "'quick' is no bandwidth"),
+        (["--merge", "CHAIN", "--network", "1GB/s,2"], "'2' is no time"),
+        (["--merge", "absent.json"], "cannot read absent.json"),
+        (["placer.zoo.toy:ToyModel", "--gather"], "--gather joins the processes that torchrun starts"),
+    ],
+)
+def test_what_cannot_be_merged_or_gathered_is_exit_code_2(
+    run: Run, chain_file: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "other.json").write_text(chain([1.0]).to_json())
+    (tmp_path / "cluster.json").write_text(chain([1.0]).cluster.model_dump_json())
+    files = {"CHAIN": chain_file, "OTHER": tmp_path / "other.json", "CLUSTER": tmp_path / "cluster.json"}
+    answer = run("profile", *(files.get(word, word) for word in arguments))
+    assert answer.code == 2
+    assert message in " ".join(answer.err.split())
+
+
+def test_under_torchrun_the_profile_is_that_of_all_hosts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = {"TORCHELASTIC_RUN_ID": "run", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (launched | {"MASTER_PORT": "0"}).items():
+        monkeypatch.setenv(name, value)
+    answer = run("profile", *TOY, "--gather", "--memory", "cpu:1=2MiB")
+    assert answer.code == 0, answer.err
+    assert [device.usable_bytes for device in answer.profile.cluster.devices][1] == 2 * MIB
 
 
 # solve

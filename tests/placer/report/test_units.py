@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placer.errors import InputError
-from placer.report.units import bytes_text, ms_text, parse_bytes
+from placer.report.units import bytes_text, ms_text, parse_bandwidth, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,27 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
 def test_a_written_size_is_read_back_within_its_last_digit(size_bytes: int) -> None:
     # One decimal of a number of at least 1 in its unit: off by at most 0.05 of that unit.
     assert abs(parse_bytes(bytes_text(size_bytes)) - size_bytes) <= 0.051 * max(size_bytes, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [("12GB/s", 12e9), ("100Gbit/s", 12.5e9), ("25 Gb/s", 3.125e9), ("10Gbps", 1.25e9), ("1GiB/s", 2**30)],
+)
+def test_bandwidths_are_read_in_bytes_and_in_bits(text: str, bytes_per_s: float) -> None:
+    assert parse_bandwidth(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["", "fast", "0GB/s", "12m"])
+def test_what_is_no_bandwidth_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is no bandwidth"):
+        parse_bandwidth(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("20us", 2e-5), ("1.5 ms", 1.5e-3), ("2s", 2.0), ("7 µs", 7e-6)])
+def test_times_are_read_with_their_unit(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+def test_a_time_without_a_unit_is_refused() -> None:
+    with pytest.raises(InputError, match="'20' is no time"):
+        parse_seconds("20")

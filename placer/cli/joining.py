@@ -1,0 +1,65 @@
+"""Profiles from several places: files that are merged, and hosts under torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from placer.cli.files import load
+from placer.cli.terminal import extra
+from placer.errors import InputError
+from placer.profiler.merge import merge_profiles
+from placer.report.units import parse_bandwidth, parse_seconds
+from placer.schema import Profile, Rate
+
+
+def merged(files: Sequence[str], network: str | None) -> Profile:
+    """The profiles in the files as one.
+
+    Args:
+        files: their names; ``-`` for stdin.
+        network: the way between two hosts, as ``rate`` reads it.
+
+    Raises:
+        InputError: a file holds something else, or the profiles do not belong together.
+    """
+    profiles = []
+    for file in files:
+        subject = load(file)
+        if not isinstance(subject, Profile):
+            raise InputError(f"{file} holds a {type(subject).__name__.lower()}; --merge needs profiles")
+        profiles.append(subject)
+    return merge_profiles(*profiles, network=None if network is None else rate(network))
+
+
+def rate(text: str) -> Rate:
+    """A way between hosts from ``BANDWIDTH[,LATENCY]``, as in ``100Gbit/s,20us`` or ``12GB/s``.
+
+    Raises:
+        InputError: it is not of that form.
+    """
+    bandwidth, _, latency = text.partition(",")
+    return Rate(
+        bandwidth_bytes_per_s=parse_bandwidth(bandwidth), latency_s=parse_seconds(latency) if latency.strip() else 0.0
+    )
+
+
+def gathered(measure: Callable[[], Profile]) -> tuple[Profile, bool]:
+    """The profile of every host, measured by the processes that torchrun started; and whether this one is to tell it.
+
+    Raises:
+        InputError: it was not started by torchrun.
+        ProfilingError: a host could not measure.
+    """
+    with extra("torch"):
+        import torch.distributed as dist
+
+        from placer.profiler.gather import gather_profile
+    if not dist.is_torchelastic_launched():
+        raise InputError(
+            "--gather joins the processes that torchrun starts: torchrun ... -m placer profile ... --gather"
+        )
+    dist.init_process_group("gloo")
+    try:
+        return gather_profile(measure), dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
