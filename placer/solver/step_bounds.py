@@ -199,6 +199,8 @@ class StepTable(CutTable):
                 heapq.heappush(queue, (bound, -open_cut.start, next(number), open_cut, choice))
 
         for counts in self.best:
+            if sum(counts) < self.problem.least_devices:
+                continue
             push(_OpenCut(0, counts, (), 0.0, self._next_stages(0, counts)), 0)
         while queue:
             bound, _, _, parent, choice = heapq.heappop(queue)

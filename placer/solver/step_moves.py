@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from placer.solver import costs
 from placer.solver.problem import Problem
@@ -17,34 +18,29 @@ Value = Callable[[list[int]], float]
 
 
 def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: int) -> list[int]:
-    """The layers in their order dealt out to the devices, so many times round, by how fast each device is.
+    """The layers in their order dealt out to the devices, so many times round, to each as much as it is fast.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        devices: in the order of a round.
+        times: how many rounds.
 
     Returns:
         By layer, its device.
     """
-    layers = range(len(problem.layers))
-    speed = [1.0 / max(sum(problem.compute_ms(layer, device) for layer in layers), 1e-9) for device in devices]
-    total = sum(speed) * times
-    ends = [
-        sum(speed[: index % len(devices)]) + index // len(devices) * sum(speed) for index in _stages(devices, times)
-    ]
-    first = devices[0]
-    whole = sum(problem.compute_ms(layer, first) for layer in layers) or 1.0
-    done, placed = 0.0, []
-    for group in sorted(nodes.nodes):
-        share = (done + sum(problem.compute_ms(layer, first) for layer in group) / 2) / whole * total
-        turn = max(index for index, end in enumerate(ends) if end <= share)
-        placed.append((group, devices[turn % len(devices)]))
-        done += sum(problem.compute_ms(layer, first) for layer in group)
-    found = [first] * len(problem.layers)
-    for group, device in placed:
-        for layer in group:
-            found[layer] = device
-    return found
-
-
-def _stages(devices: Sequence[int], times: int) -> range:
-    return range(len(devices) * times)
+    whole = [sum(problem.compute_ms(layer, d) for layer in range(len(problem.layers))) or 1.0 for d in devices]
+    ends = list(accumulate([1 / time_ms for time_ms in whole] * times))
+    order = sorted(range(len(nodes.nodes)), key=lambda node: nodes.nodes[node])
+    device_of = [devices[0]] * len(nodes.nodes)
+    done = 0.0
+    for node in order:
+        work = sum(problem.compute_ms(layer, devices[0]) for layer in nodes.nodes[node]) / whole[0]
+        middle = (done + work / 2) * ends[-1]
+        turn = min(bisect(ends, middle), len(ends) - 1)
+        device_of[node] = devices[turn % len(devices)]
+        done += work
+    return nodes.spread(device_of)
 
 
 def climb(problem: Problem, nodes: Reduction, start: list[int], value: Value, over: Callable[[], bool]) -> list[int]:
