@@ -4,9 +4,10 @@ A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every 
 ``placer.testing.logical_devices`` makes it behave like one.
 """
 
+from placer.devices.chance import Repeated
 from placer.devices.clock import Clock
 from placer.devices.identity import boot_id, host_name, place, speed_facts
-from placer.devices.lanes import Courier, Delivery, Lane, Mark
+from placer.devices.lanes import Courier, Delivery, Lane, Mark, shared_lane
 from placer.devices.memory import context_bytes, library_bytes, memory_bytes, peak_bytes, release_cache
 from placer.devices.moving import copy, location, move, same, write
 from placer.devices.names import (
@@ -37,6 +38,7 @@ __all__ = [
     "Mark",
     "NotRecordable",
     "Registry",
+    "Repeated",
     "Shipment",
     "available",
     "boot_id",
@@ -54,6 +56,7 @@ __all__ = [
     "library_bytes",
     "location",
     "memory_bytes",
+    "memory_pool",
     "move",
     "observed",
     "parse",
@@ -67,6 +70,7 @@ __all__ = [
     "require",
     "resolve",
     "same",
+    "shared_lane",
     "speed_facts",
     "stand_ins",
     "straight",

@@ -8,6 +8,7 @@ mark = lane.mark()         stands for all that was issued so far
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -74,6 +75,15 @@ class Lane:
         event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
+
+
+@cache
+def shared_lane(device: torch.device) -> Lane:
+    """The one lane of a device for recordings of unlike owners, which never run at the same time then.
+
+    Recordings share what libraries keep for the stream that they were recorded on.
+    """
+    return Lane(device)
 
 
 class Delivery(NamedTuple):

@@ -160,7 +160,7 @@ class InferencePipeline:
         self._state = _Replicas(graph, lookup)
         self.stages = _stages(graph, segments(graph, places, self._state.lookup))
         for stage in self.stages:
-            lanes.setdefault(stage.device, Lane(stage.device))
+            lanes.setdefault(stage.device, devices.shared_lane(stage.device))
             stage.open()
         self._lanes = lanes
         self._courier = courier

@@ -53,7 +53,7 @@ def measure_step(
     with _unchanged(pipeline.graph, pipeline.lanes):
         for _ in range(WARM_UPS):
             pipeline.run(tensors, goals)
-        rows = _traced([pipeline], pipeline.courier, lambda: pipeline.run(tensors, goals))
+        rows = _traced([pipeline], pipeline.courier, [], lambda: pipeline.run(tensors, goals))
     title = f"Training step of {pipeline.graph.model}: {pipeline.chunks} micro-batches, {step.schedule}"
     return _measurement(title, pipeline.stages, rows, pipeline.plan, profile, pipeline.sizes[0])
 
@@ -88,7 +88,7 @@ def measure_stream(
         raise _not_captured(flow)
     for _ in range(WARM_UPS):
         run()
-    rows = _traced(streams.pipelines(), streams.courier, run)
+    rows = _traced(streams.pipelines(), streams.courier, [flow.output_device], run)
     pipeline = streams.pipelines()[-1]
     places = {stage.device: index for index, stage in enumerate(pipeline.stages)}
     order = plan("fill-drain", [places[stage.device] for stage in pipeline.stages], len(batches), training=False)
@@ -114,12 +114,14 @@ def _measurement(
     return Measurement(title, names, rows, guess, tuple(notes))
 
 
-def _traced(pipelines: Sequence[AnyPipeline], courier: Courier, run: Callable[[], Any]) -> tuple[Row, ...]:
-    """What is issued while something runs, by start."""
+def _traced(
+    pipelines: Sequence[AnyPipeline], courier: Courier, homes: Sequence[torch.device], run: Callable[[], Any]
+) -> tuple[Row, ...]:
+    """What is issued while something runs, by start; results go to ``homes``."""
     places = list(dict.fromkeys(stage.device for pipeline in pipelines for stage in pipeline.stages))
     passes: list[Issued] = []
     deliveries: list[Delivery] = []
-    clock = Clock(devices.available() if places[0].type == "cuda" else places)
+    clock = Clock([*places, *homes])
     try:
         courier.trace = deliveries
         for pipeline in pipelines:
@@ -131,8 +133,8 @@ def _traced(pipelines: Sequence[AnyPipeline], courier: Courier, run: Callable[[]
             pipeline.trace = None
         for place in places:
             devices.synchronise(place)
-    homes = [stage.device for stage in pipelines[-1].stages]
-    transfers = [_transfer(item, homes, clock) for item in deliveries]
+    stages = [stage.device for stage in pipelines[-1].stages]
+    transfers = [_transfer(item, stages, clock) for item in deliveries]
     return from_first_start([_pass(item, clock) for item in passes] + transfers)
 
 
@@ -141,16 +143,16 @@ def _pass(item: Issued, clock: Clock) -> Row:
     return Row(str(device), phase, stage, None, number, clock.ms(began, device), clock.ms(ended, device))
 
 
-def _transfer(item: Delivery, homes: Sequence[torch.device], clock: Clock) -> Row:
-    """A copy between stages, whose devices are ``homes``; from the caller, or to it, where it names no stage."""
+def _transfer(item: Delivery, stages: Sequence[torch.device], clock: Clock) -> Row:
+    """A copy between stages, whose devices are ``stages``; from the caller, or to it, where it names no stage."""
     source, target, phase, number = item.label
     kind: Kind = "gradients" if phase == "backward" else "values"
     if source is None:
         kind = "inputs"
     elif target is None:
         kind = "results"
-    here = item.source if source is None else homes[source]
-    there = item.target if target is None else homes[target]
+    here = item.source if source is None else stages[source]
+    there = item.target if target is None else stages[target]
     began_ms, ended_ms = clock.ms(item.began, item.clock), clock.ms(item.ended, item.clock)
     return Row(f"{here} → {there}", kind, source, target, number, began_ms, ended_ms)
 

@@ -146,6 +146,9 @@ class Streams:
                 while not tickets[0].is_over:
                     self._tick()
                 yield self._handed_out(tickets.popleft())
+        except KeyboardInterrupt:
+            self.clear()  # a batch may be half issued
+            raise
         finally:
             with _inference():
                 self._end(tickets)
@@ -189,7 +192,7 @@ class Streams:
         try:
             ticket.passage = pipeline.enter(number, tensors)
         except BaseException:
-            del self._pipelines[key]  # it may be half recorded
+            self._remove(key)  # it may be half recorded
             raise
         self._moving.append(ticket)
         if is_new:  # the first batch of a shape makes the static tensors as it goes
@@ -199,15 +202,19 @@ class Streams:
     def _add(self, key: Hashable, capture: Capture) -> None:
         """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""
         while len(self._pipelines) >= _KEPT_SHAPES:
-            for place in self.lanes:
-                devices.synchronise(place)
-            self._pipelines.popitem(last=False)
+            self._remove(next(iter(self._pipelines)))
         graph, places = self._flow.layers(capture)
         outputs, target = capture.exported.outputs, self._flow.output_device
         weights = self._flow.weights(graph)
         pipeline = InferencePipeline(graph, places, outputs, target, weights, self.lanes, self.courier)
         self._pipelines[key] = (graph, pipeline)
         self._wait_for_callers()
+
+    def _remove(self, key: Hashable) -> None:
+        """Let go of a shape, once the devices are done with it."""
+        for place in self.lanes:
+            devices.synchronise(place)
+        del self._pipelines[key]
 
     def _tick(self) -> None:
         """Issue one segment of every batch that is on its way, the oldest first."""
