@@ -14,6 +14,7 @@ from rich.text import Text
 
 import placer
 from placer.errors import PlacerError
+from placer.report.cluster import fault_texts
 from placer.report.explain import table
 from placer.schema import Cluster
 
@@ -120,6 +121,7 @@ def _look_at_devices(report: Report) -> None:
     for device in report.cluster.devices:
         if device.usable_bytes == 0:
             report.problems.append(f"{device.name} has no free memory; other programs hold it")
+    report.notes += fault_texts(report.cluster)
 
 
 def _try_solver(report: Report) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from placer.report.cluster import cluster_table
 from placer.report.units import bytes_text, ms_text
 from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile
 
@@ -17,9 +18,11 @@ __all__ = ["explain", "table"]
 
 _MEASURES = {
     "throughput": "bottleneck per micro-batch",
+    "step": "a whole batch",
     "latency": "critical path of one micro-batch",
     "memory": "largest memory use",
 }
+MOST_OTHERS = 3
 _STATUSES = {
     "optimal": "proven",
     "feasible": "the best found in time",
@@ -27,7 +30,6 @@ _STATUSES = {
     "unknown": "none found in time",
 }
 _SHOWN_SEGMENTS = 3
-_SHOWN_LINKS = 12
 
 
 def explain(subject: Placement | Profile | Cluster, width: int = 120) -> str:
@@ -54,7 +56,7 @@ def table(subject: Placement | Profile | Cluster) -> RenderableType:
         return _placement(subject)
     if isinstance(subject, Profile):
         return _profile(subject)
-    return _cluster(subject)
+    return cluster_table(subject)
 
 
 def _placement(placement: Placement) -> RenderableType:
@@ -116,6 +118,8 @@ def _proven(placement: Placement) -> list[str]:
     lines.append(f"status      {placement.status}: {_STATUSES[placement.status]}")
     lines.append(f"solve time  {placement.solve_time_s:.3f} s{method}")
     lines.append(f"one device  {_single_text(placement)}")
+    if placement.step is not None:
+        lines += _step(placement, placement.step)
     if placement.limits is not None:
         lines.append(f"limited by  {placement.limits.kind}: {placement.limits.what}")
         lines += [
@@ -123,6 +127,23 @@ def _proven(placement: Placement) -> list[str]:
             for help in placement.limits.helps
         ]
     return lines
+
+
+def _step(placement: Placement, step: Step) -> list[str]:
+    """The whole batch, and the best of what else was looked at."""
+    rate = "" if step.samples_per_s is None else f", {step.samples_per_s:.4g} samples/s"
+    lines = [
+        f"batch       {step.batch_size} samples: {_choice_text(placement)}{rate}, devices idle {step.bubble:.0%}",
+    ]
+    others = [choice for choice in step.choices if choice.objective_value not in (None, placement.objective_value)]
+    for choice in sorted(others, key=lambda choice: choice.objective_value or 0.0)[:MOST_OTHERS]:
+        lines.append(f"instead     {_choice_text(choice)}: {ms_text(choice.objective_value or 0.0)}")
+    return lines
+
+
+def _choice_text(choice: Placement | StepChoice) -> str:
+    segments = "" if choice.contiguous else ", several segments a device"
+    return f"{choice.chunks} micro-batches of {choice.batch_size}, {choice.schedule}{segments}"
 
 
 def _objective_text(placement: Placement) -> str:
@@ -200,7 +221,7 @@ def _profile(profile: Profile) -> RenderableType:
     if not profile.captured:
         parts.append(Text(f"not captured, so it runs through hooks: {profile.not_captured_because}"))
     if profile.cluster is not None:
-        parts.append(_cluster(profile.cluster))
+        parts.append(cluster_table(profile.cluster))
     return Group(*parts)
 
 
@@ -220,32 +241,3 @@ def _profile_sums(profile: Profile, kinds: list[str]) -> str:
         words.append(f"{kind}: {ms_text(total_ms)} in all")
     words.append(f"weights: {bytes_text(sum(layer.param_bytes for layer in profile.layers))}")
     return "; ".join(words)
-
-
-def _cluster(cluster: Cluster) -> RenderableType:
-    grid = Table(title="Devices", title_justify="left")
-    for heading in ("device", "type", "memory", "usable"):
-        grid.add_column(heading, justify="right" if heading in ("memory", "usable") else "left")
-    for device in cluster.devices:
-        grid.add_row(device.name, device.type, bytes_text(device.memory_bytes), bytes_text(device.usable_bytes))
-    if not cluster.links:
-        return grid
-    links = Table(title="Links", title_justify="left")
-    for heading in ("from", "to", "bandwidth", "latency"):
-        links.add_column(heading, justify="right" if heading in ("bandwidth", "latency") else "left")
-    rows = _link_rows(cluster)
-    for row in rows[:_SHOWN_LINKS]:
-        links.add_row(*row)
-    hidden = len(rows) - _SHOWN_LINKS
-    return Group(grid, links, Text(f"and {hidden} more links")) if hidden > 0 else Group(grid, links)
-
-
-def _link_rows(cluster: Cluster) -> list[tuple[str, str, str, str]]:
-    """A row a link, or one for all where every pair has the same."""
-    figures = [
-        (f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s", f"{link.latency_s * 1e6:.1f} µs") for link in cluster.links
-    ]
-    count = len(cluster.devices)
-    if len(set(figures)) == 1 and len(figures) == count * (count - 1) > 2:
-        return [("each", "each other", *figures[0])]
-    return [(link.source, link.target, *figure) for link, figure in zip(cluster.links, figures, strict=True)]
