@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -100,11 +100,20 @@ def _values(
 
 
 def _measure(trial: Trial, training: bool, repeats: int) -> Measurement:
-    trial.forward()  # libraries choose kernels and take their workspaces
-    if training:
-        trial.backward()
-    memory = measure_memory(trial, training)
-    return Measurement(measure_time(trial, training, repeats), memory)
+    with _uncached_autocast(trial.device):
+        trial.forward()  # libraries choose kernels and take their workspaces
+        if training:
+            trial.backward()
+        write_bytes = tuple(tensor_bytes(write) if isinstance(write, Tensor) else 0 for write in trial.writes)
+        memory = measure_memory(trial, training)
+        return Measurement(measure_time(trial, training, repeats), memory, write_bytes)
+
+
+def _uncached_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast as it is, but for its cache: weights cast in one pass would be missing in the recording of the next."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
 
 
 def _step_ms(trial: Trial, parameters: Sequence[Tensor], optimizer: OptimizerState, repeats: int) -> float | None:

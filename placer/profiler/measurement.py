@@ -15,9 +15,11 @@ class Measurement:
     Attributes:
         time: of its passes.
         memory: that they need.
+        write_bytes: the sizes of what it writes: under autocast not those that the graph was captured with.
         optimizer_ms: of the optimizer's step on its parameters; None without an optimizer, or where the step failed.
     """
 
     time: LayerTime
     memory: LayerMemory
+    write_bytes: tuple[int, ...] = ()
     optimizer_ms: float | None = None

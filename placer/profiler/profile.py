@@ -184,10 +184,11 @@ def write(
         layer.name: _kept(layer, [rows[index] for rows in measured.values()])
         for index, layer in enumerate(graph.layers)
     }
-    edges = _edges(graph, kept, training)
+    sizes = _sizes(graph, measured)
+    edges = _edges(graph, kept, sizes, training)
     held = _state_bytes(graph, training, optimizer)
     owned = _owned(graph)
-    unsent = _unsent(graph, kept, {edge.name for edge in edges})
+    unsent = _unsent(graph, kept, sizes, {edge.name for edge in edges})
     layers = []
     for index, layer in enumerate(graph.layers):
         rows = {kind: found[index] for kind, found in measured.items()}
@@ -256,7 +257,17 @@ def _kept(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
     return kept
 
 
-def _edges(graph: LayerGraph, kept: Mapping[str, set[str]], training: bool) -> list[_Sent]:
+def _sizes(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> dict[str, int]:
+    """The bytes of every value, as it was on the type of device where it was largest."""
+    sizes = {name: value.bytes for name, value in graph.values.items()}
+    for index, layer in enumerate(graph.layers):
+        rows = [found[index].write_bytes for found in measured.values() if found[index].write_bytes]
+        if rows:
+            sizes.update(zip(layer.writes, map(max, zip(*rows, strict=True)), strict=True))
+    return sizes
+
+
+def _edges(graph: LayerGraph, kept: Mapping[str, set[str]], sizes: Mapping[str, int], training: bool) -> list[_Sent]:
     edges = []
     for name, readers in graph.readers().items():
         value = graph.values[name]
@@ -266,22 +277,24 @@ def _edges(graph: LayerGraph, kept: Mapping[str, set[str]], training: bool) -> l
         edge = schema.Edge(
             source=value.source,
             targets=targets,
-            bytes=value.bytes,
-            gradient_bytes=value.bytes if training and value.requires_grad else 0,
+            bytes=sizes[name],
+            gradient_bytes=sizes[name] if training and value.requires_grad else 0,
             saved_by=tuple(layer for layer in (value.source, *targets) if name in kept[layer]),
         )
         edges.append(_Sent(name, edge))
     return edges
 
 
-def _unsent(graph: LayerGraph, kept: Mapping[str, set[str]], sent: set[str]) -> dict[str, int]:
+def _unsent(
+    graph: LayerGraph, kept: Mapping[str, set[str]], sizes: Mapping[str, int], sent: set[str]
+) -> dict[str, int]:
     """The bytes of kept values that no edge carries, inputs and outputs of the model, counted where first kept."""
     counted: set[str] = set()
     unsent = {}
     for layer in graph.layers:
         here = kept[layer.name] - sent - counted
         counted |= here
-        unsent[layer.name] = sum(graph.values[name].bytes for name in here)
+        unsent[layer.name] = sum(sizes[name] for name in here)
     return unsent
 
 

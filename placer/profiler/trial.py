@@ -141,7 +141,7 @@ def bring_input(value: Any, device: torch.device) -> Any:
         return torch.ones(value.shape, dtype=value.dtype, device=device)
     if not _differentiable(value):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
-    return torch.randn(value.shape, device=device).to(value.dtype)
+    return torch.empty_like(value, device=device).copy_(torch.randn(value.shape, device=device))
 
 
 def _random_state(tensor: Tensor, device: torch.device) -> Tensor:

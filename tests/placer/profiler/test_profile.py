@@ -301,6 +301,44 @@ def test_the_optimizers_step_is_timed_once_for_each_parameter() -> None:
     assert all(not layer.optimizer_ms for layer in _profile(_small_gpt(), TOKENS, training=False).layers)
 
 
+def test_under_autocast_values_have_the_size_that_they_then_have() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
+    x = torch.randn(4, 16)
+    full = _profile(model, x, granularity="fine")
+    with torch.autocast("cpu", torch.bfloat16):
+        half = _profile(model, x, granularity="fine")
+    assert [edge.bytes for edge in full.edges] == [4 * 64, 4 * 64]
+    assert [edge.bytes for edge in half.edges] == [2 * 64, 2 * 64]
+    assert [edge.gradient_bytes for edge in half.edges] == [2 * 64, 2 * 64]
+    # The half-precision copy of a weight is made in every pass, and kept for the way back.
+    assert half.layers[1].saved_bytes == full.layers[1].saved_bytes + 2 * 256
+
+
+def test_layouts_are_measured_as_the_user_has_them() -> None:
+    layouts = []
+
+    class Watching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.placer_test.watch(x)
+
+    library = torch.library.Library("placer_test", "FRAGMENT")
+    library.define("watch(Tensor x) -> Tensor")
+
+    def watch(x: Tensor) -> Tensor:
+        layouts.append(x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous())
+        return x * 2
+
+    library.impl("watch", watch, "CompositeExplicitAutograd")
+    library.impl("watch", lambda x: torch.empty_like(x), "Meta")
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), Watching()).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    for example in (x, x.to("meta")):
+        layouts.clear()
+        _profile(model, example, granularity="fine", training=False)
+        assert layouts
+        assert all(layouts)
+
+
 def test_a_profile_says_what_it_was_made_of() -> None:
     found = _profile(_small_cnn(), torch.randn(2, 3, 8, 8), 2, memory_bytes=2**28)
     assert (found.model, found.batch_size, found.granularity, found.captured) == ("Sequential", 2, "auto", True)
