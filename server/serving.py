@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import signal
@@ -104,9 +105,20 @@ def serve(app: FastAPI, settings: Settings) -> None:
     """
     server = Server(app, settings)
     with _listener(settings) as listener:
+        _collect_seldom()
         server.run(sockets=[listener])
     if not server.started:
         raise server.not_started()
+
+
+def _collect_seldom() -> None:
+    """What is imported stays; looking through it for garbage at every other request takes a quarter of its time.
+
+    A request makes some ten thousand objects, but nearly all go by themselves, without a cycle to be found.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @contextmanager
