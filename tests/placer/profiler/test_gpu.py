@@ -67,7 +67,8 @@ def test_layer_times_add_up_to_the_whole_models(name: str) -> None:
     model, x = MODELS[name]()
     found = profile(model, x, ["cuda:0"], progress=False)
     kind = torch.cuda.get_device_name(0)
-    assert all(layer.forward_ms[kind] > 0 for layer in found.layers)
+    # A dropout of nothing launches nothing: it alone takes no time.
+    assert all(layer.forward_ms[kind] > 0 for layer in found.layers if layer.module != "Dropout")
     assert all(layer.host_ms[kind] > 0 for layer in found.layers)
     parts = sum(layer.forward_ms[kind] + layer.backward_ms[kind] for layer in found.layers)
     whole = _whole_graph_ms(model.cuda(), x.cuda())
