@@ -21,6 +21,7 @@ import json
 from placer import cli
 from placer.schema import PlacementRequest
 from placer.solver.solve import solve
+import psycopg, sqlalchemy.dialects.postgresql.psycopg
 from placer_server import app, evaluation, examples, keys, serving
 import uvicorn.loops.auto, uvicorn.protocols.http.auto, uvicorn.lifespan.on
 request = PlacementRequest.model_validate(examples.requests()["throughput"]["value"])
