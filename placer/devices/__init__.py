@@ -22,7 +22,15 @@ from placer.devices.names import (
     synchronise,
     type_name,
 )
-from placer.devices.recording import NotRecordable, cache_bytes, keep_random_state, queued_ms, record, replay_ms
+from placer.devices.recording import (
+    NotRecordable,
+    cache_bytes,
+    keep_random_state,
+    memory_pool,
+    queued_ms,
+    record,
+    replay_ms,
+)
 from placer.devices.routes import HOST, detour, has_detour, straight, take_detours
 from placer.devices.stand_ins import Registry, observed, registries, stand_ins, unobserved
 from placer.devices.transfers import Shipment, copy_s, host_buffer

@@ -50,12 +50,26 @@ class NotRecordable(Exception):
     """The work synchronises with the host or does what a CUDA graph cannot hold."""
 
 
-def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Callable[[], None]]:
+def memory_pool(device: torch.device) -> Any:
+    """Memory for recordings that share it; each must leave nothing there that is read after it."""
+    with torch.cuda.device(device):
+        return torch.cuda.graph_pool_handle()
+
+
+def record(
+    passes: Sequence[Callable[[], Any]],
+    device: torch.device,
+    *,
+    pool: Any = None,
+    generators: Sequence[Sequence[torch.Generator]] | None = None,
+) -> list[Callable[[], None]]:
     """Record each pass as a CUDA graph; the graphs share their memory, so they replay only in order, one after another.
 
     Args:
         passes: work on static tensors, the later on results of the earlier; each has run before.
         device: where they run.
+        pool: the memory that they share with other recordings; their own if None.
+        generators: by pass, those that it draws random numbers from beside the device's.
 
     Returns:
         What replays each.
@@ -67,10 +81,12 @@ def record(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Ca
         stream, before = recorder(device).stream, torch.cuda.current_stream(device)
         try:
             _warm_up(passes, stream)
-            pool = torch.cuda.graph_pool_handle()
+            pool = torch.cuda.graph_pool_handle() if pool is None else pool
             graphs = []
-            for run in passes:
+            for run, drawn_from in zip(passes, generators or [()] * len(passes), strict=True):
                 graph = torch.cuda.CUDAGraph()
+                for generator in drawn_from:
+                    graph.register_generator_state(generator)
                 with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
                     warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
                     run()

@@ -65,6 +65,8 @@ class DataFlow(nn.Module):
         layer_gpus: layer name -> device index (or anything that names a device); ordered, free to be edited. A later
             call of a module follows the first one, unless it is named itself: ``relu@1``.
         chunks: micro-batches that a call is cut into when it does not say.
+        recompute: devices that in a training step keep no activations, but run forwards once more in the backward
+            pass: less memory for more time. Free to be edited, as ``layer_gpus`` is.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
     """
 
@@ -93,6 +95,7 @@ class DataFlow(nn.Module):
         self.deferred_batch_norm = deferred_batch_norm
         self.chunks = 1
         self.schedule: Schedule = "1f1b"
+        self.recompute: list[DeviceLike] = []
         self._home = Home(module)
         self._granularity: Granularity = "fine" if fine_grained else "submodule"
         self.layer_gpus: OrderedDict[str, DeviceLike] = self._default_map()
@@ -152,6 +155,7 @@ class DataFlow(nn.Module):
         self.layer_gpus = self._default_map()
         self.chunks = 1
         self.schedule = "1f1b"
+        self.recompute = []
 
     def construct_module(
         self, layer_gpus: Mapping[str, DeviceLike] | None = None, module: nn.Module | None = None
@@ -220,8 +224,8 @@ class DataFlow(nn.Module):
             optimizer: any of torch's, stepped after every batch; None to leave that to the caller, who finds the
                 gradients in place.
             schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
-                gradients apart, while a device would wait. Where a device holds several segments, ``"interleaved"`` runs
-                them in turn, and all others are fill-drain.
+                gradients apart, while a device would wait. Where a device holds several segments, ``"interleaved"``
+                runs them in turn, and all others are fill-drain.
             scaler: for training in float16: scales the loss, and skips the step where a gradient overflowed on any
                 device.
             max_norm: clip the gradients to this norm over all parameters on all devices.
@@ -335,6 +339,10 @@ class DataFlow(nn.Module):
     def assignment(self) -> Assignment | None:
         """The devices of the layers, as ``update_flow`` last left them; None before it."""
         return self._assignment
+
+    def recomputed(self) -> frozenset[torch.device]:
+        """The devices that run forwards once more in their backward passes."""
+        return frozenset(self._device(place) for place in self.recompute)
 
     def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""

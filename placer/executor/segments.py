@@ -17,6 +17,10 @@ StateLookup = Callable[[str, torch.device], Tensor]
 """The tensor of a parameter, buffer or constant that a layer on this device is to use."""
 
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""What torch's own normalisations change, and do not read in their backward passes."""
+
+
 @dataclass
 class Step:
     """One layer on its device.
@@ -26,6 +30,8 @@ class Step:
         device: where.
         state: its parameters, buffers and constants; one that is elsewhere is moved for every micro-batch.
         foreign: positions in ``state`` of those that are elsewhere.
+        private: positions of buffers that the layer changes and may read again in its backward pass, when later
+            micro-batches will have changed them further: each micro-batch has a copy.
         forget: values that nothing reads after this step.
     """
 
@@ -33,6 +39,7 @@ class Step:
     device: torch.device
     state: list[Tensor]
     foreign: tuple[int, ...]
+    private: tuple[int, ...]
     forget: tuple[str, ...]
 
     def run(self, values: MicroBatch) -> None:
@@ -42,12 +49,14 @@ class Step:
         state = self.state
         if self.foreign:
             state = [values.state(name, tensor, device) for name, tensor in zip(layer.state, state, strict=True)]
+        if self.private:
+            state = [tensor.clone() if index in self.private else tensor for index, tensor in enumerate(state)]
         reads = [values.read(name, device) for name in layer.reads]
         with devices.current(device):
             writes = layer.function(device, state, reads)
         values.write(layer.writes, writes)
         values.trail.leave(layer.name, writes)
-        for index in self.foreign:
+        for index in (*self.foreign, *self.private):
             if layer.state[index] in layer.mutated:
                 self._bring_back(index, state[index])
         values.forget(self.forget)
@@ -134,5 +143,36 @@ def segments(graph: LayerGraph, places: Sequence[torch.device], lookup: StateLoo
         foreign = tuple(
             index for index, tensor in enumerate(state) if not devices.same(devices.location(tensor), device)
         )
-        result[-1].steps.append(Step(layer, device, state, foreign, tuple(names)))
+        private = tuple(
+            index
+            for index, name in enumerate(layer.state)
+            if name in layer.mutated and index not in foreign and not name.endswith(_STATISTICS)
+        )
+        result[-1].steps.append(Step(layer, device, state, foreign, private, tuple(names)))
     return result
+
+
+def borders(
+    parts: Sequence[Segment], outputs: Sequence[str]
+) -> tuple[list[tuple[str, ...]], list[dict[str, list[int]]]]:
+    """What passes between segments; the last one is also given what the model returns.
+
+    Args:
+        parts: the segments of a graph.
+        outputs: names of the values that the model returns.
+
+    Returns:
+        For each segment the names that it reads and others made, and, by name that it makes, the segments that read it.
+    """
+    made_by = {name: index for index, part in enumerate(parts) for step in part.steps for name in step.layer.writes}
+    reads: list[tuple[str, ...]] = []
+    for index, part in enumerate(parts):
+        names = [name for step in part.steps for name in step.layer.reads]
+        names += outputs if index == len(parts) - 1 else ()
+        reads.append(tuple(name for name in dict.fromkeys(names) if made_by.get(name) != index))
+    writes: list[dict[str, list[int]]] = [{} for _ in parts]
+    for reader, names_read in enumerate(reads):
+        for name in names_read:
+            if name in made_by:
+                writes[made_by[name]].setdefault(name, []).append(reader)
+    return reads, writes

@@ -189,7 +189,7 @@ class Stage:
             slot.weights = partial(self._weights, slot)
             slots.append(slot)
         first = slots[0]
-        first.forward()
+        self._compute(first, self.segment)
         made = {name: first.outputs[name] for name in self.writes}
         for slot in slots:
             for name, readers in self.writes.items():
@@ -199,6 +199,9 @@ class Stage:
         # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
         first.leaves, first.outputs, first.roots = {}, {}, []
         return slots, {name: value.detach() if isinstance(value, Tensor) else value for name, value in made.items()}
+
+    def begin(self) -> None:
+        """A batch begins."""
 
     def release(self) -> None:
         """Let go of what passes that ran left in the slots, after a failure; recorded passes keep theirs."""
@@ -218,14 +221,17 @@ class Stage:
             return
         for slot in (*self.slots, *self.tail.values()):
             try:
-                if self.split:
-                    passes = [slot.forward, slot.backward, slot.weights]
-                    slot.forward, slot.backward, slot.weights = devices.record(passes, self.device)
-                else:
-                    slot.forward, slot.backward = devices.record([slot.forward, slot.backward], self.device)
+                self._recorded(slot)
             except devices.NotRecordable as error:
-                self.not_recorded_because = str(error)
+                self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
                 return
+
+    def _recorded(self, slot: Slot) -> None:
+        if self.split:
+            passes = [slot.forward, slot.backward, slot.weights]
+            slot.forward, slot.backward, slot.weights = devices.record(passes, self.device)
+        else:
+            slot.forward, slot.backward = devices.record([slot.forward, slot.backward], self.device)
 
     def pass_ms(self) -> tuple[float, float, float]:
         """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is done at once."""
@@ -244,20 +250,32 @@ class Stage:
             static.copy_(example.detach())
         return static
 
-    @torch.enable_grad()
+    def _entering(self, slot: Slot) -> list[str]:
+        """The inputs that a gradient goes back to."""
+        return [
+            name
+            for name, value in slot.inputs.items()
+            if isinstance(value, Tensor) and self._values[name].requires_grad and value.is_floating_point()
+        ]
+
     def _forward(self, slot: Slot) -> None:
-        slot.leaves = {}
-        inputs: dict[str, Any] = {}
-        for name, value in slot.inputs.items():
-            inputs[name] = value
-            if isinstance(value, Tensor) and self._values[name].requires_grad and value.is_floating_point():
-                slot.leaves[name] = value.detach().requires_grad_()
-                inputs[name] = _Entrance.apply(slot.leaves[name])  # type: ignore[no-untyped-call]
+        with self.gather():
+            self._compute(slot, self.segment)
+        if self.head is not None:
+            self.head.total.add_(slot.roots[0].detach())
+
+    @torch.enable_grad()
+    def _compute(self, slot: Slot, segment: Segment) -> None:
+        """Run a segment over the inputs of a slot, with a graph for the backward pass."""
+        inputs = dict(slot.inputs)
+        slot.leaves = {name: inputs[name].detach().requires_grad_() for name in self._entering(slot)}
+        for name, leaf in slot.leaves.items():
+            inputs[name] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
         batch = MicroBatch(inputs.keys(), inputs.values(), self.trail)
         slot.deferred.clear()
         with autocast.uncached(self.device):
-            with self.gather(), DeferWeights(slot.deferred) if self.split else nullcontext():
-                self.segment.run(batch)
+            with DeferWeights(slot.deferred) if self.split else nullcontext():
+                segment.run(batch)
             slot.outputs = {name: batch.read(name, self.device) for name in self.writes}
             if self.head is not None:
                 self._lose(self.head, slot, batch)
@@ -267,7 +285,6 @@ class Stage:
         loss = head.loss([batch.read(name, self.device) for name in head.names], slot.targets)
         head.dtype = loss.dtype
         slot.roots = [loss * slot.weight]
-        head.total.add_(slot.roots[0].detach())
 
     def _backward(self, slot: Slot) -> None:
         roots, gradients = list(slot.roots), [self._scale(root) for root in slot.roots]

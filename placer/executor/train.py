@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from placer.executor.faults import Place, explain
 from placer.executor.issued import Issued
 from placer.executor.kept import Kept
 from placer.executor.pipeline import cut
-from placer.executor.segments import Segment, segments
+from placer.executor.recomputed import RecomputedStage
+from placer.executor.segments import Segment, borders, segments
 from placer.executor.stage import Head, Stage
 from placer.executor.statistics import BatchStatistics
 from placer.executor.weights import Weights
@@ -48,6 +50,7 @@ class Recipe:
         schedule: the order of micro-batches.
         sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
         deferred_batch_norm: whether running statistics follow whole batches.
+        recompute: devices that run forwards once more in the backward pass, and so keep no activations.
     """
 
     loss_fn: Loss
@@ -56,6 +59,7 @@ class Recipe:
     schedule: Order
     sizes: tuple[int, ...]
     deferred_batch_norm: bool = False
+    recompute: frozenset[torch.device] = frozenset()
 
     def loss(self, leaves: list[Any], targets: list[Any]) -> Tensor:
         """The loss from the flattened result and target of a micro-batch."""
@@ -97,7 +101,7 @@ class TrainingPipeline:
         self.lanes = {part.device: Lane(part.device) for part in parts}
         self._device_of = [list(self.lanes).index(part.device) for part in parts]
         self.plan = plan(recipe.schedule, self._device_of, self.chunks)
-        self.stages = _stages(graph, parts, head, self.plan.split, self.statistics)
+        self.stages = self._stages(parts, head)
         self.courier = Courier()
         mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
         self._kept = Kept(graph.state[name] for name in mutated)
@@ -141,6 +145,15 @@ class TrainingPipeline:
         return head.total.to(head.dtype, copy=True)
 
     @property
+    def not_recorded_because(self) -> dict[str, str]:
+        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them, and why."""
+        return {
+            f"segment {index} of {len(self.stages)} on {stage.device}": stage.not_recorded_because
+            for index, stage in enumerate(self.stages)
+            if stage.not_recorded_because
+        }
+
+    @property
     def _head(self) -> Head:
         head = self.stages[-1].head
         assert head is not None
@@ -156,6 +169,8 @@ class TrainingPipeline:
         with self.lanes[self.stages[-1].device], torch.no_grad():
             self._head.total.zero_()
             self._set_scale(self._head, scale)
+        for stage in self.stages:
+            stage.begin()
         start = {place: lane.mark() for place, lane in self.lanes.items()}
         _Step(self, parts, goals, start).issue()
 
@@ -168,6 +183,18 @@ class TrainingPipeline:
             stage.release()
         self._kept.restore()
         self.weights.drop()
+
+    def _stages(self, parts: Sequence[Segment], head: Head) -> list[Stage]:
+        """Segments with what passes between them; the last one has the loss."""
+        reads, writes = borders(parts, self.graph.outputs)
+        stages = []
+        for index, part in enumerate(parts):
+            gather = nullcontext if self.statistics is None else partial(self.statistics.gather, index)
+            again = part.device in self.recipe.recompute
+            kind, split = (RecomputedStage, False) if again else (Stage, self.plan.split)
+            mine = head if index == len(parts) - 1 else None
+            stages.append(kind(part, self.graph.values, reads[index], writes[index], mine, split, gather))
+        return stages
 
     def _set_scale(self, head: Head, scale: Tensor | None) -> None:
         if scale is not None:
@@ -223,6 +250,8 @@ class TrainingPipeline:
             with self._naming(index, "recorded", 0):
                 devices.synchronise(stage.device)
                 stage.record()
+        for place, why in self.not_recorded_because.items():
+            warnings.warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}", stacklevel=2)
         if self.recipe.schedule in ("zero-bubble", "interleaved"):
             self.plan = self._balanced()
 
@@ -336,27 +365,3 @@ class _Step:
         ended = self._done[index, phase, chunk] = lane.mark(timed=self._trace is not None)
         if self._trace is not None:
             self._trace.append(Issued(lane.device, index, phase, chunk, began, ended))
-
-
-def _stages(
-    graph: LayerGraph, parts: Sequence[Segment], head: Head, split: bool, statistics: BatchStatistics | None
-) -> list[Stage]:
-    """Segments with what passes between them; the last one has the loss."""
-    made_by = {name: index for index, part in enumerate(parts) for step in part.steps for name in step.layer.writes}
-    reads: list[dict[str, None]] = []
-    for index, part in enumerate(parts):
-        names = [name for step in part.steps for name in step.layer.reads]
-        if index == len(parts) - 1:
-            names += graph.outputs
-        reads.append({name: None for name in names if made_by.get(name) != index})
-    stages = []
-    for index, part in enumerate(parts):
-        writes: dict[str, list[int]] = {}
-        for reader, names_read in enumerate(reads):
-            for name in names_read:
-                if made_by.get(name) == index:
-                    writes.setdefault(name, []).append(reader)
-        last = index == len(parts) - 1
-        gather = nullcontext if statistics is None else partial(statistics.gather, index)
-        stages.append(Stage(part, graph.values, tuple(reads[index]), writes, head if last else None, split, gather))
-    return stages

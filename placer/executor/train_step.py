@@ -33,6 +33,9 @@ class Flow(Protocol):
     def assignment(self) -> Assignment | None:
         """The devices of the layers; None before the first ``update_flow``."""
 
+    def recomputed(self) -> frozenset[torch.device]:
+        """The devices that run forwards once more in their backward passes."""
+
     def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""
 
@@ -128,6 +131,11 @@ class TrainStep:
         _refuse_other_sizes(goals, size)
         return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
 
+    @property
+    def not_recorded_because(self) -> dict[str, str]:
+        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them, and why."""
+        return {place: why for item in self._pipelines.values() for place, why in item.not_recorded_because.items()}
+
     def _refuse(self) -> None:
         flow = self.flow
         if flow.assignment is None:
@@ -152,7 +160,8 @@ class TrainStep:
         if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
             return self._pipeline(tensors, inputs, target, _equal_sizes(len(sizes), sum(sizes)))
-        key = (capture, tuple(sizes), target.key, self.flow.deferred_batch_norm)
+        recompute = self.flow.recomputed()
+        key = (capture, tuple(sizes), target.key, self.flow.deferred_batch_norm, recompute)
         if key in self._pipelines and self._pipelines[key].weights.stale():
             del self._pipelines[key]
         if key not in self._pipelines:
@@ -164,6 +173,7 @@ class TrainStep:
                 self.schedule,
                 tuple(sizes),
                 self.flow.deferred_batch_norm,
+                recompute,
             )
             self._pipelines[key] = TrainingPipeline(graph, places, recipe)
         return self._pipelines[key]

@@ -1,0 +1,92 @@
+"""Random numbers that a second pass draws again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_MASK = (1 << 63) - 1
+_APART = 0x9E3779B97F4A7C15
+"""An odd number whose multiples spread over all of 64 bits (the golden ratio's)."""
+
+
+class Repeated:
+    """The random numbers of a pass, for another that is to draw the same.
+
+        with repeated.first(): ...     # draws
+        with repeated.again(): ...     # draws the same numbers; what is drawn afterwards knows nothing of it
+
+    A recorded pass cannot set a generator back. So the two passes are recorded with generators of their own, which are
+    given the same seed before each batch and then draw in step.
+
+    Args:
+        device: where the passes run; numbers drawn on the host repeat too.
+        number: tells apart those of one device: each draws other numbers.
+    """
+
+    def __init__(self, device: torch.device, number: int = 0) -> None:
+        self._number = number
+        self._kept: list[Any] = []
+        self._default: Any = None
+        self.generators: list[Any] = []
+        if device.type == "cuda":
+            self._default = torch.cuda.default_generators[device.index or 0]
+            self.generators = [self._default.clone_state(), self._default.clone_state()]
+
+    def seed(self) -> None:
+        """Let a batch that is replayed draw numbers of its own, which follow from the device's generator."""
+        if self._default is None:
+            return
+        offset = self._default.get_offset()
+        self._default.set_offset(offset + 4)
+        mixed = (self._default.initial_seed() + _APART * (offset + 1 + self._number * _MASK)) & _MASK
+        for generator in self.generators:
+            generator.manual_seed(mixed)
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """The pass that draws."""
+        if self._recorded():
+            with self._with(self.generators[0]):
+                yield
+            return
+        self._kept = self._states()
+        yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The pass that draws the same."""
+        if self._recorded():
+            with self._with(self.generators[1]):
+                yield
+            return
+        present = self._states()
+        self._restore(self._kept)
+        try:
+            yield
+        finally:
+            self._restore(present)
+
+    def _recorded(self) -> bool:
+        return self._default is not None and torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def _with(self, generator: Any) -> Iterator[None]:
+        present = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(generator)
+        try:
+            yield
+        finally:
+            self._default.graphsafe_set_state(present)
+
+    def _states(self) -> list[Any]:
+        host = [torch.get_rng_state()]
+        return host if self._default is None else [*host, self._default.get_state()]
+
+    def _restore(self, states: list[Any]) -> None:
+        torch.set_rng_state(states[0])
+        if self._default is not None:
+            self._default.set_state(states[1])
