@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from placer.errors import InfeasibleError, InputError, MissingExtraError, SolveLimitError
-from placer.schema import Constraints, Objective, Placement, PlacementRequest, Profile, Schedule, Transfers
+from placer.schema import Constraints, Objective, Placement, PlacementRequest, Profile, ScheduleChoice, Transfers
 
 from .client import Client
 
@@ -34,12 +34,14 @@ def suggest(
     objective: Objective = "throughput",
     constraints: Constraints | None = None,
     chunks: int = 1,
-    schedule: Schedule = "1f1b",
+    batch_size: int | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    schedule: ScheduleChoice | None = None,
     transfers: Transfers = "added",
     time_limit_s: float = 30.0,
     explain: bool = False,
     memory_bytes: int | Mapping[DeviceLike, int] | None = None,
-    profile: Profile | None = None,
+    profile: Profile | Sequence[Profile] | None = None,
     cache: bool | str | os.PathLike[str] = True,
     progress: bool = True,
 ) -> Placement:
@@ -55,16 +57,21 @@ def suggest(
         training: whether a training step or inference is placed; a given profile of inference is placed as such.
         optimizer: whose state takes memory, in training: a name from ``torch.optim``, a class, an optimizer, or None.
         granularity: how the model is cut into layers: ``auto``, ``submodule``, ``fine``, a depth, or a function.
-        objective: what is made small: ``throughput``, the bottleneck; ``latency``, one sample's time; or ``memory``,
-            the largest use.
+        objective: what is made small: ``throughput``, the bottleneck; ``step``, the time of a whole batch; ``latency``,
+            one sample's time; or ``memory``, the largest use.
         constraints: what the placement must respect beside memory.
-        chunks: micro-batches in a batch.
-        schedule: how they are ordered.
+        chunks: micro-batches in a batch; chosen under objective ``step``.
+        batch_size: objective ``step``: samples in a whole batch; ``chunks`` micro-batches if None.
+        batch_sizes: objective ``step``: micro-batches of so many samples are measured, and one of them chosen; those of
+            the example alone if None.
+        schedule: how they are ordered: ``fill-drain``, ``1f1b``, ``zero-bubble`` or ``interleaved``; if None, or
+            ``auto``, it is chosen under objective ``step``; else None is ``1f1b``.
         transfers: whether transfers add to a device's time, or overlap with its compute.
         time_limit_s: after so many seconds the best answer so far is returned.
         explain: whether to find out, too, what limits the placement and what would help most.
         memory_bytes: what a placement may use, in bytes, of each device or by device; None for all of its memory.
-        profile: an earlier profile of the model, to be placed without measuring again.
+        profile: an earlier profile of the model, to be placed without measuring again; under objective ``step`` also
+            several of different micro-batch sizes.
         cache: whether layers that were measured before are taken from the cache, see ``placer.profile``; or its folder.
         progress: whether to show bars on a terminal.
 
@@ -79,7 +86,7 @@ def suggest(
         ServerError: the server cannot be reached or cannot answer.
     """
     if profile is None:
-        profile = _measure(
+        profiles = _measure(
             model,
             example_inputs,
             devices,
@@ -89,16 +96,25 @@ def suggest(
             progress=progress,
             memory_bytes=memory_bytes,
             cache=cache,
+            batch_sizes=batch_sizes,
         )
     elif devices is not None or memory_bytes is not None:
         raise InputError("a profile is given, so its cluster counts: leave devices and memory_bytes out")
+    else:
+        profiles = [profile] if isinstance(profile, Profile) else sorted(profile, key=lambda one: one.batch_size)
+    if not profiles or (batch_sizes is not None and profile is not None):
+        raise InputError(
+            "batch_sizes are measured here, and a profile is given; give one or several profiles, or sizes"
+        )
     request = _request(
-        profile=profile,
+        profile=profiles[-1],
+        profiles=profiles[:-1],
+        batch_size=batch_size,
         objective=objective,
         constraints=constraints or Constraints(),
-        training=training and profile.training,
+        training=training and profiles[-1].training,
         chunks=chunks,
-        schedule=schedule,
+        schedule=schedule or ("auto" if objective == "step" else "1f1b"),
         transfers=transfers,
         time_limit_s=time_limit_s,
         explain=explain,
@@ -108,7 +124,8 @@ def suggest(
     return _found(placement, time_limit_s)
 
 
-def _measure(model: nn.Module | None, example_inputs: Any, devices: Any, **options: Any) -> Profile:
+def _measure(model: nn.Module | None, example_inputs: Any, devices: Any, **options: Any) -> list[Profile]:
+    """The model's profile, or those of several micro-batch sizes, the largest last."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -119,8 +136,8 @@ def _measure(model: nn.Module | None, example_inputs: Any, devices: Any, **optio
         raise InputError(f"model is a {type(model).__name__}; give an nn.Module, or a profile made from one")
     if example_inputs is None:
         example_inputs = _carried_inputs(model)
-    measured: Profile = profile(model, example_inputs, devices, **options)
-    return measured
+    measured: Profile | list[Profile] = profile(model, example_inputs, devices, **options)
+    return [measured] if isinstance(measured, Profile) else measured
 
 
 def _carried_inputs(model: nn.Module) -> Any:

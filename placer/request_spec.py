@@ -6,11 +6,12 @@ layer4=cuda:1      a layer and a device, for pins and bans; a device is a name o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from placer.errors import InputError
 from placer.report.units import parse_bytes
-from placer.schema import Cluster, Constraints, Objective, PlacementRequest, Profile, Schedule, Transfers
+from placer.schema import Cluster, Constraints, Objective, PlacementRequest, Profile, ScheduleChoice, Transfers
 
 __all__ = ["limited", "request_for", "rules"]
 
@@ -97,7 +98,7 @@ def request_for(
     constraints: Constraints,
     objective: str,
     chunks: int,
-    schedule: str,
+    schedule: str | None,
     transfers: str,
     time_limit_s: float,
     explain: bool = False,
@@ -107,13 +108,17 @@ def request_for(
     Raises:
         ValidationError: a word is not known, or the parts contradict each other.
     """
+    Where the schedule is None it is chosen under objective ``step``, else 1F1B.
+
     return PlacementRequest(
         profile=profile,
         cluster=cluster,
         constraints=constraints,
         objective=cast(Objective, objective),  # pydantic refuses what is none
+        profiles=tuple(profiles),
+        batch_size=batch_size,
         chunks=chunks,
-        schedule=cast(Schedule, schedule),
+        schedule=cast(ScheduleChoice, schedule or ("auto" if objective == "step" else "1f1b")),
         transfers=cast(Transfers, transfers),
         time_limit_s=time_limit_s,
         explain=explain,

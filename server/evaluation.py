@@ -224,11 +224,14 @@ def judge(request: PlacementRequest, where: Map, best: Placement | None = None) 
     from placer.solver import costs
     from placer.solver.answer import device_loads, single_device
     from placer.solver.problem import Problem as Indexed
+    from placer.solver.step_time import best_for
 
-    problem = Indexed.from_request(request)
     faults = [*_names(request, where)]
     if faults:
         return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
+    if request.objective == "step":
+        request = best_for(request, where)
+    problem = Indexed.from_request(request)
     faults += _rules(request, where)
     faults += _links(request, where)
     index = {device.name: number for number, device in enumerate(problem.devices)}

@@ -30,9 +30,26 @@ CacheFolder = Annotated[
 NoCache = Annotated[bool, typer.Option("--no-cache", help="measure everything anew, and keep nothing")]
 Output = Annotated[str | None, typer.Option("--output", "-o", help="write the JSON to this file; - for stdout")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on a terminal too")]
-ObjectiveOption = Annotated[str, typer.Option("--objective", help="what is made small: throughput, latency or memory")]
+ObjectiveOption = Annotated[
+    str, typer.Option("--objective", help="what is made small: throughput, step, latency or memory")
+]
 Chunks = Annotated[int, typer.Option(min=1, help="micro-batches in a batch")]
-ScheduleOption = Annotated[str, typer.Option("--schedule", help="order of micro-batches: fill-drain or 1f1b")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="objective step: samples in a whole batch")]
+Sizes = Annotated[
+    str | None, typer.Option("--micro-batches", metavar="8,16", help="objective step: sizes to measure and choose from")
+]
+AlsoProfiles = Annotated[
+    list[str],
+    typer.Option("--also", metavar="FILE", help="objective step: a profile of the same layers at another size"),
+]
+ScheduleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        help="order of micro-batches: fill-drain, 1f1b, zero-bubble or interleaved; auto under objective step",
+        show_default="1f1b; auto under objective step",
+    ),
+]
 TransfersOption = Annotated[
     str, typer.Option("--transfers", help="added: computes, then transfers; or overlapped: the larger of the two")
 ]

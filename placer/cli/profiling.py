@@ -85,20 +85,40 @@ def measure(
     cache: str | bool,
 ) -> Profile:
     """Profile the model that the words of a command line name."""
+    return measure_sizes(model, arguments, inputs, devices, memory, inference, optimizer, granularity, cache, None)[0]
+
+
+def measure_sizes(
+    model: str,
+    arguments: list[str],
+    inputs: list[str],
+    devices: str | None,
+    memory: list[str],
+    inference: bool,
+    optimizer: str,
+    granularity: str,
+    cache: str | bool,
+    sizes: list[int] | None,
+) -> list[Profile]:
+    """The same at several micro-batch sizes; at the inputs' own if None."""
     with extra("torch"):
         from placer.model_spec import load_model, parse_inputs
         from placer.profiler.profile import profile as profile_here
     module = load_model(model, arguments)
+    common: dict[str, Any] = {
+        "training": not inference,
+        "optimizer": None if optimizer == "none" else optimizer,
+        "granularity": int(granularity) if granularity.isdecimal() else granularity,
+        "cache": cache,
+    }
     measured = profile_here(
         module,
         parse_inputs(inputs) if inputs else _carried(module),
         _devices(devices),
-        training=not inference,
-        optimizer=None if optimizer == "none" else optimizer,
-        granularity=int(granularity) if granularity.isdecimal() else granularity,
-        cache=cache,
+        **common,
+        batch_sizes=sizes,
     )
-    return _limited(measured, memory)
+    return [_limited(one, memory) for one in (measured if isinstance(measured, list) else [measured])]
 
 
 def _limited(measured: Profile, memory: list[str]) -> Profile:

@@ -10,8 +10,10 @@ import typer
 from placer import errors
 from placer.cli.files import emit, load, read
 from placer.cli.options import (
+    AlsoProfiles,
     Arguments,
     AsJson,
+    BatchSize,
     CacheFolder,
     Chunks,
     Contiguous,
@@ -33,10 +35,11 @@ from placer.cli.options import (
     Pins,
     ScheduleOption,
     Server,
+    Sizes,
     TimeLimit,
     TransfersOption,
 )
-from placer.cli.profiling import cached, measure
+from placer.cli.profiling import cached, measure_sizes
 from placer.cli.terminal import spinner
 from placer.errors import InputError
 from placer.request_spec import limited, request_for, rules
@@ -54,7 +57,9 @@ def solve(
     memory: Memory = [],  # noqa: B006
     objective: ObjectiveOption = "throughput",
     chunks: Chunks = 1,
-    schedule: ScheduleOption = "1f1b",
+    batch_size: BatchSize = None,
+    also: AlsoProfiles = [],  # noqa: B006
+    schedule: ScheduleOption = None,
     transfers: TransfersOption = "added",
     pin: Pins = [],  # noqa: B006
     forbid: Forbidden = [],  # noqa: B006
@@ -79,7 +84,9 @@ def solve(
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = limited(target, memory)
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers)
-    request = request_for(subject, target, limits, objective, chunks, schedule, transfers, time_limit, explain)
+    others = [_profile_in(name) for name in also]
+    given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
+    request = request_for(subject, target, limits, *given)
     answer(request, server, output, json)
 
 
@@ -96,7 +103,9 @@ def suggest(
     no_cache: NoCache = False,
     objective: ObjectiveOption = "throughput",
     chunks: Chunks = 1,
-    schedule: ScheduleOption = "1f1b",
+    batch_size: BatchSize = None,
+    micro_batches: Sizes = None,
+    schedule: ScheduleOption = None,
     transfers: TransfersOption = "added",
     pin: Pins = [],  # noqa: B006
     forbid: Forbidden = [],  # noqa: B006
@@ -111,12 +120,32 @@ def suggest(
     json: AsJson = False,
 ) -> None:
     """Profile a model here and find its best placement: profile and solve in one."""
-    measured = measure(model, arg, input, devices, memory, inference, optimizer, granularity, cached(cache, no_cache))
+    keep = cached(cache, no_cache)
+    sizes = _sizes(micro_batches)
+    profiles = measure_sizes(model, arg, input, devices, memory, inference, optimizer, granularity, keep, sizes)
+    measured = profiles[-1]  # the largest micro-batch
     target = measured.cluster
     assert target is not None  # profile() measures the devices
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers)
-    request = request_for(measured, target, limits, objective, chunks, schedule, transfers, time_limit, explain)
+    given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
+    request = request_for(measured, target, limits, *given)
     answer(request, server, output, json)
+
+
+def _sizes(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise InputError(f"--micro-batches {text!r}: give numbers of samples, as in 8,16")
+    return sorted(map(int, sizes))
+
+
+def _profile_in(file: str) -> Profile:
+    found = load(file)
+    if not isinstance(found, Profile):
+        raise InputError(f"{file} holds a {type(found).__name__.lower()}; a profile is needed")
+    return found
 
 
 def answer(request: PlacementRequest, server: str | None, output: str | None, as_json: bool) -> NoReturn:

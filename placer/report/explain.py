@@ -12,9 +12,9 @@ from rich.text import Text
 
 from placer.report.cluster import cluster_table
 from placer.report.units import bytes_text, ms_text
-from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile
+from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile, Step, StepChoice
 
-__all__ = ["explain", "table"]
+__all__ = ["explain", "proven", "segment_texts", "table"]
 
 _MEASURES = {
     "throughput": "bottleneck per micro-batch",
@@ -61,9 +61,20 @@ def table(subject: Placement | Profile | Cluster) -> RenderableType:
 
 def _placement(placement: Placement) -> RenderableType:
     if placement.infeasible is not None or not placement.layer_devices:
-        return Text("\n".join(_no_placement(placement)), style="bold red")
-    held = [f"{device:10}  {_run_text(runs)}" for device, runs in _segments(placement.layer_devices).items()]
-    return Group(_devices(placement), Text("\n".join([*held, *_proven(placement)])))
+        return Text("\n".join(proven(placement)), style="bold red")
+    return Group(_devices(placement), Text("\n".join([*segment_texts(placement), *proven(placement)])))
+
+
+def proven(placement: Placement) -> list[str]:
+    """Objective, bound, gap, status, time and speed-up, a line each; or why there is no placement."""
+    if placement.infeasible is not None or not placement.layer_devices:
+        return _no_placement(placement)
+    return _proven(placement)
+
+
+def segment_texts(placement: Placement) -> list[str]:
+    """By device the layers that it holds, from each segment's first to its last, a line each."""
+    return [f"{device:10}  {_run_text(runs)}" for device, runs in _segments(placement.layer_devices).items()]
 
 
 def _devices(placement: Placement) -> Table:

@@ -37,7 +37,7 @@ largest memory use (bytes)."""
 
 Schedule = Literal["fill-drain", "1f1b", "zero-bubble", "interleaved"]
 """The order of micro-batches in training, drawn in ``placer.schedule``."""
-ScheduleChoice = Literal["auto"] | Schedule
+ScheduleChoice = Literal["auto", Schedule]
 """``auto``: the best for the batch, under objective ``step``."""
 
 Transfers = Literal["added", "overlapped"]

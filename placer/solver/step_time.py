@@ -12,7 +12,7 @@ The bound of the answer is the lowest of its choices' (see ``step_bounds``).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
@@ -98,6 +98,23 @@ def question(
         "explain": False,
     }
     return request.model_copy(update=fixed)
+
+
+def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRequest:
+    """What is asked, with the micro-batches and the schedule chosen that make the step of a map shortest.
+
+    Args:
+        request: the question.
+        where: by layer, its device.
+    """
+
+    def rank(asked: PlacementRequest) -> tuple[bool, float]:
+        problem = Problem.from_request(asked)
+        index = {device.name: number for number, device in enumerate(problem.devices)}
+        result = costs.evaluate(problem, [index[where[layer.name]] for layer in problem.layers])
+        return (True, inf) if result is None else (not costs.fits(problem, result), result.objective_value)
+
+    return min(questions(request), key=rank)
 
 
 def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:

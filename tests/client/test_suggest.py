@@ -115,6 +115,25 @@ def test_the_arguments_reach_the_solver(profile):
     assert (placement.objective, placement.chunks, placement.schedule) == ("latency", 3, "fill-drain")
 
 
+def test_a_step_takes_the_micro_batch_and_the_schedule_that_are_best(profile):
+    """Two samples take as long as one: a batch of 8 goes in 4 micro-batches of 2."""
+    larger = profile.model_copy(update={"batch_size": 2})
+    placement = suggest(None, profile=[larger, profile], objective="step", batch_size=8)
+    assert (placement.batch_size, placement.chunks) == (2, 4)
+
+
+def test_micro_batches_are_measured_at_the_sizes_that_are_asked_for():
+    placement = suggest(
+        Block(), torch.ones(4, 8), devices=["cpu:0", "cpu:1"], objective="step", batch_size=8, batch_sizes=[2, 4]
+    )
+    assert {choice.batch_size for choice in placement.step.choices} == {2, 4}
+
+
+def test_sizes_to_measure_and_a_profile_together_are_refused(profile):
+    with pytest.raises(InputError, match="batch_sizes are measured here"):
+        suggest(None, profile=profile, batch_sizes=[2])
+
+
 def test_a_model_that_fits_nowhere_is_an_infeasible_error_with_the_reason(profile):
     small = [device.model_copy(update={"memory_bytes": GIB // 2}) for device in profile.cluster.devices]
     cluster = profile.cluster.model_copy(update={"devices": tuple(small)})

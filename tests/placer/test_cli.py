@@ -255,6 +255,18 @@ def test_solve_finds_the_smallest_bottleneck(run: Run, chain_file: Path) -> None
     assert len({devices["l1"], devices["l2"], devices["l3"]} - {devices["l0"]}) == 1
 
 
+def test_a_step_is_chosen_among_the_profiles_that_are_given(run: Run, tmp_path: Path) -> None:
+    """Two samples take as long as one: a batch of 8 goes in 4 micro-batches of 2."""
+    files = []
+    for size in (1, 2):
+        files.append(tmp_path / f"{size}.json")
+        files[-1].write_text(chain([1.0, 2.0]).model_copy(update={"batch_size": size}).to_json())
+    answer = run("solve", str(files[0]), "--also", str(files[1]), "--objective", "step", "--batch-size", "8")
+    assert answer.code == 0, answer.err
+    assert (answer.placement.batch_size, answer.placement.chunks) == (2, 4)
+    assert answer.placement.step is not None and answer.placement.step.batch_size == 8
+
+
 def test_solve_reads_stdin(run: Run, chain_file: Path) -> None:
     assert run("solve", "-", stdin=chain_file.read_text()).placement.status == "optimal"
     assert run("solve", stdin=chain_file.read_text()).placement.status == "optimal"
@@ -358,8 +370,9 @@ def test_what_is_no_profile_is_refused_with_exit_code_2(run: Run, content: str, 
         (["--pin", "nolayer=cuda:0"], "there is no layer 'nolayer'"),
         (["--pin", "l0=cuda:4"], "there is no device 'cuda:4'; the cluster has cuda:0, cuda:1"),
         (["--pin", "l0"], "'l0' names no layer and device; write LAYER=DEVICE"),
-        (["--objective", "speed"], "'throughput', 'latency' or 'memory'"),
-        (["--schedule", "soon"], "'fill-drain' or '1f1b'"),
+        (["--objective", "speed"], "'throughput', 'step', 'latency'"),
+        (["--schedule", "soon"], "'zero-bubble' or 'interleaved'"),
+        (["--batch-size", "8"], "only objective 'step' chooses it"),
         (["--transfers", "none"], "'added' or 'overlapped'"),
         (["--chunks", "0"], "--chunks"),
         (["--cluster", "absent.json"], "cannot read absent.json: No such file"),
@@ -379,6 +392,20 @@ def test_suggest_profiles_and_solves(run: Run) -> None:
     assert answer.code == 0, answer.err
     assert list(answer.placement.layer_devices) == ["net1", "relu", "net2"]
     assert answer.placement.training
+
+
+def test_suggest_measures_and_chooses_among_micro_batch_sizes(run: Run) -> None:
+    answer = run("suggest", *TOY, "--objective", "step", "--micro-batches", "2,4", "--batch-size", "8")
+    assert answer.code == 0, answer.err
+    placement = answer.placement
+    assert placement.batch_size in (2, 4) and placement.batch_size * placement.chunks == 8
+    assert {choice.batch_size for choice in placement.step.choices} == {2, 4}
+
+
+def test_micro_batch_sizes_are_numbers(run: Run) -> None:
+    answer = run("suggest", *TOY, "--objective", "step", "--micro-batches", "2,many")
+    assert answer.code == 2
+    assert "'2,many': give numbers of samples" in answer.err
 
 
 def test_profile_solve_and_show_are_a_pipe(run: Run) -> None:
