@@ -12,7 +12,7 @@ from rich.markup import escape
 
 import placer
 from placer import errors
-from placer.cli import caching, machine, profiling, showing, solving
+from placer.cli import caching, machine, measuring, profiling, showing, solving
 from placer.cli.terminal import err
 from placer.errors import PlacerError
 
@@ -33,6 +33,7 @@ for command in (
     profiling.profile,
     solving.solve,
     solving.suggest,
+    measuring.measure,
     showing.show,
     caching.cache,
     machine.serve,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -118,6 +119,29 @@ class Measurement:
         with console.capture() as captured:
             console.print(self)
         return captured.get()
+
+    def to_json(self) -> str:
+        """The figures of each device, and every pass and transfer, as JSON with one of them a line."""
+        content: dict[str, Any] = {
+            "title": self.title,
+            "measured_ms": self.measured_ms,
+            "predicted_ms": self.predicted_ms,
+            "devices": [self._device_figures(device) for device in self.devices],
+            "measured": [row._asdict() for row in self.measured],
+            "predicted": [row._asdict() for row in self.predicted],
+            "notes": list(self.notes),
+        }
+        lines = []
+        for key, value in content.items():
+            text = json.dumps(value)
+            if isinstance(value, list) and value:
+                text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
+            lines.append(f" {json.dumps(key)}: {text}")
+        return "{\n" + ",\n".join(lines) + "\n}"
+
+    def _device_figures(self, device: str) -> dict[str, Any]:
+        guess = self.busy_ms(device, predicted=True) if self.predicted else None
+        return {"device": device, "busy_ms": self.busy_ms(device), "predicted_busy_ms": guess}
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write both timelines as a trace for https://ui.perfetto.dev or chrome://tracing.

@@ -1,0 +1,97 @@
+"""``placer measure``: run a placement here, and set its timeline beside the predicted one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from placer.cli.files import load
+from placer.cli.options import Arguments, AsJson, Inputs, Model, Output
+from placer.cli.terminal import extra, spinner
+from placer.errors import InputError
+from placer.report.timeline import Measurement
+from placer.schema import Placement, Profile
+
+
+def measure(
+    model: Model,
+    placement: Annotated[str, typer.Argument(metavar="PLACEMENT|-", help="JSON of a placement; - for stdin")],
+    arg: Arguments = [],  # noqa: B006
+    input: Inputs = [],  # noqa: B006
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help="micro-batches; what the placement says if left out")
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="JSON that the placement was solved from: predicts")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write a trace for https://ui.perfetto.dev")] = None,
+    output: Output = None,
+    json: AsJson = False,
+) -> None:
+    """Run a batch as a placement says, and measure when each device works on which micro-batch.
+
+    The inputs are a whole batch. A training step has the mean square of the results for its loss, and no optimizer.
+    """
+    where, known = _placement(placement), None if profile is None else _profile(profile)
+    with spinner("measuring"):
+        found = _measured(model, arg, input, where, chunks, known)
+    _write(trace, lambda path: found.save_trace(path))
+    if output is not None and output != "-":
+        _write(Path(output), lambda path: path.write_text(found.to_json() + "\n"))
+    if json or output == "-" or (output is None and not sys.stdout.isatty()):
+        print(found.to_json())
+    elif sys.stdout.isatty():
+        Console().print(found)
+
+
+def _placement(file: str) -> Placement:
+    found = load(file)
+    if not isinstance(found, Placement):
+        raise InputError(f"{file} holds a {type(found).__name__.lower()}; a placement is needed")
+    return found
+
+
+def _profile(file: str) -> Profile:
+    found = load(file)
+    if not isinstance(found, Profile):
+        raise InputError(f"{file} holds a {type(found).__name__.lower()}; a profile is needed")
+    return found
+
+
+def _measured(
+    model: str, arguments: list[str], inputs: list[str], placement: Placement, chunks: int | None, known: Profile | None
+) -> Measurement:
+    with extra("torch"):
+        import torch
+
+        from placer.executor.dataflow import DataFlow
+        from placer.graph.export import batch_size
+        from placer.graph.structure import flatten
+        from placer.model_spec import load_model, parse_inputs
+    if not inputs:
+        raise InputError("give the inputs of a whole batch: --input 32x3x224x224")
+    module = load_model(model, arguments).train(placement.training)
+    batch: Any = parse_inputs(inputs)
+    flow = DataFlow(module, sorted(set(placement.layer_devices.values())))
+    flow.update_flow(placement)
+    if not placement.training:
+        return flow.measure(batch, chunks=chunks, profile=known)
+
+    def mean_square(result: Any, _: Any) -> torch.Tensor:
+        numbers = [leaf.float().pow(2).mean() for leaf in flatten(result)[0] if leaf.is_floating_point()]
+        return torch.stack(numbers).sum()
+
+    step = flow.train_step(mean_square)
+    target = torch.zeros(batch_size(flatten(batch)[0]))  # the loss looks at none, but one is cut into micro-batches
+    return flow.measure(batch, target, step=step, chunks=chunks, profile=known)
+
+
+def _write(path: Path | None, write: Any) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error

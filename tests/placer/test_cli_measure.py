@@ -1,0 +1,87 @@
+"""``placer measure`` runs a placement and prints, or writes, what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placer import cli
+from placer.schema import Layer, Placement, Profile
+
+TOY = ("measure", "placer.zoo.toy:ToyModel")
+PLACES = {"net1": "cpu:0", "relu": "cpu:0", "net2": "cpu:1"}
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run(*arguments: Any, terminal: bool = False) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def placed(tmp_path: Path) -> Callable[[bool], Path]:
+    def placed(training: bool) -> Path:
+        placement = Placement(
+            status="feasible", objective="throughput", training=training, layer_devices=PLACES, chunks=4
+        )
+        path = tmp_path / "placement.json"
+        path.write_text(placement.to_json())
+        return path
+
+    return placed
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_a_placement_is_measured_beside_what_its_profile_predicts(
+    run: Run, placed: Callable[[bool], Path], tmp_path: Path, training: bool
+) -> None:
+    layers = tuple(Layer(name=name, forward_ms={"cpu": 1.0}, backward_ms={"cpu": 2.0}) for name in PLACES)
+    devices = tuple({"name": f"cpu:{index}", "type": "cpu", "memory_bytes": 1} for index in range(2))
+    profile = Profile(layers=layers, cluster={"devices": devices}, batch_size=2)  # type: ignore[arg-type]
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    trace = tmp_path / "trace.json"
+    options = ("--input", "8x10", "--profile", tmp_path / "profile.json", "--trace", trace)
+    code, out, err = run(*TOY, placed(training), *options)
+    assert code == 0, err
+    found = json.loads(out)
+    assert [device["device"] for device in found["devices"]] == ["cpu:0", "cpu:1"]
+    share_ms = 12.0 if training else 4.0  # of each layer: four micro-batches
+    assert [device["predicted_busy_ms"] for device in found["devices"]] == [2 * share_ms, share_ms]
+    passes = [row for row in found["measured"] if row["kind"] in ("forward", "backward", "weights")]
+    assert len(passes) == 4 * 2 * (2 if training else 1)
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_people_get_a_table_and_a_file_gets_json(run: Run, placed: Callable[[bool], Path], tmp_path: Path) -> None:
+    output = tmp_path / "measured.json"
+    code, out, err = run(*TOY, placed(False), "--input", "8x10", "--chunks", "2", "-o", output, terminal=True)
+    assert code == 0, err
+    assert "Inference of ToyModel: a stream of 2 micro-batches" in out
+    assert json.loads(output.read_text())["predicted_ms"] is None
+
+
+def test_what_is_no_placement_is_refused_with_exit_code_2(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(Profile(layers=(Layer(name="net1", forward_ms={"cpu": 1.0}),)).to_json())
+    code, _, err = run(*TOY, path, "--input", "8x10")
+    assert code == 2
+    assert "holds a profile; a placement is needed" in err
+
+
+def test_inputs_that_are_missing_are_exit_code_2(run: Run, placed: Callable[[bool], Path]) -> None:
+    code, _, err = run(*TOY, placed(False))
+    assert code == 2
+    assert "give the inputs of a whole batch" in err
