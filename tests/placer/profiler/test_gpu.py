@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from placer import zoo
+from placer import devices, zoo
 from placer.errors import ProfilingError
 from placer.graph.capture import capture
 from placer.profiler.cluster import measure_cluster
@@ -214,3 +215,64 @@ def test_out_of_memory_names_the_layer() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2**40, bias=False))
     with pytest.raises(ProfilingError, match="layer '1' does not fit on cuda:0"):
         profile(model, torch.randn(2, 4), ["cuda:0"], progress=False)
+
+
+def test_a_replay_adds_little_beside_its_kernels() -> None:
+    assert 0 <= devices.replay_ms(torch.device("cuda", 0)) < 0.05
+
+
+def test_a_layer_that_lies_in_the_cache_is_timed_as_if_its_weights_did_not(make_trial: Any) -> None:
+    """A product of a vector with a matrix of 32 MiB reads it from memory: no faster than the memory is."""
+    x = torch.randn(1, 2048, device="cuda:0")
+    weight = torch.randn(4096, 2048, device="cuda:0")
+    times = measure_time(
+        make_trial(nn.functional.linear, [x], [weight], training=False, device="cuda:0"), training=False, repeats=20
+    )
+    large, target = (torch.empty(2**28, dtype=torch.uint8, device="cuda:0") for _ in range(2))
+    (copies,) = devices.queued_ms([lambda: target.copy_(large)], torch.device("cuda", 0), 10)
+    bytes_per_ms = 2 * large.nbytes / min(copies)
+    assert times.forward_ms > 0.8 * weight.nbytes / bytes_per_ms
+
+
+def test_the_optimizers_step_is_predicted_layer_by_layer() -> None:
+    model, x = zoo.gpt(layers=4, width=2048, heads=16, context=128, vocabulary=8192), torch.randint(8192, (1, 128))
+    found = profile(model, x, ["cuda:0"], progress=False)
+    predicted = sum(sum(layer.optimizer_ms.values()) for layer in found.layers)
+    model.cuda()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.Adam(model.parameters())
+    (times,) = devices.queued_ms([lambda: optimizer.step()], torch.device("cuda", 0), 5)
+    measured = statistics.median(times)
+    print(f"optimizer: predicted {predicted:.3f} ms, measured {measured:.3f} ms")
+    assert predicted == pytest.approx(measured, rel=0.2)
+
+
+def test_under_autocast_layers_are_recorded_too() -> None:
+    model, x = MODELS["gpt"]()
+    full = profile(model, x, ["cuda:0"], progress=False)
+    with torch.autocast("cuda", torch.bfloat16):
+        half = profile(model, x, ["cuda:0"], progress=False)
+    assert sum(edge.bytes for edge in half.edges) < sum(edge.bytes for edge in full.edges)
+
+
+def test_a_llama_of_seventy_billion_parameters_profiles_on_one_gpu() -> None:
+    """In under three minutes, and never more of it there than its largest layer: with all that training adds to it."""
+    with torch.device("meta"):
+        model = zoo.llama_70b().to(torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats(0)
+    before, began = torch.cuda.memory_allocated(0), time.perf_counter()
+    found = profile(model, torch.randint(0, 32000, (1, 1024)), ["cuda:0"], progress=False, cache=False)
+    seconds, most = time.perf_counter() - began, torch.cuda.max_memory_allocated(0) - before
+    largest = max(
+        layer.param_bytes
+        + layer.grad_bytes
+        + layer.optimizer_bytes
+        + layer.saved_bytes
+        + max(layer.forward_workspace_bytes, layer.backward_workspace_bytes)
+        for layer in found.layers
+    )
+    print(f"Llama 70B: {seconds:.1f} s, at most {most / 2**30:.2f} GiB, largest layer {largest / 2**30:.2f} GiB")
+    assert sum(layer.param_bytes for layer in found.layers) > 137e9
+    assert most < 1.1 * largest + 2**30  # and the buffer that empties the cache, and copies of what crosses its border
+    assert seconds < 180
