@@ -76,6 +76,15 @@ def test_the_resnet50_tutorial_draws_its_two_plots(run: Run, tmp_path: Path) -> 
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
+def test_a_streamed_unet_equals_the_unsplit_one_and_is_measured(run: Run, tmp_path: Path) -> None:
+    text = python(run, "unet_stream.py", "--trace", str(tmp_path / "trace.json"))
+    assert difference(text) < 1e-5
+    assert "measured / predicted" in text and "cpu:3" in text
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"].endswith("_name")}
+    assert {"measured", "predicted", "cpu:0", "cpu:3"} <= names
+
+
 @pytest.mark.parametrize("name", ["resnet18_skips.py", "unet_skips.py"])
 def test_models_with_skips_learn_and_equal_the_unsplit_ones(run: Run, name: str) -> None:
     text = python(run, name)
