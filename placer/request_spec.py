@@ -102,24 +102,28 @@ def request_for(
     transfers: str,
     time_limit_s: float,
     explain: bool = False,
+    batch_size: int | None = None,
+    profiles: Sequence[Profile] = (),
+    break_ties: bool = False,
 ) -> PlacementRequest:
     """The request; its fields are those of ``PlacementRequest``.
+
+    Where the schedule is None it is chosen under objective ``step``, else 1F1B.
 
     Raises:
         ValidationError: a word is not known, or the parts contradict each other.
     """
-    Where the schedule is None it is chosen under objective ``step``, else 1F1B.
-
     return PlacementRequest(
         profile=profile,
+        profiles=tuple(profiles),
+        batch_size=batch_size,
         cluster=cluster,
         constraints=constraints,
         objective=cast(Objective, objective),  # pydantic refuses what is none
-        profiles=tuple(profiles),
-        batch_size=batch_size,
         chunks=chunks,
         schedule=cast(ScheduleChoice, schedule or ("auto" if objective == "step" else "1f1b")),
         transfers=cast(Transfers, transfers),
         time_limit_s=time_limit_s,
         explain=explain,
+        break_ties=break_ties,
     )

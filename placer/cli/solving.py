@@ -14,6 +14,7 @@ from placer.cli.options import (
     Arguments,
     AsJson,
     BatchSize,
+    BreakTies,
     CacheFolder,
     Chunks,
     Contiguous,
@@ -68,6 +69,7 @@ def solve(
     max_layers: MaxLayers = None,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
+    break_ties: BreakTies = False,
     explain: Explain = False,
     server: Server = None,
     output: Output = None,
@@ -86,7 +88,7 @@ def solve(
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers)
     others = [_profile_in(name) for name in also]
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
-    request = request_for(subject, target, limits, *given)
+    request = request_for(subject, target, limits, *given, break_ties)
     answer(request, server, output, json)
 
 
@@ -114,6 +116,7 @@ def suggest(
     max_layers: MaxLayers = None,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
+    break_ties: BreakTies = False,
     explain: Explain = False,
     server: Server = None,
     output: Output = None,
@@ -128,7 +131,7 @@ def suggest(
     assert target is not None  # profile() measures the devices
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers)
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
-    request = request_for(measured, target, limits, *given)
+    request = request_for(measured, target, limits, *given, break_ties)
     answer(request, server, output, json)
 
 

@@ -131,6 +131,10 @@ def _proven(placement: Placement) -> list[str]:
     lines.append(f"one device  {_single_text(placement)}")
     if placement.step is not None:
         lines += _step(placement, placement.step)
+    if placement.ties is not None:
+        ties = placement.ties
+        least = "none as good has less" if ties.proven else "the least that was found"
+        lines.append(f"ties        {ties.transfer_ms:.4g} ms of transfers, {ties.spread_ms:.4g} ms apart: {least}")
     if placement.limits is not None:
         lines.append(f"limited by  {placement.limits.kind}: {placement.limits.what}")
         lines += [

@@ -21,6 +21,7 @@ from placer.schema.placement import (
     SingleDevice,
     Step,
     StepChoice,
+    Ties,
 )
 from placer.schema.profile import Edge, Layer, Profile
 from placer.schema.refinement import Refinement, Round, StageTime
@@ -54,5 +55,6 @@ __all__ = [
     "Status",
     "Step",
     "StepChoice",
+    "Ties",
     "Transfers",
 ]

@@ -95,6 +95,21 @@ class SingleDevice(Wire):
     short_bytes: Bytes = 0
 
 
+class Ties(Wire):
+    """How ties were broken: what was made small among the placements with as small an objective.
+
+    Attributes:
+        transfer_ms: time of all transfers, at both of their ends.
+        spread_ms: of those that transfer as little: the largest compute time of a device less the smallest, of the
+            devices that hold layers.
+        proven: whether none transfers less, and none of those is better balanced.
+    """
+
+    transfer_ms: Annotated[float, Field(ge=0)]
+    spread_ms: Annotated[float, Field(ge=0)]
+    proven: bool
+
+
 class Infeasibility(Wire):
     """Requirements that cannot hold together.
 
@@ -203,6 +218,7 @@ class Placement(Wire):
         devices: the load of each device.
         single_device: the best that one device does.
         speedup: single_device.objective_value / objective_value, for times; None without a placement.
+        ties: how ties were broken, where the request asks for it.
         infeasible: why there is none.
         limits: what limits it, where the request asks to explain.
         through_host: the links, as source and target, that change bytes: what goes over them goes by way of the host's
@@ -231,6 +247,7 @@ class Placement(Wire):
     devices: tuple[DeviceLoad, ...] = ()
     single_device: SingleDevice | None = None
     speedup: float | None = None
+    ties: Ties | None = None
     infeasible: Infeasibility | None = None
     limits: Limits | None = None
     through_host: tuple[tuple[Name, Name], ...] = ()

@@ -70,6 +70,8 @@ class PlacementRequest(Wire):
         time_limit_s: after this the best answer so far and its bound are returned.
         seed: of the solver's random choices.
         workers: cores that the solver may use.
+        break_ties: whether, of the placements with as small an objective, the one is looked for that transfers least,
+            and of those the one whose devices' compute times differ least; not under objective ``step``.
         explain: whether the answer says what limits it and what would help, by solving changed questions in what is
             left of the time; not under objective ``memory``.
     """
@@ -88,6 +90,7 @@ class PlacementRequest(Wire):
     time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     workers: Annotated[int, Field(ge=1, le=256)] = 2
+    break_ties: bool = False
     explain: bool = False
 
     @model_validator(mode="after")
@@ -111,6 +114,8 @@ class PlacementRequest(Wire):
         for profile in (self.profile, *self.profiles):
             self._check_times(profile, cluster)
         self._check_sizes()
+        if self.break_ties and self.objective == "step":
+            raise ValueError("break_ties: objective 'step' does not break ties")
         return self
 
     def _check_sizes(self) -> None:

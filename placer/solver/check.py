@@ -6,12 +6,13 @@ Nothing here is shared with the solver; the formulas are those of the docstring 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import inf, isclose
 
 from placer.errors import PlacementError
 from placer.schema import Device, DeviceLoad, Edge, Link, Placement, PlacementRequest
 from placer.solver import check_step
+from placer.solver.check_latency import latency_ms
 from placer.solver.check_memory import Flight, Memory
 
 RELATIVE = 1e-9
@@ -53,6 +54,7 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     _check_loads(asked, where, placement)
     _check_objective(asked, where, placement)
     _check_single_device(request, placement)
+    _check_ties(request, placement)
     _check_limits(request, placement)
     _check_step(request, placement)
 
@@ -266,7 +268,7 @@ def _check_objective(request: PlacementRequest, where: Where, placement: Placeme
 
 def _objective(request: PlacementRequest, where: Where, placement: Placement) -> float:
     if request.objective == "latency":
-        return _latency(request, where)
+        return latency_ms(request, where)
     if request.objective == "step":
         return check_step.StepReading(request, where, placement.stages).step_ms()
     if request.objective == "memory":
@@ -274,49 +276,6 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
         flights = [_flight(request, where, placement.stages, placement.contiguous, name) for name in names]
         return float(max(map(memory.total, names, flights)))
     return max(_load(request, *_times(request, where, device)) for device in request.devices)
-
-
-def _latency(request: PlacementRequest, where: Where) -> float:
-    links = _links(request)
-    kinds = {device.name: device.type for device in request.devices}
-    names = [layer.name for layer in request.profile.layers]
-    layers = {layer.name: layer for layer in request.profile.layers}
-
-    def forward_delay(edge: Edge, source: str, target: str) -> float:
-        return 0.0 if source == target else links[source, target].transfer_ms(edge.bytes)
-
-    def backward_delay(edge: Edge, source: str, target: str) -> float:
-        return 0.0 if source == target else links[target, source].transfer_ms(edge.gradient_bytes)
-
-    arrows = [
-        (e.source, t, forward_delay(e, where[e.source], where[t])) for e in request.profile.edges for t in e.targets
-    ]
-    total = _last_finish(names, where, arrows, lambda name: layers[name].forward_ms[kinds[where[name]]])
-    if request.is_training:
-        arrows = [
-            (t, e.source, backward_delay(e, where[e.source], where[t]))
-            for e in request.profile.edges
-            for t in e.targets
-            if e.gradient_bytes
-        ]
-        total += _last_finish(names[::-1], where, arrows, lambda name: layers[name].backward_ms[kinds[where[name]]])
-    return total
-
-
-def _last_finish(
-    names: list[str], where: Where, arrows: list[tuple[str, str, float]], time: Callable[[str], float]
-) -> float:
-    waits: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
-    for before, after, delay in arrows:
-        waits[after].append((before, delay))
-    done: dict[str, float] = {}
-    busy_until: dict[str, float] = {}
-    for name in names:
-        ready = busy_until.get(where[name], 0.0)
-        for before, delay in waits[name]:
-            ready = max(ready, done[before] + delay)
-        done[name] = busy_until[where[name]] = ready + time(name)
-    return max(done.values())
 
 
 def _check_single_device(request: PlacementRequest, placement: Placement) -> None:
@@ -366,6 +325,15 @@ def _check_step(request: PlacementRequest, placement: Placement) -> None:
     _equal("the best of step.choices", min(found), placement.objective_value)
     bounds = [one.bound for one in step.choices if one.bound is not None]
     _require((placement.bound or 0.0) <= min(bounds), f"bound {placement.bound} is above that of a choice")
+
+
+def _check_ties(request: PlacementRequest, placement: Placement) -> None:
+    _equal("whether ties are broken", placement.ties is not None, request.break_ties)
+    if placement.ties is not None:
+        transfers = sum(load.send_ms + load.receive_ms for load in placement.devices)
+        _near("ties.transfer_ms", placement.ties.transfer_ms, transfers, absolute=1e-12)
+        computes = [load.compute_ms for load in placement.devices if load.layers]
+        _near("ties.spread_ms", placement.ties.spread_ms, max(computes) - min(computes), absolute=1e-9 * max(computes))
 
 
 def _check_limits(request: PlacementRequest, placement: Placement) -> None:

@@ -35,7 +35,8 @@ def limits_of(request: PlacementRequest, placement: Placement, solve: Solve, tim
     for number, (words, changed) in enumerate(changes):
         left_s = (until - monotonic()) / (len(changes) - number)
         if left_s > 0.01:
-            value = solve(changed.model_copy(update={"explain": False, "time_limit_s": left_s})).objective_value
+            asked = changed.model_copy(update={"explain": False, "break_ties": False, "time_limit_s": left_s})
+            value = solve(asked).objective_value
             if value is not None:
                 values[words] = value
     unlimited = values.pop(UNLIMITED, None)

@@ -88,13 +88,13 @@ class PlacementModel:
         elif self.objective == "latency":
             rules.latency(self)
         memory_rules.memory(self)
-        self.cp.minimize(self.makespan)
+        self._set_goal()
 
     # Units
 
     def _set_units(self, upper: float | None) -> None:
         timed = self.objective in ("throughput", "latency")
-        largest = upper if timed and upper is not None else _longest_ms(self.problem)
+        largest = upper if timed and upper is not None else longest_ms(self.problem)
         self.steps_per_ms = TIME_STEPS / largest if largest > 0 else 1.0
         sizes = memory_rules.byte_sizes(self.problem)
         common = gcd(*sizes) if sizes and not self.relaxed else 1  # an excess need not be a multiple of it
@@ -271,6 +271,14 @@ class PlacementModel:
     def _objective_variable(self) -> cp_model.IntVar:
         return self.cp.new_int_var(0, self.upper, self.objective)
 
+    @cached_property
+    def load_parts(self) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
+        """By device, the terms of its compute, of what it sends, and of what it receives."""
+        return rules.load_parts(self)
+
+    def _set_goal(self) -> None:
+        self.cp.minimize(self.makespan)
+
     # Search
 
     def hint(self, devices: Sequence[int]) -> None:
@@ -298,7 +306,7 @@ class PlacementModel:
         return max(0.0, bound) * self.byte_unit
 
 
-def _longest_ms(problem: Problem) -> float:
+def longest_ms(problem: Problem) -> float:
     """More than any placement takes, by either objective."""
     time_ms = sum(
         max(problem.compute_ms(layer, device) for device in range(len(problem.devices)))

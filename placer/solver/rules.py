@@ -38,16 +38,22 @@ def values_need_links(model: PlacementModel) -> None:
 
 def loads(model: PlacementModel) -> None:
     """The objective is at least every device's load."""
-    compute = _compute(model)
-    send, receive = _transfers(model)
-    for device in model.problem.untaxed:
-        send[device], receive[device] = [], []
+    compute, send, receive = model.load_parts
     for device in model.devices:
         if model.problem.request.transfers == "overlapped":
             for part in (compute, send, receive):
                 model.cp.add(sum(part[device]) <= model.makespan)
         else:
             model.cp.add(sum(compute[device] + send[device] + receive[device]) <= model.makespan)
+
+
+def load_parts(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
+    """By device, the terms of its compute, of what it sends, and of what it receives."""
+    compute = _compute(model)
+    send, receive = _transfers(model)
+    for device in model.problem.untaxed:
+        send[device], receive[device] = [], []
+    return compute, send, receive
 
 
 def _compute(model: PlacementModel) -> list[list[Term]]:

@@ -19,8 +19,8 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from placer.schema import Infeasibility, Placement, PlacementRequest
-from placer.solver import answer, bounds, costs, limits, local, stages, starts
+from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
+from placer.solver import answer, bounds, costs, limits, local, stages, starts, ties
 from placer.solver.check import check
 from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits
@@ -38,6 +38,9 @@ Progress = Callable[["Incumbent"], None]
 WORK = (16.0, inf, inf, inf)
 """Limits of the integer program's rounds: a better placement narrows the next one, and makes its steps finer."""
 
+
+SAME = 1e-12
+"""Objectives that differ by no more than this share are the same."""
 
 MOST_TURNS = 300
 CLIMB_SHARE = 0.4
@@ -115,6 +118,7 @@ class Search:
         stop: as ``solve`` takes it.
         best: by layer, the device in the best placement so far.
         value: its objective.
+        rank: its transfer and spread, which break ties.
         bound: the proven lower bound.
         method: what found the best.
         began: when, by the monotonic clock.
@@ -125,6 +129,7 @@ class Search:
     stop: threading.Event | None = None
     best: list[int] | None = None
     value: float = inf
+    rank: ties.Rank = (inf, inf)
     bound: float = 0.0
     method: str = ""
     began: float = field(default_factory=monotonic)
@@ -143,7 +148,9 @@ class Search:
             reason = self._program()
         if self.best is None:
             return self._nothing(reason, "integer program")
-        return answer.found(self.problem, self.best, self.bound, self.method, self._time_s())
+        broken = self._break_ties() if self.request.break_ties else None
+        found = answer.found(self.problem, self.best, self.bound, self.method, self._time_s())
+        return found.model_copy(update={"ties": broken}) if broken is not None else found
 
     def _start(self) -> None:
         """Cuts of a linear order, and what they prove."""
@@ -210,6 +217,20 @@ class Search:
         bound = convex_knot_bound(self.problem, nodes, self._better(), self.bound, self._limits(inf))
         self._prove(min(bound, self._nothing_below()))
 
+    def _break_ties(self) -> Ties:
+        """Look for a placement as good that transfers less, or is better balanced."""
+        assert self.best is not None
+
+        def kept(devices: list[int] | None) -> list[int]:
+            self._offer(devices, self.method)
+            assert self.best is not None
+            return self.best
+
+        def limits(work: float) -> Limits:
+            return Limits(self.left_s(), self.request.workers, self.request.seed, self.stop, None, work)
+
+        return ties.broken(self.problem, self.best, limits, kept)
+
     def _better(self) -> float:
         """The objective from which a placement counts as better than the best so far."""
         return self.value - 1 if self.request.objective == "memory" else self.value * (1 - answer.PROVEN_GAP / 2)
@@ -227,11 +248,19 @@ class Search:
         if devices is None or not costs.allowed(self.problem, devices):
             return
         result = costs.evaluate(self.problem, devices)
-        if result is None or not costs.fits(self.problem, result) or result.objective_value >= self.value:
+        if result is None or not costs.fits(self.problem, result) or not self._beats(result):
             return
-        self.best, self.value, self.method = devices, result.objective_value, method
-        if self.progress is not None:
+        better = result.objective_value < self.value
+        self.best, self.value, self.method = devices, result.objective_value, method if better else self.method
+        self.rank = ties.rank(result)
+        if better and self.progress is not None:
             self.progress(Incumbent(self.value, min(self.bound, self.value), self._time_s()))
+
+    def _beats(self, result: costs.Costs) -> bool:
+        """Whether a placement is better than the best so far, or as good and of smaller rank."""
+        if self.best is not None and abs(result.objective_value - self.value) <= SAME * self.value:
+            return ties.rank(result) < self.rank
+        return result.objective_value < self.value
 
     def _prove(self, bound: float) -> None:
         if bound > self.bound:

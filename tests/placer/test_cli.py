@@ -303,6 +303,11 @@ def test_max_devices_is_respected(run: Run, chain_file: Path) -> None:
     assert len(set(run("solve", chain_file, "--max-devices", "1").placement.layer_devices.values())) == 1
 
 
+def test_ties_are_broken_when_it_is_asked_for(run: Run, chain_file: Path) -> None:
+    assert run("solve", chain_file, "--break-ties").placement.ties.proven
+    assert run("solve", chain_file).placement.ties is None
+
+
 def test_min_devices_and_max_layers_are_respected(run: Run, chain_file: Path) -> None:
     answer = run("solve", chain_file, "--min-devices", "2", "--max-layers", "2")
     assert sorted(load.layers for load in answer.placement.devices) == [2, 2]

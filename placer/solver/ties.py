@@ -1,0 +1,136 @@
+"""Ties: of the placements with as small an objective the one that transfers least, of those the best balanced.
+
+    transfer   sum of send(d) + receive(d) over all devices, in milliseconds
+    spread     the largest compute(d) less the smallest, over the devices that hold layers, in milliseconds
+
+Two searches follow the one for the objective: placements that reach it, with as little transfer as can be; and those
+that transfer as little, with as small a spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import floor, isclose
+
+from placer.schema import Ties
+from placer.solver import costs
+from placer.solver.cpsat import Answer, Limits
+from placer.solver.model import TIME_STEPS, PlacementModel, longest_ms, worth_building
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction, reduced
+
+WORK = 8.0
+"""The longest search for each of the two, in the solver's own measure."""
+
+CLOSE = 1e-6
+"""A rank is proven if its bound is so close, for its size and that of the compute of all layers."""
+
+Rank = tuple[float, float]
+
+
+def rank(result: costs.Costs) -> Rank:
+    """Transfer and spread of a placement: of two with the same objective, the one with the smaller rank is better."""
+    busy = [result.compute_ms[device] for device in result.stages]
+    return sum(result.send_ms) + sum(result.receive_ms), max(busy) - min(busy)
+
+
+def broken(
+    problem: Problem, best: list[int], limits: Callable[[float], Limits], offer: Callable[[list[int] | None], list[int]]
+) -> Ties:
+    """Search for the smallest rank among placements that are as good as the best.
+
+    Args:
+        problem: what is asked.
+        best: by layer, its device.
+        limits: for a search of so much work.
+        offer: keeps a placement if it is as good and of smaller rank; returns the one that is kept.
+
+    Returns:
+        The rank that was reached, and whether it is proven.
+    """
+    found = _costs(problem, best)
+    nodes = reduced(problem, found.objective_value)
+    if not worth_building(problem, nodes):
+        return _ties(found, proven=False)
+    best, transfer_proven = _least(_TieModel(problem, nodes, found, None), problem, best, limits, offer, 0)
+    found = _costs(problem, best)
+    model = _TieModel(problem, nodes, found, rank(found)[0])
+    best, spread_proven = _least(model, problem, best, limits, offer, 1)
+    return _ties(_costs(problem, best), proven=transfer_proven and spread_proven)
+
+
+def _ties(found: costs.Costs, proven: bool) -> Ties:
+    transfer_ms, spread_ms = rank(found)
+    return Ties(transfer_ms=transfer_ms, spread_ms=spread_ms, proven=proven)
+
+
+def _least(
+    model: _TieModel,
+    problem: Problem,
+    best: list[int],
+    limits: Callable[[float], Limits],
+    offer: Callable[[list[int] | None], list[int]],
+    part: int,
+) -> tuple[list[int], bool]:
+    """The best of one search, and whether its part of the rank is proven."""
+    model.hint(best)
+    result: Answer = model.solve(limits(WORK))
+    best = offer(result.devices)
+    found = _costs(problem, best)
+    scale = max(sum(found.compute_ms), rank(found)[part])
+    return best, isclose(result.bound, rank(found)[part], rel_tol=0.0, abs_tol=CLOSE * scale)
+
+
+def _costs(problem: Problem, devices: Sequence[int]) -> costs.Costs:
+    result = costs.evaluate(problem, devices)
+    assert result is not None  # it was kept
+    return result
+
+
+class _TieModel(PlacementModel):
+    """Placements that are as good as one that is known.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers, joined where they must be together.
+        known: the costs of that placement.
+        most_ms: transfers may take no more than this, and the spread is made small; None: transfers are.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, known: costs.Costs, most_ms: float | None) -> None:
+        self._most_ms = most_ms
+        self._steps_per_ms = TIME_STEPS / max(longest_ms(problem), 1e-9)
+        super().__init__(problem, nodes, upper=known.objective_value)
+
+    def steps(self, time_ms: float) -> int:
+        """A time in the model's unit, rounded down; where bytes are the objective too."""
+        return floor(time_ms * self._steps_per_ms) if self.objective == "memory" else super().steps(time_ms)
+
+    def _set_goal(self) -> None:
+        compute, send, receive = self.load_parts
+        transfer = sum(term for terms in (*send, *receive) for term in terms)
+        if self._most_ms is None:
+            self.cp.minimize(transfer)
+            return
+        self.cp.add(transfer <= floor(self._most_ms * self._scale))
+        most = max(1, sum(self.steps(sum(row)) for row in self._compute_ms()))
+        longest, shortest = (self.cp.new_int_var(0, most, name) for name in ("longest", "shortest"))
+        for device in self.placed:
+            held = self.any_on(range(len(self.x)), device)
+            if held is not None:
+                self.cp.add(longest >= sum(compute[device]))
+                self.cp.add(shortest <= sum(compute[device])).only_enforce_if(held)
+        self.cp.minimize(longest - shortest)
+
+    def _compute_ms(self) -> list[list[float]]:
+        """By node, the time of each of its layers on the slowest device."""
+        devices = range(len(self.problem.devices))
+        return [[max(self.problem.compute_ms(n, d) for d in devices) for n in node] for node in self.nodes.nodes]
+
+    @property
+    def _scale(self) -> float:
+        return self._steps_per_ms if self.objective == "memory" else self.steps_per_ms
+
+    def in_unit(self, bound: float) -> float:
+        """A bound in milliseconds."""
+        return max(0.0, bound) / self._scale
