@@ -1,11 +1,11 @@
-"""Peer: torch.distributed.pipelining, 1F1B, one process a device, its stages made by hand."""
+"""torch.distributed.pipelining, one process a device: with stages made by hand, a peer, and as Placer places them."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -15,21 +15,38 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import ProcessException, spawn
 
+import placer
 from placer import devices
 
-from . import cases, parts, timing
+from . import cases, ours, parts, timing
 from .cases import Training
 from .sample import Sample, append, attempt, read, reason
 
 ENGINE = "torch.distributed"
+INTERLEAVED = "torch.distributed interleaved"
+ZERO_BUBBLE = "torch.distributed zero-bubble"
+PLACED = "ours, by processes"
+"""``placer.distributed``: the same library, with Placer's stages."""
+
+ROUNDS = {INTERLEAVED: 2}
+"""Stages that a device has; 1 of the others."""
 
 
 def train(case: Training) -> Iterator[Sample]:
-    """At each number of devices and micro-batches, in as many processes as there are devices."""
+    """The peer: each schedule at each number of devices and micro-batches, in a process for each device."""
+    return _together(case, (ENGINE, INTERLEAVED, ZERO_BUBBLE))
+
+
+def placed(case: Training) -> Iterator[Sample]:
+    """The same by ``placer.distributed``, with the zero-bubble schedule, on a solved placement."""
+    return _together(case, (PLACED,))
+
+
+def _together(case: Training, engines: Sequence[str]) -> Iterator[Sample]:
     with tempfile.TemporaryDirectory() as folder:
         found, meeting = Path(folder) / "samples", Path(folder) / "meeting"
         world = cases.counts()[0]
-        given = (world, case.name, str(found), str(meeting))
+        given = (world, case.name, tuple(engines), str(found), str(meeting))
         context = spawn(work, given, nprocs=world, join=False)  # type: ignore[no-untyped-call]
         handed_on, ended, died = 0, False, ""
         while not ended:
@@ -41,12 +58,13 @@ def train(case: Training) -> Iterator[Sample]:
             yield from samples[handed_on:]
             handed_on = len(samples)
         if died and not any(sample.failed for sample in samples):
-            yield Sample(case.name, ENGINE, world, 0, failed=died)
+            yield Sample(case.name, engines[0], world, 0, failed=died)
 
 
-def work(rank: int, world: int, name: str, found: str, meeting: str) -> None:
-    """One process: joins the others, then runs its stage of every pipeline that it belongs to."""
+def work(rank: int, world: int, name: str, engines: Sequence[str], found: str, meeting: str) -> None:
+    """One process: joins the others, then runs its stages of every pipeline that it belongs to."""
     cases.prepare()
+    os.environ["LOCAL_RANK"] = str(rank)
     place = cases.places(world)[rank]
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -54,16 +72,22 @@ def work(rank: int, world: int, name: str, found: str, meeting: str) -> None:
     distributed.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world)
     groups = {count: distributed.new_group(list(range(count))) for count in cases.counts()}
     case = cases.training(name)
-    for count, group in groups.items():
-        if rank >= count:
-            break
-        ends: list[int] = []
-        for chunks in case.tried(count):
-            sample = attempt(name, ENGINE, count, chunks, partial(_step_times, case, chunks, place, group, ends))
-            if rank == 0 or sample.failed:
-                append(sample, Path(found))
-            if sample.failed:  # the others wait for this process: nothing more can be had
-                os._exit(1)
+    times: dict[int, list[float]] = {}
+    for engine in engines:
+        for count, group in groups.items():
+            if rank >= count:
+                continue
+            for chunks in case.tried(count):
+                run: Callable[[], dict[str, list[float]]] = (
+                    partial(_placed_times, case, chunks, place, group)
+                    if engine == PLACED
+                    else partial(_step_times, case, engine, chunks, place, group, times.setdefault(count, []))
+                )
+                sample = attempt(name, engine, count, chunks, run)
+                if rank == 0 or sample.failed:
+                    append(sample, Path(found))
+                if sample.failed:  # the others wait for this process: nothing more can be had
+                    os._exit(1)
     _meet(rank, Path(f"{found}.all"))
     distributed.destroy_process_group()
 
@@ -77,21 +101,24 @@ def _meet(rank: int, path: Path) -> None:
 
 
 def _step_times(
-    case: Training, chunks: int, place: torch.device, group: Any, ends: list[int]
+    case: Training, engine: str, chunks: int, place: torch.device, group: Any, times: list[float]
 ) -> dict[str, list[float]]:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.pipelining import PipelineStage
 
     rank, count = distributed.get_rank(), distributed.get_world_size(group)
     here = torch.device("cpu") if place.type == "cpu" else place
     inputs, target = case.batch(here)
     chain = parts.units(case.model(here))
-    if not ends:
-        ends.extend(_agreed_cuts(chain, inputs, count, group))
-    module = parts.cut(chain, ends)[rank]
+    if not times:
+        times.extend(_agreed_times(chain, inputs, group))
+    number = count * ROUNDS.get(engine, 1)
+    modules = [_Part(part) for part in parts.cut(chain, parts.cuts(times, number))[rank::count]]
     del chain
-    stage = PipelineStage(module, rank, count, here, group=group)
-    schedule = Schedule1F1B(stage, n_microbatches=chunks, loss_fn=case.loss)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    stages = [
+        PipelineStage(module, rank + turn * count, number, here, group=group) for turn, module in enumerate(modules)
+    ]
+    schedule = _schedule(engine, stages, chunks, case.loss)
+    optimizer = torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=1e-3)
     options: dict[str, Any] = {}
     if "return_outputs" in inspect.signature(schedule.step).parameters:
         options["return_outputs"] = False
@@ -106,12 +133,63 @@ def _step_times(
     return _timed(step, here, group)
 
 
-def _agreed_cuts(chain: Sequence[nn.Module], inputs: Tensor, count: int, group: Any) -> list[int]:
-    """Parts of equal time, as the first process measures it."""
+class _Part(nn.Module):
+    """A part of a chain, as the library calls its stages: the tensors of a tuple one by one, all of them contiguous."""
+
+    def __init__(self, chain: nn.Sequential) -> None:
+        super().__init__()
+        self.chain = chain
+
+    def forward(self, *values: Tensor) -> parts.Value:
+        values = tuple(_with_contiguous_gradient(value) for value in values)
+        made = self.chain(values if len(values) > 1 else values[0])
+        return tuple(value.contiguous() for value in made) if isinstance(made, tuple) else made.contiguous()
+
+
+def _with_contiguous_gradient(value: Tensor) -> Tensor:
+    """The gradient of a tensor that was joined with others is a view of theirs, which cannot be sent."""
+    if value.requires_grad:
+        value = value.view_as(value)
+        value.register_hook(lambda gradient: gradient.contiguous())
+    return value
+
+
+def _schedule(engine: str, stages: Sequence[Any], chunks: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+    if engine == ENGINE:
+        return Schedule1F1B(stages[0], n_microbatches=chunks, loss_fn=loss)
+    several = ScheduleInterleaved1F1B if engine == INTERLEAVED else ScheduleInterleavedZeroBubble
+    return several(list(stages), n_microbatches=chunks, loss_fn=loss)
+
+
+def _agreed_times(chain: Sequence[nn.Module], inputs: Tensor, group: Any) -> list[float]:
+    """The time of each module, as the first process measures it."""
     measured = distributed.get_rank() == 0
-    found = [parts.cuts(parts.unit_ms(chain, inputs[: len(inputs) // 2]), count) if measured else []]
+    found = [parts.unit_ms(chain, inputs[: len(inputs) // 2]) if measured else []]
     distributed.broadcast_object_list(found, src=0, group=group)
     return found[0]
+
+
+def _placed_times(case: Training, chunks: int, place: torch.device, group: Any) -> dict[str, list[float]]:
+    """As ``_step_times``, on the placement that the first process makes."""
+    count = distributed.get_world_size(group)
+    model = case.model(torch.device("cpu"))
+    inputs, target = case.batch(place if place.type == "cuda" else torch.device("cpu"))
+    solved: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        solved = [ours.placed(ours.measured(model, inputs, chunks), count, chunks).model_dump(mode="json")]
+    distributed.broadcast_object_list(solved, src=0, group=group)
+    example = inputs[: len(inputs) // chunks]
+    pipeline = placer.distributed.build(model, solved[0], example, case.loss, schedule="zero-bubble", group=group)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        pipeline.step(inputs, target)
+        optimizer.step()
+
+    return _timed(step, pipeline.device, group)
 
 
 def _timed(step: Any, place: torch.device, group: Any) -> dict[str, list[float]]:

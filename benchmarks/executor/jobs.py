@@ -53,11 +53,12 @@ def every() -> list[Job]:
         Job(switching.CASE, "ours", PEER_S, switching.measure),
         Job(overhead.CASE, "ours", PEER_S, overhead.measure),
         Job(large.CASE, "ours", 2 * PEER_S, large.measure),
-        *(_training(name, distributed.ENGINE, 1.5 * PEER_S) for name in ("resnet101", "gpt")),
+        *(_training(name, distributed.ENGINE, 2 * PEER_S) for name in names),
         Job(tutorial_resnet50.CASE, "ours", 90.0, tutorial_resnet50.measure),
         *(_training(name, tutorial.ENGINE, PEER_S) for name in names),
         *(_stream(name, engine, PEER_S) for engine in (tutorial.ENGINE, stream.DISPATCH) for name in stream.NAMES),
         *(_training(name, gpipe.ENGINE, PEER_S) for name in names),
+        *(_training(name, distributed.PLACED, 2 * PEER_S) for name in names),
     ]
 
 
@@ -65,6 +66,7 @@ def _training(name: str, engine: str, limit_s: float) -> Job:
     run = {
         "ours": ours.train,
         distributed.ENGINE: distributed.train,
+        distributed.PLACED: distributed.placed,
         tutorial.ENGINE: tutorial.train,
         gpipe.ENGINE: gpipe.train,
     }[engine]

@@ -13,6 +13,8 @@ from .sample import Sample
 Row = dict[str, Any]
 PEERS = {
     distributed.ENGINE: "torch.distributed 1F1B",
+    distributed.INTERLEAVED: "torch.distributed interleaved",
+    distributed.ZERO_BUBBLE: "torch.distributed zero-bubble",
     tutorial.ENGINE: "tutorial's split",
     gpipe.ENGINE: "torchgpipe",
     stream.DISPATCH: "accelerate's dispatch_model",
@@ -122,6 +124,7 @@ def _pipelined(case: str, name: str, samples: Sequence[Sample], eager: Sample | 
     shown = {label: _rounded(_time(sample)) for label, sample in peers.items() if sample is not None}
     yield row(case, "training step", "ms", _rounded(step_ms), spread=_spread(times), peers=shown)
     yield from _details(case, ours, step_ms)
+    yield from _by_processes(case, samples, count)
 
 
 def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
@@ -136,6 +139,15 @@ def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
     yield row(case, "loss, largest difference to the unsplit model", "", _rounded(_time(ours, "loss_difference")))
     if not cases.is_small():
         yield row(case, "stages that run without a CUDA graph", "", _time(ours, "eager_stages"))
+
+
+def _by_processes(case: str, samples: Sequence[Sample], count: int) -> Iterator[Row]:
+    """The step of ``placer.distributed``, where it was run."""
+    found = _best(samples, distributed.PLACED, count)
+    if found is not None:
+        times = found.values["step_ms"]
+        measure = "training step by placer.distributed, a process for each device"
+        yield row(case, measure, "ms", _rounded(median(times)), spread=_spread(times))
 
 
 def _stream(name: str, samples: Sequence[Sample]) -> Iterator[Row]:

@@ -7,7 +7,8 @@
 A device is named ``HOST/DEVICE``, or, where all are of one host, ``DEVICE``. Hosts are matched with nodes by name where
 every host of the placement is the name of a node, else in order: the first host by name (numbers counted as numbers)
 is the node with the lowest rank. On a node, the device with the lowest index belongs to the process with the lowest
-rank. So where a placement uses all devices, rank and device agree as torchrun users expect: ``cuda:LOCAL_RANK``.
+rank. So where a placement uses all devices, rank and device agree as torchrun users expect: ``cuda:LOCAL_RANK``. Where
+only some of a node's processes run the pipeline, and others its replicas, each takes ``cuda:LOCAL_RANK`` itself.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
                 f"the placement uses {len(own)} devices of host {host!r} ({', '.join(own[:8])}), and node "
                 f"{processes[there[0]].node} has {len(there)} processes: start as many there as devices are used"
             )
-        found |= {rank: Seat(device, device.rpartition(SEPARATOR)[2]) for rank, device in zip(there, own, strict=True)}
+        found |= _on_a_node(own, there, processes)
     return [found[rank] for rank in range(len(processes))]
 
 
@@ -109,11 +110,23 @@ def _without_hosts(
     """Devices in order of index, processes in order of rank; over several nodes, counted through all of them."""
     ordered = sorted(devices, key=_natural)
     if len(nodes) == 1:
-        return [Seat(device, device) for device in ordered]
-    return [
-        Seat(device, f"{device.partition(':')[0]}:{process.local_rank}")
-        for device, process in zip(ordered, processes, strict=True)
-    ]
+        found = _on_a_node(ordered, nodes[0], processes)
+        return [found[rank] for rank in range(len(processes))]
+    return [Seat(device, _own(device, process)) for device, process in zip(ordered, processes, strict=True)]
+
+
+def _on_a_node(devices: Sequence[str], ranks: Sequence[int], processes: Sequence[Process]) -> dict[int, Seat]:
+    """The devices of a host, in order of index, for the processes of a node."""
+    everyone = sorted(processes[rank].local_rank for rank in ranks) == list(range(len(ranks)))
+    return {
+        rank: Seat(device, device.rpartition(SEPARATOR)[2] if everyone else _own(device, processes[rank]))
+        for rank, device in zip(ranks, devices, strict=True)
+    }
+
+
+def _own(device: str, process: Process) -> str:
+    """The device of that kind that torchrun means a process to have."""
+    return f"{device.rpartition(SEPARATOR)[2].partition(':')[0]}:{process.local_rank}"
 
 
 def _nodes(processes: Sequence[Process]) -> list[tuple[int, ...]]:

@@ -49,6 +49,12 @@ def test_devices_without_hosts_are_counted_through_several_nodes() -> None:
     ]  # fmt: skip
 
 
+def test_replicas_side_by_side_on_a_node_take_the_devices_of_their_processes() -> None:
+    replica = [Process("node", 0, local) for local in (2, 3)]
+    assert [seat.local for seat in seats(["cuda:0", "cuda:1"], replica)] == ["cuda:2", "cuda:3"]
+    assert [seat.local for seat in seats(["host/cuda:1", "host/cuda:0"], replica)] == ["cuda:2", "cuda:3"]
+
+
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms())
 def test_every_process_gets_a_device_of_its_own_node(sizes: list[int], random: object) -> None:
     devices = [f"node{node}/cuda:{index}" for node, size in enumerate(sizes) for index in range(size)]
