@@ -140,6 +140,7 @@ class InferencePipeline:
     Attributes:
         graph: of the model.
         stages: in order.
+        is_known: whether a batch has gone through all stages, so that every value's shape is known.
         trace: a list that collects every pass; None, as it is at first, to collect none.
     """
 
@@ -168,6 +169,8 @@ class InferencePipeline:
             name: [index for index, stage in enumerate(self.stages) if name in stage.reads] for name in graph.inputs
         }
         self._turns = 0
+        self.is_known = False
+        self._is_open = False
 
     def refresh(self, lookup: StateLookup) -> bool:
         """Bring copies of the model's state up to date; False where the state is no longer where it was."""
@@ -180,7 +183,7 @@ class InferencePipeline:
             number: which batch it is.
             tensors: the flattened inputs.
         """
-        if self._turns == 1:
+        if self.is_known and not self._is_open:
             self._open()
         given = dict(zip(self.graph.inputs, tensors, strict=True))
         passage = Passage(number, self._turns, {name: given[name] for name in self.graph.outputs if name in given})
@@ -221,6 +224,7 @@ class InferencePipeline:
             if name in self.graph.outputs:
                 slot.over.append(self._bring_home(passage, name, slot.outputs[name], ended, index))
         passage.stage += 1
+        self.is_known |= self.is_through(passage)
 
     def result(self, passage: Passage) -> Any:
         """What the model returns for the batch; the caller's work on it starts when it is there."""
@@ -285,7 +289,7 @@ class InferencePipeline:
         return mark
 
     def _open(self) -> None:
-        """The second batch of this shape has come: give every stage all its slots, and record them."""
+        """A shape comes again: give every stage all its slots, and record them."""
         for place in self._lanes:
             devices.synchronise(place)
         kept = {name: self.graph.state[name].clone() for name in _mutated(self.graph)}
@@ -301,6 +305,7 @@ class InferencePipeline:
                 self.graph.state[name].copy_(value)
             for place in self._lanes:
                 devices.synchronise(place)
+        self._is_open = True
 
 
 class _Replicas:

@@ -183,8 +183,7 @@ class Streams:
             self._drain()
             return _Ticket(result=self._flow(*args, chunks=1, **kwargs))
         key = (capture, self._flow.assignment, _shapes(tensors), _autocast())
-        is_new = key not in self._pipelines
-        if is_new:
+        if key not in self._pipelines:
             self._add(key, capture)
         self._pipelines.move_to_end(key)
         pipeline = self._pipelines[key][1]
@@ -195,7 +194,7 @@ class Streams:
             self._remove(key)  # it may be half recorded
             raise
         self._moving.append(ticket)
-        if is_new:  # the first batch of a shape makes the static tensors as it goes
+        if not pipeline.is_known:  # the first batch of a shape makes the static tensors as it goes
             self._drain()
         return ticket
 

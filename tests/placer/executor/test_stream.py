@@ -313,6 +313,22 @@ def test_an_error_in_a_layer_names_device_layer_and_batch_and_results_before_it_
         _close(list(flow.stream(batches)), expected)
 
 
+def test_a_first_batch_that_fails_in_the_middle_leaves_its_shape_to_the_next() -> None:
+    torch.manual_seed(0)
+    model = _Words().eval()
+    batches = [torch.randint(0, 5, (2, 3)) for _ in range(6)]
+    expected = _expected(model, batches)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus.update(first=0, table=1, last=0)
+        flow.update_flow()
+        with pytest.raises(StageError, match="batch 0"):
+            next(flow.stream([torch.full((2, 3), 9)]))
+        _close(list(flow.stream(batches)), expected)
+        (pipeline,) = flow._streams.pipelines()
+        assert all(len(stage.slots) == stage.count for stage in pipeline.stages)
+
+
 def test_a_batch_that_the_model_refuses_is_named() -> None:
     model, batches = _skips()
     results = []
