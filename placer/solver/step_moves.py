@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from random import Random
 
 from placer.solver import costs
 from placer.solver.problem import Problem
@@ -12,6 +13,9 @@ from placer.solver.reduce import Reduction
 
 SHIFTS = (1, 2, 4, 8, 16, 32)
 """How many nodes may change sides between two neighbouring stages at once."""
+
+KICKS = 3
+"""Small changes at random that a further climb starts from."""
 
 Value = Callable[[list[int]], float]
 """The step of an assignment of layers, infinite if it breaks a requirement."""
@@ -68,6 +72,17 @@ def climb(problem: Problem, nodes: Reduction, start: list[int], value: Value, ov
                 best, least, better = tried, found, True
                 break
     return best
+
+
+def kicked(problem: Problem, nodes: Reduction, assignment: Sequence[int], random: Random) -> list[int]:
+    """An assignment a few small changes away, whatever they cost."""
+    found = list(assignment)
+    for _ in range(KICKS):
+        options = list(neighbours(problem, nodes, found))
+        if not options:
+            break
+        found = random.choice(options)
+    return found
 
 
 def neighbours(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> Iterator[list[int]]:

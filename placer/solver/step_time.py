@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
+from random import Random
 from time import monotonic
 
 from placer import schedule
@@ -37,6 +38,9 @@ SHORTEST_MS = 1e-9
 MOST_ROUNDS = 4
 STARTS = 16
 """Cuts of a row from which small changes start."""
+
+PATIENCE = 4
+"""So many climbs in a row that bring nothing better end the search of a choice that is no row."""
 
 FIRST_SHARE = 0.5
 """How much of the time that is left all choices together get at first."""
@@ -168,11 +172,29 @@ class StepSearch:
 
         self._start(choice, until)
         if choice.devices is not None:
-            climbed = step_moves.climb(
-                choice.problem, choice.nodes, choice.devices, _step_of(choice), lambda: self._over(choice, until)
-            )
-            self._offer(choice, climbed, "small changes")
+            self._climb(choice, choice.devices, until)
+        if choice.cuts is None:
+            self._climb_again(choice, until)
         self._all_cuts(choice, until)
+
+    def _climb(self, choice: Choice, start: list[int], until: float) -> None:
+        """Small changes that shorten the step, as long as there are any."""
+
+        def over() -> bool:
+            return self._over(choice, until)
+
+        climbed = step_moves.climb(choice.problem, choice.nodes, start, _step_of(choice), over)
+        self._offer(choice, climbed, "small changes")
+
+    def _climb_again(self, choice: Choice, until: float) -> None:
+        """The same from near the best, until that has not helped for a while."""
+        random = Random(self.request.seed)
+        idle = 0
+        while choice.devices is not None and idle < PATIENCE and not self._over(choice, until):
+            before = choice.value
+            start = step_moves.kicked(choice.problem, choice.nodes, choice.devices, random)
+            self._climb(choice, start, until)
+            idle = 0 if choice.value < before else idle + 1
 
     def _start(self, choice: Choice, until: float) -> None:
         """Placements to change: maps of other choices, the lowest cuts of a row, the smallest bottleneck, rounds."""
