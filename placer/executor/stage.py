@@ -121,6 +121,15 @@ class Stage:
         head: the loss, in the last stage.
         split: whether weight gradients are a pass of their own.
         gather: enters what a forward pass runs in, beside: statistics over the whole batch.
+
+    Attributes:
+        slots: the micro-batches in flight.
+        tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
+        not_recorded_because: why the passes are no CUDA graphs; empty where they are, or no GPU is.
+        keeps_graph: whether a recorded backward pass leaves the forward pass's memory alone, so that what it makes may
+            still be read when the next forward pass runs.
+        compiled: what torch.compile gained; empty where it does not run.
+        not_compiled_because: why not, where it was asked for.
     """
 
     def __init__(
@@ -142,7 +151,11 @@ class Stage:
         self.gather = gather
         self.slots: list[Slot] = []
         self.tail: dict[int, Slot] = {}
+        self.gathers = gather is not nullcontext
         self.not_recorded_because = ""
+        self.keeps_graph = True
+        self.compiled = ""
+        self.not_compiled_because = ""
         self.trail = Trail(backwards=True)
         self._values = values
 
@@ -298,7 +311,7 @@ class Stage:
             return
         with autocast.off(self.device):
             # The graph is kept: a recorded pass is run again, and eagerly it goes when the slot runs forwards again.
-            torch.autograd.backward(roots, gradients, retain_graph=True)
+            torch.autograd.backward(roots, gradients, retain_graph=self.keeps_graph)
         slot.input_gradients = {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in slot.leaves.items()
         }

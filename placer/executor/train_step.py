@@ -11,6 +11,7 @@ from placer import devices
 from placer.errors import InputError
 from placer.executor import autocast
 from placer.executor.assignment import Assignment
+from placer.executor.compiled import Backend
 from placer.executor.pipeline import cut, micro_batch_sizes
 from placer.executor.program import Capture
 from placer.executor.train import SCHEDULES, Loss, Order, Recipe, TrainingPipeline
@@ -54,12 +55,15 @@ class TrainStep:
         loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
         update: what follows the gradients.
         schedule: the order of micro-batches.
+        compile: the backend of torch.compile; None to compile nothing.
 
     Raises:
         InputError: the loss is no function, or the schedule is not known.
     """
 
-    def __init__(self, flow: Flow, loss_fn: Loss, update: Update, schedule: Order) -> None:
+    def __init__(
+        self, flow: Flow, loss_fn: Loss, update: Update, schedule: Order, compile: Backend | None = None
+    ) -> None:
         if not callable(loss_fn):
             raise InputError(f"loss_fn is {loss_fn!r}; give a function of the output and the target")
         if schedule not in SCHEDULES:
@@ -68,6 +72,7 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.update = update
         self.schedule = schedule
+        self.compile = compile
         self._pipelines: dict[Any, TrainingPipeline] = {}
         self._placed: Any = None
         self._keep = False
@@ -136,6 +141,16 @@ class TrainStep:
         """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them, and why."""
         return {place: why for item in self._pipelines.values() for place, why in item.not_recorded_because.items()}
 
+    @property
+    def compiled(self) -> dict[str, str]:
+        """For each segment that torch.compile made faster: by how much, as measured."""
+        return {place: gain for item in self._pipelines.values() for place, gain in item.compiled.items()}
+
+    @property
+    def not_compiled_because(self) -> dict[str, str]:
+        """For each segment that runs without torch.compile though it was asked for: why."""
+        return {place: why for item in self._pipelines.values() for place, why in item.not_compiled_because.items()}
+
     def _refuse(self) -> None:
         flow = self.flow
         if flow.assignment is None:
@@ -174,6 +189,7 @@ class TrainStep:
                 tuple(sizes),
                 self.flow.deferred_batch_norm,
                 recompute,
+                self.compile,
             )
             self._pipelines[key] = TrainingPipeline(graph, places, recipe)
         return self._pipelines[key]

@@ -1,4 +1,4 @@
-"""A stage that runs forwards once more in its backward pass trains as the unsplit model, and keeps nothing meanwhile."""
+"""A stage that runs forwards once more in its backward pass trains as the unsplit model, and keeps nothing between."""
 
 from __future__ import annotations
 

@@ -1,0 +1,136 @@
+"""Segments under torch.compile train as the unsplit model; what cannot be compiled runs as it is, and says why."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.executor import compiled
+from placer.executor.train import Order
+from placer.executor.train_step import TrainStep
+from placer.testing import logical_devices
+
+CHUNKS = 4
+
+
+class _Model(nn.Module):
+    """A skip from device to device, running statistics, and several layers a segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU()
+        self.middle, self.tanh = nn.Linear(8, 8), nn.Tanh()
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(self.first(x)))
+        result: Tensor = self.last(self.tanh(self.middle(y)) + y)
+        return result
+
+
+def _batch(size: int = 8) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(size, 4, dtype=torch.float64), torch.randn(size, 2, dtype=torch.float64)
+
+
+def _flow(model: nn.Module, **options: Any) -> DataFlow:
+    flow = DataFlow(model, ["cpu:0", "cpu:1"], **options)
+    for index, name in enumerate(flow.layer_gpus):
+        flow.layer_gpus[name] = index * 2 // len(flow.layer_gpus)
+    flow.update_flow()
+    return flow
+
+
+def _train(schedule: Order, backend: Any, size: int = 8, **options: Any) -> TrainStep:
+    """Two steps, compared with the unsplit model's over the same micro-batches."""
+    torch.manual_seed(0)
+    model = _Model().double()
+    whole = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    inputs, target = _batch(size)
+    flow = _flow(model)
+    for name, value in options.items():
+        setattr(flow, name, value)
+    step = flow.train_step(functional.mse_loss, ours, schedule, compile=backend)
+    losses = [step(inputs, target, chunks=CHUNKS) for _ in range(2)]
+    parts = -(-size // CHUNKS)
+    for loss in losses:
+        theirs.zero_grad()
+        expected = torch.zeros((), dtype=torch.float64)
+        for part, goal in zip(inputs.split(parts), target.split(parts), strict=True):
+            part_loss = functional.mse_loss(whole(part), goal) * (len(part) / size)
+            part_loss.backward()
+            expected += part_loss.detach()
+        theirs.step()
+        torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, atol=1e-10, rtol=1e-10, msg=name)
+    return step
+
+
+@pytest.fixture
+def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trial takes less time than the one before it."""
+    times = iter(range(1000, 0, -1))
+    trial = compiled._trial_ms
+
+    def faster(stage: Any) -> float:
+        trial(stage)
+        return float(next(times))
+
+    monkeypatch.setattr(compiled, "_trial_ms", faster)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("size", [8, 11])
+@pytest.mark.usefixtures("always_faster")
+def test_compiled_segments_train_as_the_unsplit_model(schedule: Order, size: int) -> None:
+    step = _train(schedule, "aot_eager", size)
+    assert step.not_compiled_because == {}
+    assert list(step.compiled) == ["segment 0 of 2 on cpu:0", "segment 1 of 2 on cpu:1"]
+    assert step.compiled["segment 0 of 2 on cpu:0"] == "999 ms forwards and backwards, 1e+03 ms without"
+    assert step.not_compiled_because == {}
+
+
+def test_a_segment_that_gains_nothing_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 2.0] * 2)
+    monkeypatch.setattr(compiled, "_trial_ms", lambda stage: next(times))
+    step = _train("1f1b", "aot_eager")
+    assert step.compiled == {}
+    why = "it is no faster: 2 ms forwards and backwards, 1 ms without"
+    assert set(step.not_compiled_because.values()) == {why}
+
+
+def test_a_compiler_that_fails_leaves_the_segments_as_they_were_and_says_why() -> None:
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        raise NotImplementedError("no such operation")
+
+    step = _train("zero-bubble", backend)
+    assert step.compiled == {}
+    reasons = set(step.not_compiled_because.values())
+    assert len(reasons) == 1 and "no such operation" in reasons.pop()
+
+
+def test_without_being_asked_nothing_is_compiled() -> None:
+    step = _train("1f1b", False)
+    assert step.compiled == {} and step.not_compiled_because == {}
+
+
+def test_what_recomputes_is_not_compiled_and_says_so() -> None:
+    step = _train("1f1b", "aot_eager", recompute=[0, 1])
+    assert set(step.not_compiled_because.values()) == {"it recomputes"}
+
+
+def test_under_logical_devices_segments_run_as_they_are_and_say_so() -> None:
+    with logical_devices(2):
+        flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+        flow.update_flow()
+        step = flow.train_step(functional.mse_loss, compile=True)
+        step(torch.randn(4, 4), torch.randn(4, 2))
+    assert step.not_compiled_because == {"segment 0 of 1 on cpu:0": "logical_devices looks at every operation"}
