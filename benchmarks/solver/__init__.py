@@ -27,7 +27,7 @@ REPEATS = 20
 
 def run() -> list[dict[str, Any]]:
     """Measure every row."""
-    return [*_published_graphs(), *_published_profiles(), *_free_profiles(), *_overhead(), *_large()]
+    return [*_published_graphs(), *_published_profiles(), *_free_profiles(), *_steps(), *_overhead(), *_large()]
 
 
 def _published_graphs() -> Iterator[dict[str, Any]]:
@@ -77,6 +77,38 @@ def _free_profiles() -> Iterator[dict[str, Any]]:
         case = f"pipedream {name}, 8 devices, training, free"
         yield record.row(case, "bottleneck", "ms", placement.objective_value)
         yield record.row(case, "gap", "%", None if placement.gap is None else 100 * placement.gap, target=5.0)
+
+
+def _steps() -> Iterator[dict[str, Any]]:
+    """Whole batches of 16 micro-batches: schedule and map together, against the best bottleneck's map under 1F1B."""
+    rules = Constraints(contiguous=True)
+    requests = {
+        f"pipedream {name}, 8 devices": pipedream.request(name, 8, constraints=rules, time_limit_s=LIMIT_S)
+        for name in ("gnmt_large", "resnet101")
+    }
+    requests["chain of 50 layers, 8 devices"] = _chain(50, 8).model_copy(update={"constraints": rules})
+    for name, given in requests.items():
+        asked = given.model_copy(
+            update={"objective": "step", "schedule": "auto", "chunks": 16, "time_limit_s": LIMIT_S}
+        )
+        began = perf_counter()
+        placement = solve(asked)
+        time_s = perf_counter() - began
+        case = f"{name}, 16 micro-batches, training"
+        peer = {"smallest bottleneck, then 1F1B": _bottleneck_first(asked)}
+        yield record.row(case, "step", "ms", placement.objective_value, peers=peer)
+        yield record.row(case, "gap", "%", None if placement.gap is None else 100 * placement.gap)
+        yield record.row(case, "input to checked answer", "s", round(time_s, 2))
+
+
+def _bottleneck_first(asked: PlacementRequest) -> float | None:
+    """The step of the map with the smallest bottleneck, under 1F1B."""
+    overlapped = {"objective": "throughput", "schedule": "1f1b", "transfers": "overlapped"}
+    placement = solve(asked.model_copy(update=overlapped))
+    problem = Problem.from_request(asked.model_copy(update={"schedule": "1f1b"}))
+    index = {device.name: number for number, device in enumerate(problem.devices)}
+    result = costs.evaluate(problem, [index[name] for name in placement.layer_devices.values()])
+    return None if result is None else result.objective_value
 
 
 def _proof(case: str, placement: Placement, time_s: float, target_s: float) -> Iterator[dict[str, Any]]:

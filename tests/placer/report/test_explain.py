@@ -19,6 +19,8 @@ from placer.schema import (
     Placement,
     Profile,
     SingleDevice,
+    Step,
+    StepChoice,
 )
 
 GIB = 1024**3
@@ -116,6 +118,32 @@ def test_the_memory_objective_is_in_bytes() -> None:
     text = explain(placement(objective="memory", objective_value=2 * GIB, bound=1.5 * GIB, speedup=None))
     assert "largest memory use 2.0 GiB" in text
     assert "1.5 GiB" in row(text, "bound ")
+
+
+def test_a_whole_batch_is_shown_with_the_best_that_was_not_chosen() -> None:
+    def choice(chunks: int, value: float | None) -> StepChoice:
+        return StepChoice(
+            batch_size=64 // chunks, chunks=chunks, schedule="1f1b", contiguous=True, objective_value=value
+        )
+
+    step = Step(
+        batch_size=64,
+        samples_per_s=4571.4,
+        bubble=0.25,
+        choices=(
+            choice(4, 14.0),
+            choice(8, 15.5),
+            choice(16, 20.0),
+            choice(32, 30.0),
+            choice(64, 40.0),
+            choice(2, None),
+        ),
+    )
+    text = explain(placement(objective="step", chunks=4, schedule="1f1b", step=step))
+    assert "a whole batch 14.00 ms" in row(text, "objective ")
+    assert "64 samples: 4 micro-batches of 16, 1f1b, 4571 samples/s, devices idle 25%" in row(text, "batch       ")
+    others = [line for line in text.splitlines() if "instead " in line]
+    assert len(others) == 3 and "8 micro-batches of 8, 1f1b: 15.50 ms" in others[0]
 
 
 @pytest.mark.parametrize("shown", ["layer 'head' needs 9.2 GiB", "short of    1.2 GiB", "cuda:0, cuda:1", "head"])
