@@ -27,7 +27,7 @@ _ENOUGH_S = 0.5
 """A layer that has taken so long on a CPU is not timed again: its noise is small beside it."""
 
 _LAUNCHES = 3
-_WARM_S = 0.03
+_WARM_S = 0.1
 """How long a device works on a layer before it is timed, so that its clocks are those of work."""
 
 _MOST_WARM_UPS = 200

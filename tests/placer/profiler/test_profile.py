@@ -314,6 +314,14 @@ def test_under_autocast_values_have_the_size_that_they_then_have() -> None:
     assert half.layers[1].saved_bytes == full.layers[1].saved_bytes + 2 * 256
 
 
+def test_of_a_compiled_module_the_layers_inside_are_measured_as_they_will_run() -> None:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(8, 4))  # type: ignore[arg-type]
+    found = _profile(model, torch.randn(2, 8), granularity="fine")
+    assert found.captured
+    assert [layer.module for layer in found.layers] == ["Linear", "ReLU", "Linear"]
+
+
 def test_layouts_are_measured_as_the_user_has_them() -> None:
     layouts = []
 
