@@ -1,0 +1,187 @@
+"""Finds accesses to one tensor that nothing keeps in order, as on devices whose queues of work run at their own pace.
+
+    with watched(monkeypatch) as races:      # lanes become queues with vector clocks, copies and passes are noted
+        ... a stream on stand-ins ...
+    assert races.found == []
+
+Two accesses of which one writes must have an order: the later one's queue waited, directly or by way of others, for a
+mark behind the earlier one. What the host issues first is not first on the devices.
+
+Source: happens-before by vector clocks, Fidge 1988, Mattern 1989.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.devices import lanes, moving
+from placer.executor import inference, stream
+
+Clock = dict[Hashable, int]
+Site = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    clock: Clock
+
+
+class _Access(NamedTuple):
+    queue: Hashable
+    number: int
+    writes: bool
+    what: str
+
+
+class Races:
+    """Queues with their clocks, and what was accessed.
+
+    Args:
+        deaf: a place in the code whose waits are not heard, to see that they are needed.
+
+    Attributes:
+        found: accesses without an order, in words.
+        sites: the places in the code that waited for a mark.
+    """
+
+    def __init__(self, deaf: Site | None = None) -> None:
+        self.found: list[str] = []
+        self.sites: set[Site] = set()
+        self.active: list[_Lane] = []
+        self._deaf = deaf
+        self._numbers = count(1)
+        self._clocks: dict[Hashable, Clock] = {}
+        self._host: Clock = {}
+        self._accesses: dict[Hashable, list[_Access]] = {}
+        self._names: dict[int, Hashable] = {}
+        self._kept: list[Tensor] = []  # so that no storage comes twice
+
+    def clock(self, queue: Hashable) -> Clock:
+        """What a queue knows to be over when it comes to what is issued next."""
+        return self._clocks.setdefault(queue, {})
+
+    def wait(self, queue: Hashable, mark: _Mark, site: Site) -> None:
+        """A queue waits for a mark."""
+        self.sites.add(site)
+        if site != self._deaf:
+            _join(self.clock(queue), mark.clock)
+
+    def synchronise(self, device: torch.device) -> None:
+        """The host waits for a device: all that it issues from now on comes later."""
+        for queue, clock in self._clocks.items():
+            if queue[1] == device:  # type: ignore[index]
+                _join(self._host, clock)
+
+    def name(self, tensor: Tensor, key: Hashable) -> None:
+        """On a GPU a recording writes to the same memory each time: give the tensor the name of that."""
+        self._kept.append(tensor)
+        self._names[tensor.untyped_storage()._cdata] = key
+
+    def run(self, queues: Iterable[Hashable], reads: Iterable[Any], writes: Iterable[Any], what: str) -> None:
+        """Work in one queue, or in two that meet for it."""
+        queues = list(dict.fromkeys(queues))
+        clock: Clock = dict(self._host)
+        for queue in queues:
+            _join(clock, self.clock(queue))
+        number = next(self._numbers)
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                if isinstance(tensor, Tensor):
+                    self._access(self._key(tensor), _Access(queues[0], number, is_write, what), clock)
+        clock[queues[0]] = number
+        for queue in queues:
+            self._clocks[queue] = dict(clock)
+
+    def _key(self, tensor: Tensor) -> Hashable:
+        self._kept.append(tensor)
+        storage = tensor.untyped_storage()._cdata
+        return self._names.get(storage, storage)
+
+    def _access(self, key: Hashable, access: _Access, clock: Clock) -> None:
+        for before in self._accesses.setdefault(key, []):
+            if (before.writes or access.writes) and clock.get(before.queue, 0) < before.number != access.number:
+                self.found.append(f"{before.what} and {access.what}")
+        self._accesses[key].append(access)
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for queue, number in other.items():
+        clock[queue] = max(number, clock.get(queue, 0))
+
+
+class _Lane:
+    """Stands in for a ``devices.Lane``."""
+
+    races: Races
+    _ids = count()
+
+    def __init__(self, device: torch.device, caller: bool = False) -> None:
+        self.device = device
+        self.queue: Hashable = ("caller" if caller else next(self._ids), device)
+
+    def __enter__(self) -> _Lane:
+        self.races.active.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.races.active.pop()
+
+    def wait(self, *marks: Any) -> None:
+        frame = sys._getframe(1)
+        for mark in marks:
+            if mark is not None:
+                self.races.wait(self.queue, mark, (frame.f_code.co_name, frame.f_lineno))
+
+    def mark(self, timed: bool = False) -> _Mark:
+        return _Mark(dict(self.races.clock(self.queue)))
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterator[Races]:
+    """Note what streams do inside."""
+    races = Races(deaf)
+    write, compute, empty_like = moving.write, inference.Stage._compute, torch.empty_like
+    shared: dict[torch.device, _Lane] = {}
+
+    def noted_write(source: Tensor, target: Tensor, here: torch.device, there: torch.device) -> None:
+        what = f"a copy from {here} to {there}"
+        races.run([lane.queue for lane in races.active], [source], [target], what)
+        write(source, target, here, there)
+
+    def noted_compute(self: inference.Stage, slot: inference.Slot) -> None:
+        compute(self, slot)
+        given = {tensor.untyped_storage()._cdata for tensor in slot.inputs.values() if isinstance(tensor, Tensor)}
+        made = {name: tensor for name, tensor in slot.outputs.items() if isinstance(tensor, Tensor)}
+        own = {name: tensor for name, tensor in made.items() if tensor.untyped_storage()._cdata not in given}
+        for name, tensor in own.items():
+            races.name(tensor, (id(slot), name))
+        state = [tensor for step in self.segment.steps for tensor in step.state]
+        queues = [lane.queue for lane in races.active]
+        races.run(queues, [*slot.inputs.values(), *state], own.values(), f"a pass on {self.device}")
+
+    def noted_empty_like(tensor: Tensor, **options: Any) -> Tensor:
+        made = empty_like(tensor, **options)
+        if (place := options.get("device")) is not None:  # the memory may be what the caller used a moment ago
+            races.run([("caller", place)], [], [made], f"the caller's earlier work on {place}")
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Lane, "races", races, raising=False)
+        for module in (lanes, inference, stream):
+            patch.setattr(module, "Lane", _Lane)
+        patch.setattr(devices, "shared_lane", lambda device: shared.setdefault(device, _Lane(device)))
+        patch.setattr(devices, "synchronise", races.synchronise)
+        patch.setattr(moving, "write", noted_write)
+        patch.setattr(inference.Stage, "_compute", noted_compute)
+        patch.setattr(torch, "empty_like", noted_empty_like)
+        yield races
