@@ -92,7 +92,9 @@ def test_a_case_alone_gives_rows_of_ours_and_of_every_peer():
     rows = {row["measure"]: row for row in found if "tiny: GPT" in row["case"]}
     step = rows["training step"]
     assert step["value"] > 0
-    assert {"torch.distributed 1F1B", "tutorial's split"} <= set(step["peers"])
+    by_processes = {f"torch.distributed {schedule}" for schedule in ("1F1B", "interleaved", "zero-bubble")}
+    assert by_processes | {"tutorial's split"} <= set(step["peers"])
+    assert rows["training step by placer.distributed, a process for each device"]["value"] > 0
     assert rows["loss, largest difference to the unsplit model"]["value"] < 1e-4
     assert all(row["target"] is None for row in found)
 
