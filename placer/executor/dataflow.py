@@ -28,7 +28,7 @@ from placer.executor.measure import measure_step, measure_stream
 from placer.executor.pipeline import join, run, scatter
 from placer.executor.program import Capture, Program
 from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
-from placer.executor.statistics import BatchStatistics
+from placer.executor.statistics import BatchStatistics, refuse_uncaptured
 from placer.executor.stream import Streams
 from placer.executor.train import Loss, Order
 from placer.executor.train_step import TrainStep
@@ -330,6 +330,8 @@ class DataFlow(nn.Module):
                 f"enable_clone needs a model that can be captured, and this one cannot: {self.not_captured_because}; "
                 "make the flow without enable_clone"
             )
+        if self.deferred_batch_norm and self.module.training and len(parts) > 1:
+            refuse_uncaptured(self.module, self.not_captured_because)
         try:
             results, structure = self._hooks.run(self._assignment, parts, inputs, self.output_device)
         except Exception:

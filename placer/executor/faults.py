@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer.errors import PlacerError, StageError
 
@@ -25,7 +25,7 @@ class Place:
         micro_batch: its number, from 0.
         phase: which pass.
         segment: its number in the pipeline, from 0.
-        segments: how many there are.
+        segments: how many there are; 0 where the model runs through hooks.
         device: of the segment.
         layer: the one that ran; None where it is not known.
         unit: what is numbered: in a stream, whole batches are.
@@ -41,7 +41,8 @@ class Place:
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f", layer {self.layer!r}"
-        return f"the {self.phase} pass of segment {self.segment} of {self.segments} on {self.device}{layer}"
+        segment = f"of segment {self.segment} of {self.segments} " if self.segments else ""
+        return f"the {self.phase} pass {segment}on {self.device}{layer}"
 
 
 class Trail:
@@ -90,3 +91,13 @@ def explain(error: BaseException, place: Place) -> BaseException:
         help = "; place fewer layers there, or cut the batch into more micro-batches"
     text = f"{place.unit} {place.micro_batch} failed in {place}: {type(error).__name__}: {error}{help}"
     return kind(text, str(place.device), place.layer, place.micro_batch)
+
+
+def failed_module(error: BaseException, root: nn.Module) -> str | None:
+    """The path of the innermost module of a model in whose code an error was raised; None where it was in none."""
+    names = {id(module): name for name, module in root.named_modules() if name}
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found

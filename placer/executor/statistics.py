@@ -18,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from placer import devices
+from placer.errors import InputError
 
 Site = tuple[int, int, int]
 """One call of a layer in the graph: its segment, the buffer that it changes, and how many calls went before."""
@@ -106,6 +107,20 @@ class BatchStatistics:
         with torch.no_grad():
             sums.add(x.numel() // x.shape[1])
         return result
+
+
+def refuse_uncaptured(module: nn.Module, why: str) -> None:
+    """Raise an InputError if a model that runs through hooks has batch normalisations: they cannot be gathered there.
+
+    Args:
+        module: the model.
+        why: why it was not captured.
+    """
+    if any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules()):
+        raise InputError(
+            f"deferred_batch_norm needs a model that can be captured, and this one cannot: {why}; "
+            "make the flow without deferred_batch_norm, or call it with chunks=1"
+        )
 
 
 def _commit(group: Sequence[_Sums], momentum: float) -> None:

@@ -12,8 +12,11 @@ from placer.errors import InputError
 from placer.executor import autocast
 from placer.executor.assignment import Assignment
 from placer.executor.compiled import Backend
+from placer.executor.faults import Place, explain, failed_module
+from placer.executor.kept import Kept
 from placer.executor.pipeline import cut, micro_batch_sizes
 from placer.executor.program import Capture
+from placer.executor.statistics import refuse_uncaptured
 from placer.executor.train import SCHEDULES, Loss, Order, Recipe, TrainingPipeline
 from placer.executor.update import Update
 from placer.graph.export import batch_size
@@ -29,6 +32,10 @@ class Flow(Protocol):
     enable_clone: bool
     deferred_batch_norm: bool
     output_device: torch.device
+
+    @property
+    def not_captured_because(self) -> str:
+        """Why the model runs through hooks; empty where it does not."""
 
     @property
     def assignment(self) -> Assignment | None:
@@ -204,21 +211,39 @@ class TrainStep:
         keep: bool,
     ) -> Tensor:
         """A model that could not be captured: micro-batches one after another."""
+        module, place = self.flow.module, self.flow.output_device
+        if self.flow.deferred_batch_norm and len(sizes) > 1:
+            refuse_uncaptured(module, self.flow.not_captured_because)
+        kept = Kept(module.buffers())
+        kept.save()
         if not keep:
-            for parameter in self.flow.module.parameters():
-                parameter.grad = None
-        losses = []
-        for part, goal, size in zip(cut(tensors, sizes), cut(goals, sizes), sizes, strict=True):
-            args, kwargs = inputs.unflatten(part)
-            output = self.flow(*args, chunks=1, **kwargs)
-            place = self.flow.output_device
-            there = [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in goal]
-            loss = self.loss_fn(output, target.unflatten(there)) * (size / sum(sizes))
-            scale = self.update.scale(devices.location(loss))
-            with autocast.off(place):
-                loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
+            module.zero_grad()
+        losses: list[Tensor] = []
+        try:
+            for part, goal, size in zip(cut(tensors, sizes), cut(goals, sizes), sizes, strict=True):
+                args, kwargs = inputs.unflatten(part)
+                output = self.flow(*args, chunks=1, **kwargs)
+                there = [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in goal]
+                loss = self.loss_fn(output, target.unflatten(there)) * (size / sum(sizes))
+                scale = self.update.scale(devices.location(loss))
+                with autocast.off(place):
+                    loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+        except BaseException as error:
+            kept.restore()
+            module.zero_grad()
+            found = explain(error, self._place(error, len(losses)))
+            if found is error:
+                raise
+            raise found from error
         return torch.stack(losses).sum()
+
+    def _place(self, error: BaseException, micro_batch: int) -> Place:
+        """Where a micro-batch failed on its way through hooks."""
+        layer = failed_module(error, self.flow.module)
+        assignment = self.flow.assignment
+        device = assignment.of_path(layer) if assignment is not None and layer else None
+        return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
 
 
 def _refuse_other_sizes(targets: list[Any], size: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
+from placer.errors import InputError
 from placer.executor.train import Order
 from placer.testing import logical_devices
 
@@ -154,3 +155,28 @@ def test_a_model_that_is_deferred_can_be_evaluated_in_between() -> None:
     whole.train()
     whole(_rows(2)[0])
     _same_buffers(model, whole)
+
+
+class _Branching(nn.Module):
+    """A branch on a tensor's value: it runs through hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        result: Tensor = self.last(x if x.sum() > 1e9 else -x)
+        return result
+
+
+def test_deferral_of_a_model_that_runs_through_hooks_is_refused() -> None:
+    model = _Branching().double()
+    flow = _flow(model, deferred_batch_norm=True)
+    with pytest.raises(InputError, match="deferred_batch_norm needs a model that can be captured"):
+        flow(_rows(0)[0], chunks=2)
+    step = flow.train_step(functional.mse_loss)
+    with pytest.raises(InputError, match="deferred_batch_norm needs a model that can be captured"):
+        step(*_rows(0), chunks=2)
+    assert step(*_rows(0), chunks=1).isfinite()
+    assert model.norm.num_batches_tracked == 1

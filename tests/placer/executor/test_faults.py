@@ -193,3 +193,46 @@ def test_a_call_that_fails_names_segment_layer_and_micro_batch_too(chunks: int) 
             flow(inputs, chunks=chunks)
         faults.reset()
         torch.testing.assert_close(flow(inputs, chunks=chunks).detach().cpu(), expected.detach())
+
+
+class _Branching(nn.Module):
+    """A branch on a tensor's value: it runs through hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = (
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4),
+            nn.Sequential(nn.Hardtanh(), nn.Linear(4, 2)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.one(x))
+        result: Tensor = self.two(x if x.sum() > 1e9 else -x)
+        return result
+
+
+@pytest.mark.parametrize(("phase", "place"), [("forward", "on cpu:1, layer 'two.0'"), ("backward", "on cpu:0")])
+def test_a_model_that_runs_through_hooks_is_left_as_it_was_too(phase: str, place: str) -> None:
+    torch.manual_seed(0)
+    model = _Branching().double()
+    whole = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    with logical_devices(2), Faults() as faults:
+        flow = DataFlow(model)
+        flow.layer_gpus["two"] = 1
+        flow.update_flow()
+        step = flow.train_step(functional.mse_loss, ours)
+        step(*_batch(), chunks=CHUNKS)
+        assert flow.not_captured_because
+        _unsplit_step(whole, theirs)
+        faults.reset()
+        faults.at[phase, 2] = lambda: ValueError("a fault")
+        with pytest.raises(StageError, match=f"micro-batch 2 failed in the training pass {place}: ValueError: a fault"):
+            step(*_batch(), chunks=CHUNKS)
+        _same(model, whole)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        faults.reset()
+        step(*_batch(), chunks=CHUNKS)
+    _unsplit_step(whole, theirs)
+    _same(model, whole)
