@@ -182,7 +182,7 @@ def _solve(request: PlacementRequest, server: str | None) -> Placement:
 
 def _found(placement: Placement, time_limit_s: float) -> Placement:
     if placement.status == "infeasible":
-        reason = placement.infeasible.reason if placement.infeasible else "no placement meets the requirements"
+        reason = placement.infeasible.text if placement.infeasible else "no placement meets the requirements"
         raise InfeasibleError(reason)
     if not placement.layer_devices:
         raise SolveLimitError(f"no placement was found within {time_limit_s:g} s; allow more with time_limit_s")

@@ -23,6 +23,7 @@ _MEASURES = {
     "memory": "largest memory use",
 }
 MOST_OTHERS = 3
+MOST_REQUIREMENTS = 8
 _STATUSES = {
     "optimal": "proven",
     "feasible": "the best found in time",
@@ -204,6 +205,10 @@ def _infeasible(why: Infeasibility) -> list[str]:
         lines.append(f"devices     {', '.join(why.devices)}")
     if why.short_bytes:
         lines.append(f"short of    {bytes_text(why.short_bytes)}")
+    for number, words in enumerate(why.requirements[:MOST_REQUIREMENTS]):
+        lines.append(f"{'' if number else 'together':<11} {words}")
+    if len(why.requirements) > MOST_REQUIREMENTS:
+        lines.append(f"            and {len(why.requirements) - MOST_REQUIREMENTS} more cannot hold together")
     return lines
 
 

@@ -118,12 +118,23 @@ class Infeasibility(Wire):
         layers: the layers concerned.
         devices: the devices concerned.
         short_bytes: the bytes missing, where memory is the reason.
+        requirements: in words, a smallest group of requirements that cannot hold together: without any one of them, the
+            others of the group can. Empty where it was not found in time.
     """
 
     reason: str
     layers: tuple[Name, ...] = ()
     devices: tuple[Name, ...] = ()
     short_bytes: Bytes = 0
+    requirements: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The reason, and the first few of the requirements where it does not name them."""
+        if not self.requirements or self.requirements[0] in self.reason:
+            return self.reason
+        more = f" and {len(self.requirements) - 6} more" if len(self.requirements) > 6 else ""
+        return f"{self.reason}; cannot hold together: {'; '.join(self.requirements[:6])}{more}"
 
 
 class Help(Wire):

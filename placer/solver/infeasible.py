@@ -1,17 +1,18 @@
-"""Why there is no placement, in words: which rules contradict, which layer does not fit where, how many bytes lack."""
+"""Why there is no placement, in words: which layer does not fit where, and how many bytes lack."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from placer.schema import Infeasibility, Link
+from placer.schema import Infeasibility
 from placer.solver import costs, memory, memory_rules
 from placer.solver.cpsat import Answer, Limits
 from placer.solver.model import PlacementModel
 from placer.solver.problem import Problem
-from placer.solver.reduce import Reduction, reduced
+from placer.solver.reduce import Reduction
+from placer.solver.words import listed, readable
 
 
 def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
@@ -39,10 +40,10 @@ def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
             names = _names(problem, layers)
             ways = {problem.layers[layer].name: _device_names(problem, problem.allowed[layer]) for layer in layers}
             bound = {name: devices for name, devices in ways.items() if len(devices) < len(problem.devices)}
-            each = "; ".join(f"{name!r} only on {_listed(devices)}" for name, devices in list(bound.items())[:6])
+            each = "; ".join(f"{name!r} only on {listed(devices)}" for name, devices in list(bound.items())[:6])
             why = "colocated" if _one_group(problem, layers) else "kept together by colocation and contiguity"
             return Infeasibility(
-                reason=f"layers {_listed(names)} are {why}, but share no device: {each}",
+                reason=f"layers {listed(names)} are {why}, but share no device: {each}",
                 layers=names,
                 devices=tuple(sorted({device for devices in bound.values() for device in devices})),
             )
@@ -63,7 +64,7 @@ def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
         if len(layers) > most:
             names = _names(problem, layers)
             return Infeasibility(
-                reason=f"max_layers = {most}: layers {_listed(names)} must share a device, {len(names)} in all",
+                reason=f"max_layers = {most}: layers {listed(names)} must share a device, {len(names)} in all",
                 layers=names,
             )
     if most * problem.most_devices < len(problem.layers):
@@ -90,9 +91,7 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
         if min(short.values()) > 0:
             nearest = min(short, key=lambda device: (short[device], device))
             names, device = _names(problem, layers), problem.devices[nearest]
-            subject = (
-                f"layer {names[0]!r} needs" if len(names) == 1 else f"layers {_listed(names)}, kept together, need"
-            )
+            subject = f"layer {names[0]!r} needs" if len(names) == 1 else f"layers {listed(names)}, kept together, need"
             choice = "the largest limit" if len(short) == len(problem.devices) else "the largest limit allowed for it"
             return Infeasibility(
                 reason=f"{subject} {readable(need)}; {choice} is {readable(device.usable_bytes)} "
@@ -129,7 +128,7 @@ def _too_large_together(problem: Problem) -> Infeasibility | None:
         return None
     devices = _device_names(problem, able)
     return Infeasibility(
-        reason=f"the layers need at least {readable(need)} in all; {_listed(devices)} may use {readable(there)} "
+        reason=f"the layers need at least {readable(need)} in all; {listed(devices)} may use {readable(there)} "
         f"together: {readable(need - there)} short",
         devices=devices,
         short_bytes=need - there,
@@ -151,14 +150,9 @@ class Searcher:
 
 
 def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:
-    """A reason found by lifting requirements: first memory, then each of the others."""
-    return (
-        _short_of_memory(problem, nodes, search)
-        or _one_rule_too_many(problem, search)
-        or Infeasibility(
-            reason="the pins, forbidden devices, colocated layers, links and contiguity contradict each other"
-        )
-    )
+    """How near to its memory limits a placement can be, or that the other requirements contradict each other."""
+    contradiction = "the pins, forbidden devices, colocated layers, links, numbers and contiguity contradict each other"
+    return _short_of_memory(problem, nodes, search) or Infeasibility(reason=contradiction)
 
 
 def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility | None:
@@ -189,38 +183,6 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
     )
 
 
-def _one_rule_too_many(problem: Problem, search: Searcher) -> Infeasibility | None:
-    """The one requirement, memory aside, without which there is a placement."""
-    free = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
-    count = len(problem.devices)
-    everywhere = (frozenset(range(count)),) * len(problem.layers)
-    lifted = {
-        "contiguity: values would go round between devices": replace(problem, contiguous=False),
-        f"max_devices = {problem.request.constraints.max_devices}": replace(
-            problem, most_devices=min(count, len(problem.layers))
-        ),
-        "missing links: values cannot pass between some devices": replace(problem, links=((free,) * count,) * count),
-        "pinned layers and forbidden devices": replace(problem, allowed=everywhere, groups=()),
-    }
-    for rule, easier in lifted.items():
-        nodes = reduced(easier)
-        if all(nodes.allowed):
-            answer = search(PlacementModel(easier, nodes, limited=False))
-            if answer.devices is not None:
-                return Infeasibility(reason=f"no placement meets every requirement; what stands in the way is {rule}")
-    return None
-
-
-def readable(size_bytes: int) -> str:
-    """Bytes for people: ``9.2 GiB``."""
-    size = float(size_bytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 def _names(problem: Problem, layers: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(problem.layers[layer].name for layer in layers)
 
@@ -228,9 +190,3 @@ def _names(problem: Problem, layers: tuple[int, ...]) -> tuple[str, ...]:
 def _device_names(problem: Problem, devices: object) -> tuple[str, ...]:
     assert isinstance(devices, (list, frozenset, dict))
     return tuple(problem.devices[device].name for device in sorted(devices))
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    """Names for people: the first few, and how many more."""
-    shown = ", ".join(repr(name) for name in names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

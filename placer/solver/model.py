@@ -50,6 +50,7 @@ class PlacementModel:
         upper: the objective of a placement that is known; only placements at least as good are searched.
         limited: whether memory limits hold.
         relaxed: with it, limits may be passed, and the objective is the largest excess in bytes.
+        any_will_do: with it, there is no objective.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class PlacementModel:
         upper: float | None = None,
         limited: bool = True,
         relaxed: bool = False,
+        any_will_do: bool = False,
     ) -> None:
         self.problem, self.nodes = problem, nodes
         self.limited, self.relaxed = limited, relaxed
-        self.objective = "excess" if relaxed else problem.request.objective
+        self.objective = "excess" if relaxed else "none" if any_will_do else problem.request.objective
         self.cp = cp_model.CpModel()
         self.devices = range(len(problem.devices))
         self.stages = range(problem.most_devices)
@@ -277,7 +279,8 @@ class PlacementModel:
         return rules.load_parts(self)
 
     def _set_goal(self) -> None:
-        self.cp.minimize(self.makespan)
+        if self.objective != "none":
+            self.cp.minimize(self.makespan)
 
     # Search
 

@@ -20,7 +20,7 @@ from math import inf
 from time import monotonic
 
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
-from placer.solver import answer, bounds, costs, limits, local, stages, starts, ties
+from placer.solver import answer, bounds, conflict, costs, limits, local, stages, starts, ties
 from placer.solver.check import check
 from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits
@@ -49,6 +49,9 @@ CLIMB_SHARE = 0.4
 
 LOCAL_SHARE = 0.4
 """How much of the time may be over when local search ends."""
+
+CONFLICT_SHARE = 0.2
+"""How much of the time may be spent on why there is no placement, when that is known."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,29 @@ def solve(
         placement = _step_search(request, progress, stop).answer()
     else:
         placement = Search(Problem.from_request(request), progress, stop).answer()
+    if placement.infeasible is not None and request.objective != "step":
+        why = _conflict(request, placement.infeasible, stop)
+        placement = placement.model_copy(update={"infeasible": why})
     if request.explain and request.objective != "memory" and placement.layer_devices:
         left_s = request.time_limit_s - (monotonic() - began)
         found = limits.limits_of(request, placement, partial(solve, stop=stop), left_s)
         placement = placement.model_copy(update={"limits": found})
     check(request, placement)
     return placement
+
+
+def _conflict(request: PlacementRequest, reason: Infeasibility, stop: threading.Event | None) -> Infeasibility:
+    """The reason, with the smallest group of requirements that cannot hold together where there is time to find it."""
+    until = monotonic() + CONFLICT_SHARE * request.time_limit_s
+
+    def left_s() -> float:
+        return until - monotonic()
+
+    def over() -> bool:
+        return left_s() <= 0 or (stop is not None and stop.is_set())
+
+    search = Searcher(left_s, request.workers, request.seed, stop)
+    return conflict.explained(Problem.from_request(request), reason, search, over)
 
 
 def _step_search(request: PlacementRequest, progress: Progress | None, stop: threading.Event | None) -> StepSearch:

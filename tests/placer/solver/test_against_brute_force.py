@@ -4,7 +4,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from placer.solver.solve import solve
+from placer.solver.check import check
+from placer.solver.problem import Problem
+from placer.solver.solve import Search
 
 SETTINGS = settings(
     max_examples=1400,
@@ -19,7 +21,8 @@ SETTINGS = settings(
 @given(data=st.data())
 def test_no_assignment_is_better_and_the_bound_holds(objective, data, strategies, brute_force):
     request = data.draw(strategies.requests(objectives=(objective,)))
-    placement = solve(request)
+    placement = Search(Problem.from_request(request)).answer()
+    check(request, placement)
     best = brute_force(request, placement.contiguous)
     if best is None:
         assert placement.status == "infeasible"

@@ -3,8 +3,8 @@
 import pytest
 
 from placer.schema import Constraints
-from placer.solver.infeasible import readable
 from placer.solver.solve import solve
+from placer.solver.words import readable
 
 
 def reason(request):
@@ -72,7 +72,8 @@ def test_pins_to_devices_without_a_link_name_the_links(chain):
     request = chain([1, 1], constraints=Constraints(pinned={"l0": "d0", "l1": "d1"}))
     cut = request.profile.cluster.model_copy(update={"links": ()})
     why = reason(request.model_copy(update={"profile": request.profile.model_copy(update={"cluster": cut})}))
-    assert "missing links" in why.reason
+    assert why.requirements[:2] == ("layer 'l0' is pinned to 'd0'", "layer 'l1' is pinned to 'd1'")
+    assert "some are missing" in why.requirements[2] and len(why.requirements) == 3
 
 
 def test_pins_to_more_devices_than_allowed_name_the_number(chain):
@@ -86,3 +87,10 @@ def test_pins_to_more_devices_than_allowed_name_the_number(chain):
 )
 def test_bytes_are_given_in_binary_units(size, text):
     assert readable(size) == text
+
+
+def test_the_text_of_a_reason_names_the_requirements_that_it_does_not_name_itself(chain):
+    why = reason(chain([1, 1, 1], param_bytes=[10, 2048, 10], memory_bytes=1024))
+    assert why.text == f"{why.reason}; cannot hold together: 'd0' holds at most 1.0 KiB; 'd1' holds at most 1.0 KiB"
+    why = reason(chain([1, 1], constraints=Constraints(pinned={"l0": "d0", "l1": "d1"}, max_devices=1)))
+    assert why.text == why.reason

@@ -1,0 +1,232 @@
+"""The smallest group of requirements that cannot hold together, in words.
+
+Of a set of requirements it can be tried whether some placement meets them all. What a placement leaves unmet is a
+correction: every group that cannot hold has one of its requirements in it. So a smallest set that has one of every
+correction known is looked for; if no placement meets it, it is the group, else what meets it gives another correction.
+
+    corrections {a, c} {b, c}  ->  {c} is tried: a placement meets it, without d  ->  {a, c} {b, c} {d}  ->  {c, d} ...
+
+Source: Ignatiev et al., "Smallest MUS extraction with minimal hitting set dualization", CP 2015.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ortools.sat.python import cp_model
+
+from placer.schema import Infeasibility, Link
+from placer.solver import costs, memory_rules
+from placer.solver.components import closed_groups
+from placer.solver.cpsat import Answer
+from placer.solver.model import PlacementModel, worth_building
+from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
+from placer.solver.words import listed, readable
+
+AMPLE_BYTES = 2**60
+FREE = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
+
+Numbers = frozenset[int]
+Search = Callable[[PlacementModel], Answer]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One thing that is asked of a placement.
+
+    Attributes:
+        words: it, for people.
+        kind: ``pin``, ``ban``, ``group``, ``limit``, ``contiguous``, ``most``, ``least``, ``layers`` or ``links``.
+        layers: the layers that it is about.
+        device: the device that it is about; -1 for none.
+    """
+
+    words: str
+    kind: str
+    layers: tuple[int, ...] = ()
+    device: int = -1
+
+
+def explained(problem: Problem, reason: Infeasibility, search: Search, over: Callable[[], bool]) -> Infeasibility:
+    """The reason with the group of requirements that cannot hold together, as far as time allows.
+
+    Args:
+        problem: what is asked, and cannot be.
+        reason: why, as far as it is known.
+        search: looks for a placement.
+        over: whether the time is over.
+    """
+    group = Conflict(problem, search, over).smallest()
+    if not group:
+        return reason
+    words = tuple(requirement.words for requirement in group)
+    if not reason.layers and not reason.short_bytes:  # nothing is known but that they contradict each other
+        return reason.model_copy(update={"reason": f"cannot hold together: {'; '.join(words)}", "requirements": words})
+    return reason.model_copy(update={"requirements": words})
+
+
+def requirements(problem: Problem) -> list[Requirement]:
+    """All that is asked of a placement, but what every placement meets."""
+    return [*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)]
+
+
+def _of_layers(problem: Problem) -> Iterator[Requirement]:
+    rules = problem.request.constraints
+    layer_of = {layer.name: index for index, layer in enumerate(problem.layers)}
+    device_of = {device.name: index for index, device in enumerate(problem.devices)}
+    for name, device in rules.pinned.items():
+        yield Requirement(f"layer {name!r} is pinned to {device!r}", "pin", (layer_of[name],), device_of[device])
+    for name, banned in rules.forbidden.items():
+        layers = tuple(layer_of.values()) if name == "*" else (layer_of[name],)
+        subject = "every layer" if name == "*" else f"layer {name!r}"
+        for device in dict.fromkeys(banned):
+            yield Requirement(f"{subject} is forbidden on {device!r}", "ban", layers, device_of[device])
+    for group in (*problem.request.profile.colocated, *rules.colocated):
+        if len(set(group)) > 1:
+            layers = tuple(sorted({layer_of[name] for name in group}))
+            yield Requirement(f"layers {listed(tuple(group))} are colocated", "group", layers)
+
+
+def _of_numbers(problem: Problem) -> Iterator[Requirement]:
+    if problem.contiguous:
+        yield Requirement("stages are contiguous: values never come back to a device", "contiguous")
+    if problem.most_devices < min(len(problem.devices), len(problem.layers)):
+        yield Requirement(f"max_devices = {problem.most_devices}", "most")
+    if problem.least_devices > 1:
+        yield Requirement(f"min_devices = {problem.least_devices}", "least")
+    if problem.most_layers is not None:
+        yield Requirement(f"max_layers = {problem.most_layers}", "layers")
+
+
+def _of_devices(problem: Problem) -> Iterator[Requirement]:
+    count = range(len(problem.devices))
+    if any(problem.links[a][b] is None for a in count for b in count if a != b):
+        yield Requirement("values pass only where there is a link: some are missing", "links")
+    most = memory_rules.use_of_all(problem)
+    for index, device in enumerate(problem.devices):
+        if device.usable_bytes < most:
+            yield Requirement(f"{device.name!r} holds at most {readable(device.usable_bytes)}", "limit", (), index)
+
+
+class Conflict:
+    """The requirements of a problem that cannot be met.
+
+    Args:
+        problem: what is asked.
+        search: looks for a placement.
+        over: whether the time is over.
+    """
+
+    def __init__(self, problem: Problem, search: Search, over: Callable[[], bool]) -> None:
+        self._problem, self._search, self._over = problem, search, over
+        self.all = requirements(problem)
+        self._corrections: list[Numbers] = []
+
+    def smallest(self) -> list[Requirement]:
+        """The smallest group, of those the first; nothing if the time does not suffice."""
+        while not self._over():
+            group = _hitting_set(len(self.all), self._corrections)
+            met = self._met_with(group)
+            if met is None:
+                return []
+            if not met >= group:
+                return [self.all[number] for number in sorted(group)]
+            self._corrections.append(self._everyone - self._grown(met))
+        return []
+
+    @property
+    def _everyone(self) -> Numbers:
+        return frozenset(range(len(self.all)))
+
+    def _grown(self, met: Numbers) -> Numbers:
+        """As many requirements as one placement can be found to meet, with these among them."""
+        for number in sorted(self._everyone - met):
+            more = self._met_with(met | {number}) if number not in met and not self._over() else None
+            met = more if more is not None and more > met else met
+        return met
+
+    def _met_with(self, numbers: Numbers) -> Numbers | None:
+        """What a placement that meets some requirements meets in all; nothing if there is none, None if not known."""
+        contiguous = [number for number in numbers if self.all[number].kind == "contiguous"]
+        # One that need not be contiguous may be: fewer micro-batches are in flight then.
+        shapes = [True] if contiguous else [True, False] if self._problem.contiguous else [False]
+        known = True
+        for shape in shapes:
+            easier = self._only(numbers, shape)
+            nodes = reduced(easier)
+            if not all(nodes.allowed):
+                continue
+            if not worth_building(easier, nodes):
+                return None
+            answer = self._search(PlacementModel(easier, nodes, any_will_do=True))
+            if answer.devices is not None:
+                return self._met_by(answer.devices, easier)
+            known = known and answer.infeasible
+        return frozenset() if known else None
+
+    def _only(self, numbers: Numbers, contiguous: bool) -> Problem:
+        """The problem with no other requirements than these."""
+        problem, count = self._problem, len(self._problem.devices)
+        asked = [self.all[number] for number in sorted(numbers)]
+        kinds = {requirement.kind for requirement in asked}
+        limited = {requirement.device for requirement in asked if requirement.kind == "limit"}
+        ample = {"memory_bytes": AMPLE_BYTES, "reserve_bytes": 0}
+        return replace(
+            problem,
+            allowed=self._allowed(asked),
+            groups=closed_groups(requirement.layers for requirement in asked if requirement.kind == "group"),
+            contiguous=contiguous,
+            most_devices=problem.most_devices if "most" in kinds else min(count, len(problem.layers)),
+            least_devices=problem.least_devices if "least" in kinds else 1,
+            most_layers=problem.most_layers if "layers" in kinds else None,
+            links=problem.links if "links" in kinds else ((FREE,) * count,) * count,
+            devices=tuple(
+                device if index in limited else device.model_copy(update=ample)
+                for index, device in enumerate(problem.devices)
+            ),
+        )
+
+    def _allowed(self, asked: Sequence[Requirement]) -> tuple[frozenset[int], ...]:
+        allowed = [frozenset(range(len(self._problem.devices)))] * len(self._problem.layers)
+        for requirement in asked:
+            for layer in requirement.layers if requirement.kind in ("pin", "ban") else ():
+                only = frozenset({requirement.device})
+                allowed[layer] = allowed[layer] & only if requirement.kind == "pin" else allowed[layer] - only
+        return tuple(allowed)
+
+    def _met_by(self, devices: Sequence[int], easier: Problem) -> Numbers:
+        """The requirements that an answer to an easier problem meets."""
+        result = costs.evaluate(easier, devices)
+        assert result is not None  # the model refuses missing links and cycles
+        use = [memory.total_bytes for memory in result.memory]
+        layers = Counter(devices).values()
+        problem = self._problem
+        holds: dict[str, Callable[[Requirement], bool]] = {
+            "pin": lambda r: devices[r.layers[0]] == r.device,
+            "ban": lambda r: all(devices[layer] != r.device for layer in r.layers),
+            "group": lambda r: len({devices[layer] for layer in r.layers}) == 1,
+            "contiguous": lambda _: easier.contiguous,
+            "most": lambda _: len(layers) <= problem.most_devices,
+            "least": lambda _: len(layers) >= problem.least_devices,
+            "layers": lambda _: max(layers) <= (problem.most_layers or len(devices)),
+            "links": lambda _: costs.passable(problem, devices),
+            "limit": lambda r: use[r.device] <= problem.devices[r.device].usable_bytes,
+        }
+        return frozenset(number for number, asked in enumerate(self.all) if holds[asked.kind](asked))
+
+
+def _hitting_set(count: int, sets: Sequence[Numbers]) -> Numbers:
+    """A smallest set of numbers that has one of each set; of those the one with the smallest numbers."""
+    model = cp_model.CpModel()
+    chosen = [model.new_bool_var("") for _ in range(count)]
+    for numbers in sets:
+        model.add_bool_or([chosen[number] for number in sorted(numbers)])
+    model.minimize(sum(literal * ((count + 1) * count + number) for number, literal in enumerate(chosen)))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    status = solver.solve(model)
+    assert status == cp_model.OPTIMAL  # no set is empty: then everything would hold together
+    return frozenset(number for number, literal in enumerate(chosen) if solver.value(literal))
