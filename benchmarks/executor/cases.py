@@ -25,6 +25,7 @@ class Training:
         data: one batch: inputs and target.
         loss: of output and target, a mean over samples.
         chunks: the numbers of micro-batches that are tried.
+        granularity: how finely the placement may cut.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Training:
     data: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
     chunks: tuple[int, ...]
+    granularity: str = "auto"
 
     def tried(self, count: int) -> tuple[int, ...]:
         """The numbers of micro-batches for so many devices: two and four for each, where they are among ``chunks``."""
@@ -127,6 +129,7 @@ FULL = {
             lambda: _tokens(50304, 32, 1024),
             token_loss,
             (4, 8, 16),
+            "fine",
         ),
         Training(
             "unet",

@@ -4,56 +4,93 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from placer import Cluster, Constraints, DataFlow, Placement, PlacementRequest, Profile, profile, solve
-from placer.schedule import Pipeline, plan, step_ms
+from placer import Cluster, Constraints, DataFlow, Placement, PlacementRequest, Profile, profile, refine, solve
 
 from . import cases, timing
 from .cases import Training
-from .sample import Sample, attempt
+from .sample import Sample, attempt, release
+
+SOLVER_S = 10.0
+"""The solver's time for one placement."""
 
 COMPARED = 3
 """Steps whose losses are held against the unsplit model's."""
 
 
 def train(case: Training) -> Iterator[Sample]:
-    """The whole batch at once on one device; then ours, at each number of micro-batches and devices."""
+    """The whole batch at once on one device; then ours, for each number of devices."""
     cases.prepare()
     model = case.model(cases.home())
-    yield attempt(case.name, "eager", 1, 1, lambda: eager(copy.deepcopy(model), case.batch(cases.home()), case.loss))
-    for chunks in sorted({chunks for count in cases.counts() for chunks in case.tried(count)}):
-        yield from _chunked(case, model, chunks)
-
-
-def _chunked(case: Training, model: nn.Module, chunks: int) -> Iterator[Sample]:
-    inputs, target = case.batch(cases.home())
-    unsplit: list[float] = []
-    found: list[Profile] = []
+    batch = case.batch(cases.home())
+    yield attempt(case.name, "eager", 1, 1, lambda: eager(copy.deepcopy(model), batch, case.loss))
+    profiles: list[Profile] = []
 
     def prepare() -> dict[str, list[float]]:
-        unsplit.extend(reference(copy.deepcopy(model), inputs, target, case.loss, chunks))
-        found.append(measured(model, inputs, chunks))
+        profiles.extend(_profiles(case, model, batch[0]))
         return {}
 
-    prepared = attempt(case.name, "ours", 0, chunks, prepare)
+    prepared = attempt(case.name, "ours", 0, 0, prepare)
     if prepared.failed:
         yield prepared
         return
     for count in cases.counts():
-        if chunks not in case.tried(count):
-            continue
+        sample = attempt(
+            case.name, "ours", count, 0, lambda count=count: _suggested(case, model, batch, profiles, count)
+        )
+        yield sample if sample.failed else replace(sample, chunks=int(sample.values.pop("chunks")[0]))
 
-        def run(count: int = count) -> dict[str, list[float]]:
-            placement = placed(found[0], count, chunks)
-            values = ours(copy.deepcopy(model), placement, (inputs, target), case.loss)
-            differences = [abs(a - b) for a, b in zip(values.pop("losses"), unsplit, strict=True)]
-            return values | {"predicted_ms": [predicted_ms(found[0], placement)], "loss_difference": [max(differences)]}
 
-        yield attempt(case.name, "ours", count, chunks, run)
+def _profiles(case: Training, model: nn.Module, inputs: Tensor) -> list[Profile]:
+    """Of every size of micro-batch that is tried, on all devices, of a model that is on the host, as a user's is."""
+    sizes = [len(inputs) // chunks for chunks in case.chunks]
+    return profile(
+        copy.deepcopy(model).cpu(),
+        inputs[: max(sizes)].cpu(),
+        [str(place) for place in cases.places()],
+        training=True,
+        optimizer="sgd",
+        granularity=case.granularity,
+        progress=False,
+        batch_sizes=sizes,
+    )
+
+
+def _suggested(
+    case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profiles: Sequence[Profile], count: int
+) -> dict[str, list[float]]:
+    """What a user gets: micro-batches, schedule and map chosen for the shortest step, refined once, and run."""
+    question = _question(profiles, count, len(batch[0]))
+    placement = solve(question)
+    taken = next(found for found in profiles if found.batch_size == placement.batch_size)
+    part, goal = (tensor[: placement.batch_size] for tensor in batch)
+    refinement = refine(
+        placement,
+        copy.deepcopy(model),
+        part,
+        request=question.model_copy(update={"profile": taken, "profiles": ()}),
+        loss_fn=case.loss,
+        target=goal,
+        rounds=2,
+    )
+    best = refinement.placement
+    release()
+    values = ours(copy.deepcopy(model), best, batch, case.loss)
+    release()
+    unsplit = reference(copy.deepcopy(model), *batch, case.loss, best.chunks)
+    differences = [abs(a - b) for a, b in zip(values.pop("losses"), unsplit, strict=True)]
+    assert placement.objective_value is not None and best.objective_value is not None
+    return values | {
+        "chunks": [best.chunks],
+        "first_predicted_ms": [placement.objective_value],
+        "predicted_ms": [best.objective_value],
+        "loss_difference": [max(differences)],
+    }
 
 
 def eager(
@@ -97,20 +134,45 @@ def measured(model: nn.Module, inputs: Tensor, chunks: int) -> Profile:
 
 
 def placed(found: Profile, count: int, chunks: int) -> Placement:
-    """The placement on the first so many of a profile's devices."""
-    assert found.cluster is not None
-    devices = found.cluster.devices[:count]
-    names = {device.name for device in devices}
-    links = tuple(link for link in found.cluster.links if {link.source, link.target} <= names)
+    """The placement with the smallest bottleneck on the first so many of a profile's devices."""
     return solve(
         PlacementRequest(
             profile=found,
-            cluster=Cluster(devices=devices, links=links),
+            cluster=_of_first(found, count),
             constraints=Constraints(contiguous=True),
             chunks=chunks,
             schedule="1f1b",
             transfers="overlapped",
         )
+    )
+
+
+def quickest(profiles: Sequence[Profile], count: int, batch_size: int) -> Placement:
+    """The placement with the shortest step on the first so many of a profile's devices, with its micro-batches."""
+    return solve(_question(profiles, count, batch_size))
+
+
+def _question(profiles: Sequence[Profile], count: int, batch_size: int) -> PlacementRequest:
+    first, *others = profiles
+    return PlacementRequest(
+        profile=first,
+        profiles=tuple(others),
+        batch_size=batch_size,
+        cluster=_of_first(first, count),
+        objective="step",
+        schedule="auto",
+        constraints=Constraints(contiguous=True),
+        time_limit_s=SOLVER_S,
+    )
+
+
+def _of_first(found: Profile, count: int) -> Cluster:
+    """The first so many of a profile's devices."""
+    assert found.cluster is not None
+    devices = found.cluster.devices[:count]
+    names = {device.name for device in devices}
+    return Cluster(
+        devices=devices, links=tuple(link for link in found.cluster.links if {link.source, link.target} <= names)
     )
 
 
@@ -124,31 +186,9 @@ def ours(
     flow = DataFlow(model, [str(place) for place in cases.places()])
     flow.update_flow(placement)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    step = flow.train_step(loss, optimizer, schedule="zero-bubble")
+    step = flow.train_step(loss, optimizer)
     losses = [step(*batch).item() for _ in range(COMPARED)]
     values: dict[str, Any] = timing.steps(lambda: step(*batch), cases.places())
     pipelines = step._pipelines.values()
     eager_stages = sum(bool(stage.not_recorded_because) for pipeline in pipelines for stage in pipeline.stages)
     return values | {"losses": losses, "eager_stages": [eager_stages], "stages": [len(placement.stages)]}
-
-
-def predicted_ms(found: Profile, placement: Placement) -> float:
-    """The step that the profile promises: its zero-bubble schedule, simulated, without the optimizer.
-
-    A profile has backward passes whole; each half counts half of it. A transfer takes half of what its device sends in
-    a micro-batch, which is a value onwards and a gradient back.
-    """
-    assert found.cluster is not None
-    types = {device.name: device.type for device in found.cluster.devices}
-    forward, backward = (_by_stage(found, placement, types, kind) for kind in ("forward_ms", "backward_ms"))
-    transfer_ms = max(load.send_ms for load in placement.devices) / 2
-    order = plan("zero-bubble", range(len(forward)), placement.chunks, forward_ms=forward, backward_ms=backward)
-    return step_ms(Pipeline.chain(forward, backward, transfer_ms=transfer_ms, gradient_ms=transfer_ms), order)
-
-
-def _by_stage(found: Profile, placement: Placement, types: dict[str, str], kind: str) -> Sequence[float]:
-    times = dict.fromkeys(placement.stages, 0.0)
-    for layer in found.layers:
-        place = placement.layer_devices[layer.name]
-        times[place] += getattr(layer, kind)[types[place]]
-    return list(times.values())

@@ -49,7 +49,7 @@ def measure() -> Iterator[Sample]:
 
 
 def _ours(model: nn.Module, data: tuple[Tensor, Tensor], chunks: int) -> dict[str, list[float]]:
-    placement = ours.placed(ours.measured(model, data[0], chunks), DEVICES, chunks)
+    placement = ours.quickest([ours.measured(model, data[0], chunks)], DEVICES, len(data[0]))
     return ours.ours(copy.deepcopy(model), placement, data, functional.mse_loss)
 
 
