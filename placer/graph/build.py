@@ -192,6 +192,8 @@ class Builder:
 
     def _layer(self, draft: _Draft) -> Layer:
         names = draft.group.units
+        program = self._program(draft)
+        has_regions = any(node.meta.get(REGIONS) for node in draft.group.nodes)
         return Layer(
             name=draft.group.name,
             modules=tuple(name.partition("@")[0] for name in names),
@@ -200,7 +202,8 @@ class Builder:
             mutated=tuple(name for name in draft.state if name in self._mutated),
             reads=tuple(node.name for node in draft.reads),
             writes=tuple(node.name for node in draft.writes),
-            function=self._function(draft),
+            function=_runner(program.forward, self._exported.device.type, has_regions),
+            program=program.graph,
             signature=self._signature(draft),
             random=any(draws_random(node) for node in draft.group.nodes),
             told_by_signature=all(_is_known(node.target) for node in draft.group.nodes),
@@ -212,8 +215,8 @@ class Builder:
         except AttributeError:
             return type(self._module).__name__
 
-    def _function(self, draft: _Draft) -> Callable[..., tuple[Any, ...]]:
-        """Compile the operations of one layer."""
+    def _program(self, draft: _Draft) -> fx.GraphModule:
+        """Compile the operations of one layer: a function of device, regions, state and reads."""
         graph = fx.Graph()
         device = graph.placeholder("device")
         regions = graph.placeholder("regions")
@@ -240,8 +243,7 @@ class Builder:
             if node in self._state.name_of:
                 env[node] = by_name[self._state.name_of[node]]
         graph.output(tuple(env[node] for node in draft.writes))
-        forward = fx.GraphModule(self._exported.module, graph).forward
-        return _runner(forward, self._exported.device.type, any(node.meta.get(REGIONS) for node in draft.group.nodes))
+        return fx.GraphModule(self._exported.module, graph)
 
     def _placed(self, argument: Any, device: fx.Node) -> Any:
         """The device that was captured becomes the device that the layer runs on."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 LayerFunction = Callable[[torch.device, Sequence[Tensor], Sequence[Any]], tuple[Any, ...]]
 """``function(device, state, reads) -> writes``; differentiable, no moves between devices inside."""
@@ -60,6 +60,7 @@ class Layer:
         random: whether it draws random numbers.
         told_by_signature: whether its signature says all that it does, so that what was measured of one such layer
             holds for every other, also in another run; not where modules, custom operators or nested graphs run.
+        program: what ``function`` runs, as a graph of device, regions, state and reads; None where it calls modules.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Layer:
     signature: str
     random: bool = False
     told_by_signature: bool = True
+    program: fx.Graph | None = None
 
 
 @dataclass

@@ -1,0 +1,288 @@
+"""A captured model as data: operations, shapes, dtypes and attributes. No weights and no code.
+
+    laptop: model ──▶ capture ──▶ Graph ──▶ GPU node: replay, layer by layer, on random values ──▶ Profile
+
+Arguments of operations are JSON: null, booleans, numbers, text, lists of those, and objects of one key:
+
+    {"ref": name}            a result, or one of the layer's reads and state, by its name in the layer
+    {"device": true}         the device that the layer runs on
+    {"device": "cpu"}        the host
+    {"dtype": "bfloat16"}    a dtype
+    {"memory_format": ...}   of a tensor
+    {"layout": "strided"}    of a tensor
+    {"float": "inf"}         inf, -inf or nan
+    {"complex": [re, im]}    a complex number
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Field, StringConstraints, model_validator
+
+from placer.schema.base import (
+    FIRST,
+    MAX_DEVICES,
+    MAX_LAYERS,
+    SCHEMA_VERSION,
+    Name,
+    Wire,
+    refuse_duplicates,
+)
+
+DType = Literal[
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+]
+Optimizer = Literal[
+    "adam", "adamw", "sgd", "rmsprop", "adagrad", "adafactor", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop"
+]
+MemoryFormat = Literal["contiguous_format", "channels_last", "channels_last_3d", "preserve_format"]
+DTYPES: tuple[str, ...] = get_args(DType)
+MEMORY_FORMATS: tuple[str, ...] = get_args(MemoryFormat)
+TAGS = frozenset({"ref", "device", "dtype", "memory_format", "layout", "float", "complex"})
+
+MAX_BYTES = 2**46
+"""Of one tensor; larger ones fit on no device."""
+
+MAX_OPERATIONS = 500_000
+MAX_ITEMS = 10_000
+MAX_DEPTH = 3
+_SIZES = {"float64": 8, "complex64": 8, "complex128": 16, "int64": 8, "float32": 4, "int32": 4}
+
+Length = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+Shape = Annotated[tuple[Length, ...], Field(max_length=16), FIRST]
+Names = Annotated[tuple[Name, ...], Field(max_length=MAX_OPERATIONS), FIRST]
+
+
+class GraphState(Wire):
+    """A parameter, a buffer, or a constant of the graph; its values stay where they are.
+
+    Attributes:
+        name: in the model, unique.
+        shape: its lengths.
+        dtype: of its elements.
+        kind: what it is.
+        trained: whether it takes a gradient in training.
+        memory_format: how it lies in memory.
+    """
+
+    name: Name
+    shape: Shape = ()
+    dtype: DType
+    kind: Literal["parameter", "buffer", "constant"]
+    trained: bool = False
+    memory_format: MemoryFormat = "contiguous_format"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _refuse_large(self.name, self.shape, self.dtype)
+        return self
+
+
+class GraphValue(Wire):
+    """What crosses the border of a layer: a tensor, or a number that the model computed from a shape.
+
+    Attributes:
+        name: unique in the graph.
+        shape: of one micro-batch; empty for a number.
+        dtype: null for a number.
+        batched: whether its first dimension is the batch.
+        differentiable: whether a gradient flows back through it in training.
+        source: the layer that makes it; null for an input of the model.
+    """
+
+    name: Name
+    shape: Shape = ()
+    dtype: DType | None = None
+    batched: bool = False
+    differentiable: bool = False
+    source: Name | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _refuse_large(self.name, self.shape, self.dtype)
+        return self
+
+
+class Operation(Wire):
+    """One operation: an ATen operator by its full name, a function of numbers, or the border of a region.
+
+    Attributes:
+        op: such as ``aten.linear.default``; which are allowed is in ``placer.profiler.allowed``.
+        out: the name of its result in the layer.
+        args: positional, see above.
+        kwargs: by keyword, see above.
+    """
+
+    op: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    out: Name
+    args: Annotated[tuple[Any, ...], Field(max_length=64)] = ()
+    kwargs: Annotated[dict[Annotated[str, StringConstraints(max_length=64)], Any], Field(max_length=64)] = Field(
+        default_factory=dict
+    )
+
+    @model_validator(mode="after")
+    def _plain(self) -> Self:
+        for argument in (*self.args, *self.kwargs.values()):
+            _check_argument(argument, MAX_DEPTH)
+        return self
+
+
+class GraphLayer(Wire):
+    """A layer: what it reads, does and writes.
+
+    Attributes:
+        name: as in the profile to be.
+        modules: the module paths that it covers.
+        module: the class of the module, for people.
+        state: what it uses of the model's state; in its operations ``s0``, ``s1`` and so on.
+        mutated: those of ``state`` that it changes in place.
+        reads: values that it reads; in its operations ``r0``, ``r1`` and so on.
+        writes: values that it makes.
+        results: for each of ``writes`` its name in the layer.
+        operations: in order.
+        signature: equal for two layers that cost the same.
+        random: whether it draws random numbers.
+    """
+
+    name: Name
+    modules: Names = ()
+    module: Annotated[str, StringConstraints(max_length=512)] = ""
+    state: Names = ()
+    mutated: Names = ()
+    reads: Names = ()
+    writes: Names = ()
+    results: Names = ()
+    operations: Annotated[tuple[Operation, ...], Field(max_length=MAX_OPERATIONS), FIRST] = ()
+    signature: Annotated[str, StringConstraints(max_length=128)] = ""
+    random: bool = False
+
+
+class Graph(Wire):
+    """A captured model, cut into layers.
+
+    Attributes:
+        model: the name of the model's class.
+        hash: the same for the same graph, shapes and types.
+        training: whether it was captured in training mode.
+        batch_size: samples in the micro-batch that it was captured with.
+        granularity: how the layers were cut.
+        state: parameters, buffers and constants.
+        values: what crosses layers, and the inputs.
+        inputs: names of the values that the model is given.
+        outputs: names of the values that it returns.
+        colocated: groups of layers that share state and so one device.
+        layers: in execution order.
+    """
+
+    model: Annotated[str, StringConstraints(max_length=512)] = ""
+    hash: Annotated[str, StringConstraints(max_length=128)] = ""
+    training: bool = False
+    batch_size: Annotated[int, Field(ge=1, le=2**31)] = 1
+    granularity: Annotated[int, Field(ge=1, le=1000)] | Annotated[str, StringConstraints(max_length=64)] = "auto"
+    state: Annotated[tuple[GraphState, ...], Field(max_length=MAX_OPERATIONS), FIRST] = ()
+    values: Annotated[tuple[GraphValue, ...], Field(max_length=MAX_OPERATIONS), FIRST] = ()
+    inputs: Names = ()
+    outputs: Names = ()
+    colocated: Annotated[tuple[Names, ...], FIRST] = ()
+    layers: Annotated[tuple[GraphLayer, ...], Field(min_length=1, max_length=MAX_LAYERS), FIRST]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        refuse_duplicates("layer", [layer.name for layer in self.layers])
+        refuse_duplicates("state", [state.name for state in self.state])
+        refuse_duplicates("value", [value.name for value in self.values])
+        state = {one.name for one in self.state}
+        values = {value.name for value in self.values}
+        there = set(self.inputs)
+        _refuse_missing("inputs", there, values, "value")
+        for layer in self.layers:
+            label = f"layer {layer.name!r}"
+            _refuse_missing(label, layer.state, state, "state")
+            _refuse_missing(f"{label} changes", layer.mutated, set(layer.state), "state of its own")
+            _refuse_missing(f"{label} reads", layer.reads, there, "value made before it")
+            _refuse_missing(f"{label} writes", layer.writes, values, "value")
+            if len(layer.results) != len(layer.writes):
+                raise ValueError(f"{label} has {len(layer.writes)} writes and {len(layer.results)} results")
+            there.update(layer.writes)
+        _refuse_missing("outputs", self.outputs, there, "value")
+        for group in self.colocated:
+            _refuse_missing("colocated", group, {layer.name for layer in self.layers}, "layer")
+        return self
+
+
+class ProfileRequest(Wire):
+    """A question: what do the layers of this graph cost on your devices?
+
+    Attributes:
+        graph: the model, captured with one micro-batch.
+        devices: measure so many of the node's devices; all if null.
+        optimizer: whose state and step count, in training; null for none.
+        repeats: how often each pass is timed at most.
+    """
+
+    schema_version: Literal["1"] = SCHEMA_VERSION
+    graph: Graph
+    devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
+    optimizer: Optimizer | None = "adam"
+    repeats: Annotated[int, Field(ge=1, le=50)] = 10
+
+
+def _refuse_missing(where: str, names: Any, known: set[str], kind: str) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{where}: there is no {kind} {name!r}")
+
+
+def _refuse_large(name: str, shape: tuple[int, ...], dtype: str | None) -> None:
+    size = _SIZES.get(dtype or "", 2)
+    for length in shape:
+        size *= length
+        if size > MAX_BYTES:
+            raise ValueError(f"{name!r} of shape {list(shape)} takes more than {MAX_BYTES} bytes")
+
+
+def _check_argument(argument: Any, depth: int) -> None:
+    """Raises ValueError where an argument is none of those that the module's docstring lists."""
+    if argument is None or isinstance(argument, bool | float):
+        return
+    if isinstance(argument, int):
+        if abs(argument) >= 2**63:
+            raise ValueError("an integer does not fit into 64 bits")
+    elif isinstance(argument, str):
+        if len(argument) > 64:
+            raise ValueError(f"text of {len(argument)} characters; at most 64 are taken")
+    elif isinstance(argument, list | tuple) and depth > 0 and len(argument) <= MAX_ITEMS:
+        for item in argument:
+            _check_argument(item, depth - 1)
+    elif isinstance(argument, dict) and len(argument) == 1 and TAGS.issuperset(argument):
+        _check_tagged(*next(iter(argument.items())))
+    else:
+        raise ValueError(f"{str(argument)[:80]} is no argument that can be sent, or nested too deeply")
+
+
+def _check_tagged(tag: str, content: Any) -> None:
+    fine = {
+        "ref": isinstance(content, str) and 0 < len(content) <= 512,
+        "device": content is True or content == "cpu",
+        "dtype": isinstance(content, str) and len(content) <= 32,
+        "memory_format": isinstance(content, str) and len(content) <= 32,
+        "layout": content == "strided",
+        "float": content in ("inf", "-inf", "nan"),
+        "complex": isinstance(content, list | tuple)
+        and len(content) == 2
+        and all(type(part) in (int, float) for part in content),
+    }
+    if not fine[tag]:
+        raise ValueError(f"{str({tag: content})[:80]} is no argument that can be sent")
