@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.errors import InputError
-from placer.graph.layers import named_state
+from placer.executor.segments import StateLookup
+from placer.graph.layers import LayerGraph, named_state
 
 
 class Clones:
@@ -55,6 +56,25 @@ class Clones:
             self._versions = {}
             self.refresh()
         return self._copies[place][name]
+
+
+def state_lookup(graph: LayerGraph, clones: Clones | None) -> StateLookup:
+    """What the layers of a graph use for their state.
+
+    Args:
+        graph: the layers; a constant of theirs has a copy on each device that reads it.
+        clones: of the model's state; None to use that itself.
+    """
+    constants: dict[tuple[str, torch.device], Tensor] = {}
+
+    def lookup(name: str, place: torch.device) -> Tensor:
+        if name in graph.constants:
+            if (name, place) not in constants:
+                constants[name, place] = devices.move(graph.state[name].detach(), place)
+            return constants[name, place]
+        return graph.state[name] if clones is None else clones.get(name, place)
+
+    return lookup
 
 
 def _twin(tensor: Tensor, place: torch.device) -> Tensor:

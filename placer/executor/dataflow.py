@@ -14,21 +14,22 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from placer import devices
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError
 from placer.executor.apply import Home, move_state, settle
 from placer.executor.assignment import Assignment, layer_names, refuse_unknown_layers
-from placer.executor.clones import Clones
+from placer.executor.calls import call_captured, joined_by_size
+from placer.executor.clones import Clones, state_lookup
 from placer.executor.compiled import Backend
 from placer.executor.hooked import HookPath
 from placer.executor.measure import measure_step, measure_stream
-from placer.executor.pipeline import join, run, scatter
+from placer.executor.pipeline import scatter
 from placer.executor.program import Capture, Program
-from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
-from placer.executor.statistics import BatchStatistics, refuse_uncaptured
+from placer.executor.segments import Segment, StateLookup, segments
+from placer.executor.statistics import refuse_uncaptured
 from placer.executor.stream import Streams
 from placer.executor.train import Loss, Order
 from placer.executor.train_step import TrainStep
@@ -303,24 +304,8 @@ class DataFlow(nn.Module):
 
     def _run_captured(self, captures: list[Capture], parts: list[list[Any]], weights: list[int]) -> Any:
         plans = [self._plan(capture) for capture in captures]
-        batches = [MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)]
-        pipeline = [segments for _, segments in plans]
-        if self.deferred_batch_norm and self.module.training and len(parts) > 1:
-            statistics = BatchStatistics(plans[0][0].state)
-            run(pipeline, batches, statistics.gather)
-            statistics.commit()
-        else:
-            run(pipeline, batches)
-        results = [
-            [batch.read(name, self.output_device) for name in graph.outputs]
-            for (graph, _), batch in zip(plans, batches, strict=True)
-        ]
-        structure = captures[0].exported.outputs
-        if len(results) == 1:
-            return structure.unflatten(results[0])
-        graph = plans[0][0]
-        batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
-        return structure.unflatten(join(results, batched, weights, structure.paths))
+        deferred = self.deferred_batch_norm and self.module.training
+        return call_captured(plans, parts, weights, captures[0].exported.outputs, self.output_device, deferred)
 
     def _run_hooked(self, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
         """Through hooks: micro-batches one after another."""
@@ -337,10 +322,7 @@ class DataFlow(nn.Module):
         except Exception:
             self._program.doubt_refusal()
             raise
-        if len(results) == 1:
-            return structure.unflatten(results[0])
-        batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
-        return structure.unflatten(join(results, batched, weights, structure.paths))
+        return joined_by_size(results, weights, structure)
 
     @property
     def assignment(self) -> Assignment | None:
@@ -368,31 +350,19 @@ class DataFlow(nn.Module):
     def weights(self, graph: LayerGraph) -> StateLookup:
         """What the layers of a graph use for their state, clones up to date."""
         self._refresh_clones()
-        return self._lookup(graph)
+        return state_lookup(graph, self._clones)
 
     def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
         """The segments of a capture under the present map, made once."""
         self._refresh_clones()
         if capture not in self._plans:
             graph, places = self.layers(capture)
-            self._plans[capture] = (graph, segments(graph, places, self._lookup(graph)))
+            self._plans[capture] = (graph, segments(graph, places, state_lookup(graph, self._clones)))
         return self._plans[capture]
 
     def _forget_plans(self) -> None:
         self._plans.clear()
         self._streams.clear()
-
-    def _lookup(self, graph: LayerGraph) -> StateLookup:
-        constants: dict[tuple[str, torch.device], Tensor] = {}
-
-        def lookup(name: str, place: torch.device) -> Tensor:
-            if name in graph.constants:
-                if (name, place) not in constants:
-                    constants[name, place] = devices.move(graph.state[name].detach(), place)
-                return constants[name, place]
-            return graph.state[name] if self._clones is None else self._clones.get(name, place)
-
-        return lookup
 
     def _refresh_clones(self) -> None:
         if self._clones is not None:

@@ -1,0 +1,65 @@
+"""One call of a flow: micro-batches through the segments, or through hooks, and their results joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer.executor.pipeline import join, run
+from placer.executor.segments import MicroBatch, Segment
+from placer.executor.statistics import BatchStatistics
+from placer.graph.layers import LayerGraph
+from placer.graph.structure import Structure
+
+
+def call_captured(
+    plans: Sequence[tuple[LayerGraph, list[Segment]]],
+    parts: Sequence[Sequence[Any]],
+    weights: Sequence[int],
+    outputs: Structure,
+    target: torch.device,
+    deferred_batch_norm: bool,
+) -> Any:
+    """Run every micro-batch through its segments.
+
+    Args:
+        plans: the graph and the segments of each (a last, smaller one may have been captured apart).
+        parts: the flattened inputs of each.
+        weights: samples in each.
+        outputs: structure of the model's result.
+        target: where results go.
+        deferred_batch_norm: whether running statistics follow the whole batch.
+
+    Returns:
+        What the model returns.
+    """
+    batches = [MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)]
+    pipeline = [segments for _, segments in plans]
+    if deferred_batch_norm and len(parts) > 1:
+        statistics = BatchStatistics(plans[0][0].state)
+        run(pipeline, batches, statistics.gather)
+        statistics.commit()
+    else:
+        run(pipeline, batches)
+    results = [
+        [batch.read(name, target) for name in graph.outputs] for (graph, _), batch in zip(plans, batches, strict=True)
+    ]
+    graph = plans[0][0]
+    batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
+    return joined(results, batched, weights, outputs)
+
+
+def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], outputs: Structure) -> Any:
+    """The results of micro-batches that ran through hooks, where sizes alone tell which outputs have a batch."""
+    batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
+    return joined(results, batched, weights, outputs)
+
+
+def joined(results: Sequence[list[Any]], batched: Sequence[bool], weights: Sequence[int], outputs: Structure) -> Any:
+    """What the model returns, from the flattened results of its micro-batches."""
+    if len(results) == 1:
+        return outputs.unflatten(results[0])
+    return outputs.unflatten(join(results, batched, weights, outputs.paths))
