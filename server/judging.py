@@ -6,15 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from .evaluation import (
-    MAX_MAPS,
-    Asking,
-    Comparison,
-    Evaluation,
-    Stored,
-    compare_task,
-    evaluate_task,
-)
+from placer.schema import Comparison, Evaluation
+
+from .evaluation import MAX_MAPS, Asking, Stored, compare_task, evaluate_task
 from .problem import Problem
 from .replies import json_reply
 from .service import Service, Serving, checked_id

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from placer.schema.base import SCHEMA_VERSION, Limiting, Objective, Schedule, ScheduleChoice, Status, Transfers
 from placer.schema.cluster import Cluster, Device, Link, Rate
+from placer.schema.history import PlacementPage, Progress, Summary
+from placer.schema.judgement import Comparison, Evaluation, Fault, FaultKind, Move
 from placer.schema.placement import (
     DeviceLoad,
     Help,
@@ -26,14 +28,20 @@ from placer.schema.placement import (
 from placer.schema.profile import Edge, Layer, Profile
 from placer.schema.refinement import Refinement, Round, StageTime
 from placer.schema.request import Constraints, PlacementRequest
+from placer.schema.timeline import DeviceTime, Timeline, TimelineCopy, TimelinePass
 
 __all__ = [
     "SCHEMA_VERSION",
     "Cluster",
+    "Comparison",
     "Constraints",
     "Device",
     "DeviceLoad",
+    "DeviceTime",
     "Edge",
+    "Evaluation",
+    "Fault",
+    "FaultKind",
     "Help",
     "Infeasibility",
     "Layer",
@@ -41,10 +49,13 @@ __all__ = [
     "Limits",
     "Link",
     "MemoryUse",
+    "Move",
     "Objective",
     "Placement",
+    "PlacementPage",
     "PlacementRequest",
     "Profile",
+    "Progress",
     "Rate",
     "Refinement",
     "Round",
@@ -55,6 +66,10 @@ __all__ = [
     "Status",
     "Step",
     "StepChoice",
+    "Summary",
     "Ties",
+    "Timeline",
+    "TimelineCopy",
+    "TimelinePass",
     "Transfers",
 ]
