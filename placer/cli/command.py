@@ -35,6 +35,7 @@ for command in (
     solving.suggest,
     measuring.measure,
     showing.show,
+    showing.compare,
     caching.cache,
     machine.serve,
     machine.doctor,

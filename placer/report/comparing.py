@@ -1,0 +1,288 @@
+"""Two profiles, or two placements, held against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from placer.errors import InputError
+from placer.report.units import bytes_text, ms_text
+from placer.schema import DeviceLoad, Layer, Placement, Profile
+
+__all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "comparison_table"]
+
+_NOTABLE = 0.05
+"""A change by a larger share than this is marked, if it is also larger than the timings' own spread."""
+
+_SETTINGS = ("model", "training", "optimizer", "batch_size", "granularity", "graph_hash")
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Change(_Result):
+    """A quantity in the first and in the second; None where one does not have it.
+
+    Attributes:
+        first: its value there.
+        second: its value here.
+        notable: whether they differ by more than what measurements scatter.
+    """
+
+    first: float | None
+    second: float | None
+    notable: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        """The second over the first; None where that says nothing."""
+        return self.second / self.first if self.first and self.second is not None else None
+
+
+class LayerChanges(_Result):
+    """One layer in two profiles.
+
+    Attributes:
+        name: of the layer.
+        time_ms: forward and backward, by device type.
+        memory_bytes: state, what is kept for the backward pass, and workspace.
+    """
+
+    name: str
+    time_ms: dict[str, Change]
+    memory_bytes: Change
+
+
+class ProfileComparison(_Result):
+    """Two profiles.
+
+    Attributes:
+        settings: what they were made with, where it differs, in words.
+        time_ms: of all layers, by device type.
+        memory_bytes: of all layers.
+        layers: in the order of the first, then those that only the second has.
+    """
+
+    settings: dict[str, tuple[str, str]]
+    time_ms: dict[str, Change]
+    memory_bytes: Change
+    layers: list[LayerChanges]
+
+
+class Move(_Result):
+    """Neighbouring layers that are on one device in the first placement and on another in the second.
+
+    Attributes:
+        layers: their names, in execution order.
+        source: the device in the first; None where the first does not have the layers.
+        target: the device in the second.
+    """
+
+    layers: list[str]
+    source: str | None
+    target: str | None
+
+
+class PlacementComparison(_Result):
+    """Two placements.
+
+    Attributes:
+        settings: what they are for, where it differs, in words.
+        objective_value: in the objective's unit; compared only if both have the same objective.
+        bound: what is proven of it.
+        load_ms: how long each device is busy.
+        memory_bytes: what each device holds at its worst moment.
+        moves: what is elsewhere.
+    """
+
+    settings: dict[str, tuple[str, str]]
+    objective_value: Change
+    bound: Change
+    load_ms: dict[str, Change]
+    memory_bytes: dict[str, Change]
+    moves: list[Move]
+
+
+Comparison = ProfileComparison | PlacementComparison
+
+
+def compare(first: object, second: object) -> Comparison:
+    """Hold two profiles, or two placements, against each other.
+
+    Args:
+        first: a profile or a placement.
+        second: the same kind of thing.
+
+    Raises:
+        InputError: they are of different kinds, or of another one.
+    """
+    if isinstance(first, Profile) and isinstance(second, Profile):
+        return _profiles(first, second)
+    if isinstance(first, Placement) and isinstance(second, Placement):
+        return _placements(first, second)
+    kinds = f"a {type(first).__name__.lower()} and a {type(second).__name__.lower()}"
+    raise InputError(f"{kinds} cannot be compared; give two profiles or two placements")
+
+
+def _profiles(first: Profile, second: Profile) -> ProfileComparison:
+    here, there = ({layer.name: layer for layer in profile.layers} for profile in (first, second))
+    kinds = sorted({kind for layer in (*first.layers, *second.layers) for kind in layer.forward_ms})
+    layers = [_layer(name, here.get(name), there.get(name), kinds) for name in {**here, **there}]
+    totals = {kind: _change(_total_ms(first, kind), _total_ms(second, kind)) for kind in kinds}
+    memory = _change(_total_bytes(first), _total_bytes(second))
+    return ProfileComparison(
+        settings=_differing(first, second, _SETTINGS), time_ms=totals, memory_bytes=memory, layers=layers
+    )
+
+
+def _layer(name: str, first: Layer | None, second: Layer | None, kinds: Sequence[str]) -> LayerChanges:
+    each = [layer for layer in (first, second) if layer is not None]
+    times = {}
+    for kind in kinds:
+        spread = sum(layer.spread.get(kind, 0.0) for layer in each)
+        times[kind] = _change(_time_ms(first, kind), _time_ms(second, kind), spread)
+    return LayerChanges(name=name, time_ms=times, memory_bytes=_change(_memory_bytes(first), _memory_bytes(second)))
+
+
+def _change(first: float | None, second: float | None, spread: float = 0.0) -> Change:
+    if first is None or second is None:
+        return Change(first=first, second=second, notable=first is not second)
+    apart = abs(second - first) / max(abs(first), abs(second), 1e-12)
+    return Change(first=first, second=second, notable=apart > max(_NOTABLE, spread))
+
+
+def _total_ms(profile: Profile, kind: str) -> float | None:
+    known = [time for layer in profile.layers if (time := _time_ms(layer, kind)) is not None]
+    return sum(known) if known else None
+
+
+def _total_bytes(profile: Profile) -> float:
+    return sum(_memory_bytes(layer) or 0.0 for layer in profile.layers)
+
+
+def _time_ms(layer: Layer | None, kind: str) -> float | None:
+    if layer is None or kind not in layer.forward_ms:
+        return None
+    return layer.forward_ms[kind] + layer.backward_ms.get(kind, 0.0)
+
+
+def _memory_bytes(layer: Layer | None) -> float | None:
+    if layer is None:
+        return None
+    state = layer.param_bytes + layer.grad_bytes + layer.optimizer_bytes + layer.buffer_bytes
+    return state + layer.saved_bytes + max(layer.forward_workspace_bytes, layer.backward_workspace_bytes)
+
+
+def _placements(first: Placement, second: Placement) -> PlacementComparison:
+    here, there = ({load.device: load for load in placement.devices} for placement in (first, second))
+    names = list(here | there)
+    alike = first.objective == second.objective
+    return PlacementComparison(
+        settings=_differing(
+            first, second, ("model", "status", "objective", "training", "batch_size", "chunks", "schedule")
+        ),
+        objective_value=_change(first.objective_value, second.objective_value if alike else None),
+        bound=_change(first.bound, second.bound if alike else None),
+        load_ms={name: _change(_load_ms(here.get(name)), _load_ms(there.get(name))) for name in names},
+        memory_bytes={name: _change(_held_bytes(here.get(name)), _held_bytes(there.get(name))) for name in names},
+        moves=_moves(first.layer_devices, second.layer_devices),
+    )
+
+
+def _load_ms(load: DeviceLoad | None) -> float | None:
+    return None if load is None else load.load_ms
+
+
+def _held_bytes(load: DeviceLoad | None) -> float | None:
+    return None if load is None else load.memory.total_bytes
+
+
+def _moves(first: Mapping[str, str], second: Mapping[str, str]) -> list[Move]:
+    """Runs of layers with the same change; those that stay are left out."""
+    ways = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
+    runs = groupby(ways, key=lambda way: way[1:])
+    return [
+        Move(layers=[name for name, _, _ in run], source=source, target=target)
+        for (source, target), run in runs
+        if source != target
+    ]
+
+
+def _differing(first: object, second: object, fields: Sequence[str]) -> dict[str, tuple[str, str]]:
+    pairs = {field: (str(getattr(first, field)), str(getattr(second, field))) for field in fields}
+    return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def comparison_table(found: Comparison) -> RenderableType:
+    """What rich prints for people; notable changes are bold.
+
+    Args:
+        found: from ``compare``.
+    """
+    settings = [f"{name}: {first} | {second}" for name, (first, second) in found.settings.items()]
+    parts: list[RenderableType] = [Text("\n".join(settings))] if settings else []
+    parts += _profile_tables(found) if isinstance(found, ProfileComparison) else _placement_tables(found)
+    return Group(*parts)
+
+
+def _profile_tables(found: ProfileComparison) -> list[RenderableType]:
+    grid = Table(title="Layers", title_justify="left")
+    grid.add_column("layer", overflow="fold")
+    for heading in (*found.time_ms, "memory"):
+        for which in ("first", "second", "ratio"):
+            grid.add_column(f"{heading}\n{which}", justify="right")
+    for layer in found.layers:
+        grid.add_row(*_row(layer.name, layer.time_ms, layer.memory_bytes))
+    grid.add_section()
+    grid.add_row(*_row("all", found.time_ms, found.memory_bytes))
+    return [grid]
+
+
+def _row(name: str, times: Mapping[str, Change], memory: Change) -> list[Text]:
+    cells = [Text(name, style="bold" if any(time.notable for time in times.values()) else "")]
+    for time in times.values():
+        cells += _cells(time, False)
+    return cells + _cells(memory, True)
+
+
+def _placement_tables(found: PlacementComparison) -> list[RenderableType]:
+    grid = Table(title="Devices", title_justify="left")
+    grid.add_column("device")
+    for heading in ("busy", "memory"):
+        for which in ("first", "second", "ratio"):
+            grid.add_column(f"{heading}\n{which}", justify="right")
+    for name, load in found.load_ms.items():
+        grid.add_row(name, *_cells(load, False), *_cells(found.memory_bytes[name], True))
+    value = found.objective_value
+    words = [f"objective   {_number(value.first)} | {_number(value.second)}{_ratio_text(value)}"]
+    words.append(f"bound       {_number(found.bound.first)} | {_number(found.bound.second)}")
+    words += [
+        f"moved       {_named(move.layers)}: {move.source or '-'} -> {move.target or '-'}" for move in found.moves
+    ]
+    return [grid, Text("\n".join(words if found.moves else [*words, "moved       nothing"]))]
+
+
+def _cells(change: Change, in_bytes: bool) -> list[Text]:
+    style = "bold" if change.notable else ""
+    shown = bytes_text if in_bytes else ms_text
+    values = ["-" if value is None else shown(value) for value in (change.first, change.second)]
+    ratio = "" if change.ratio is None else f"{change.ratio:.2f}"
+    return [Text(words, style=style) for words in (*values, ratio)]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _ratio_text(change: Change) -> str:
+    return "" if change.ratio is None else f", ratio {change.ratio:.3f}"
+
+
+def _named(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"

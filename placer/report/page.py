@@ -1,0 +1,141 @@
+"""Reports as one HTML file: nothing is fetched, nothing runs, and what it shows can be sent to anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from rich.console import Console
+
+from placer.report.charts import STYLE, Chart, bars, columns, drawing
+from placer.report.cluster import cluster_table
+from placer.report.explain import proven, segment_texts
+from placer.report.pictures import device_bars, layer_charts, placed_chart
+from placer.report.units import bytes_text, ms_text
+from placer.schema import Cluster, Placement, PlacementRequest, Profile
+
+__all__ = ["html_report"]
+
+_MOST_ROWS = 5_000
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title><style>
+:root{{color-scheme:light dark;--back:light-dark(#fff,#14171a);--text:light-dark(#16191d,#e8eaed);
+--faint:light-dark(#57606a,#a3adb8);--line:light-dark(#c9d1d9,#3d464f)}}
+body{{margin:0 auto;max-width:70rem;padding:1.2rem;background:var(--back);color:var(--text);
+font:16px/1.45 system-ui,sans-serif}}
+h1{{font-size:1.5rem}}h2{{font-size:1.15rem;margin:1.6rem 0 .4rem}}
+table{{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}}
+th,td{{text-align:right;padding:.2rem .7rem;border-bottom:1px solid var(--line)}}
+td{{white-space:nowrap}}
+th:first-child,td:first-child{{text-align:left;white-space:normal;min-width:12rem;overflow-wrap:anywhere}}
+.scroll{{overflow-x:auto}}pre{{overflow-x:auto;font-size:.85rem}}
+.key{{display:inline-block;margin-right:1.2rem;font-size:.9rem}}
+.key svg{{display:inline-block;width:.8rem;height:.8rem;margin-right:.35rem}}
+{style}</style></head><body><main><h1>{title}</h1>{body}</main></body></html>
+"""
+
+
+def html_report(subject: Profile | Placement | PlacementRequest | Cluster, profile: Profile | None = None) -> str:
+    """A report for people: figures, pictures of time and memory, and every layer.
+
+    Args:
+        subject: what to show; of a request its profile.
+        profile: the one that a placement was made from; then its layers are shown in their devices' colours.
+
+    Returns:
+        One HTML document, which refers to nothing outside itself.
+    """
+    if isinstance(subject, PlacementRequest):
+        subject = subject.profile
+    if isinstance(subject, Placement):
+        return _page(f"Placement of {subject.model or 'model'}", _placement(subject, profile))
+    if isinstance(subject, Profile):
+        return _page(f"Profile of {subject.model or 'model'}", _profile(subject))
+    return _page("Devices and links", _cluster(subject))
+
+
+def _page(title: str, sections: Iterable[str]) -> str:
+    return _PAGE.format(title=escape(title), body="".join(sections), style=STYLE)
+
+
+def _profile(profile: Profile) -> list[str]:
+    mode = f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
+    facts = [
+        f"{mode}, micro-batch of {profile.batch_size}",
+        f"{len(profile.layers)} layers, cut as {profile.granularity}",
+    ]
+    if not profile.captured:
+        facts.append(f"runs through hooks: {profile.not_captured_because}")
+    facts.append(", ".join(f"{name} {version}" for name, version in profile.versions.items()))
+    sections = [_list(facts), *(_columns(chart) for chart in layer_charts(profile)), _layers(profile)]
+    return sections + (_cluster(profile.cluster) if profile.cluster else [])
+
+
+def _placement(placement: Placement, profile: Profile | None) -> list[str]:
+    facts = proven(placement)
+    if not placement.layer_devices:
+        return [_list(facts)]
+    sections = [_list([*facts, *segment_texts(placement)])]
+    for title, rows, text in device_bars(placement):
+        names = dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value)
+        sections.append(f"<h2>{escape(title)}</h2>{_legend(list(names))}{drawing(title, *bars(rows, text))}")
+    if profile is not None:
+        sections.append(_columns(placed_chart(placement, profile)))
+    sections.append("<h2>Layers</h2>" + _table(["layer", "device"], list(placement.layer_devices.items())))
+    return sections
+
+
+def _columns(chart: Chart) -> str:
+    keys = _legend([(part.name, part.color) for part in chart.parts])
+    return f"<h2>{escape(chart.title)}</h2>{keys}{drawing(chart.title, *columns(chart))}"
+
+
+def _legend(parts: Sequence[tuple[str, int]]) -> str:
+    square = '<svg viewBox="0 0 1 1" aria-hidden="true"><rect class="c{}" width="1" height="1"/></svg>'
+    return "".join(f'<span class="key">{square.format(color)}{escape(name)}</span>' for name, color in parts)
+
+
+def _layers(profile: Profile) -> str:
+    kinds = sorted({kind for layer in profile.layers for kind in layer.forward_ms})
+    passes = ["forward_ms", "backward_ms"] if profile.training else ["forward_ms"]
+    timed = [(kind, field) for kind in kinds for field in passes]
+    headings = ["layer", "module", *(f"{field.removesuffix('_ms')} on {kind}" for kind, field in timed)]
+    headings += ["weights", "gradients and optimizer", "kept for backward", "workspace"]
+    rows = [
+        (
+            layer.name,
+            layer.module,
+            *(_time(getattr(layer, field).get(kind)) for kind, field in timed),
+            bytes_text(layer.param_bytes + layer.buffer_bytes),
+            bytes_text(layer.grad_bytes + layer.optimizer_bytes),
+            bytes_text(layer.saved_bytes),
+            bytes_text(max(layer.forward_workspace_bytes, layer.backward_workspace_bytes)),
+        )
+        for layer in profile.layers
+    ]
+    return "<h2>Layers</h2>" + _table(headings, rows)
+
+
+def _time(time_ms: float | None) -> str:
+    return "-" if time_ms is None else ms_text(time_ms)
+
+
+def _cluster(cluster: Cluster) -> list[str]:
+    console = Console(width=110, no_color=True, force_terminal=False)
+    with console.capture() as captured:
+        console.print(cluster_table(cluster))
+    return [f"<h2>Devices and links</h2><pre>{escape(captured.get())}</pre>"]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[:_MOST_ROWS])
+    more = f"<p>and {len(rows) - _MOST_ROWS} more</p>" if len(rows) > _MOST_ROWS else ""
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
+
+
+def _list(lines: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines if line)}</ul>"

@@ -1,0 +1,126 @@
+"""Pictures of profiles and placements: time and memory by layer, and by device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+from placer.report.charts import Bar, Chart, Part, Text, bars, columns, drawing, legend
+from placer.report.units import bytes_text, ms_text
+from placer.schema import Layer, MemoryUse, Placement, Profile
+
+__all__ = ["device_bars", "layer_charts", "picture", "placed_chart"]
+
+_MEMORY: dict[str, Callable[[Layer], int]] = {
+    "weights and buffers": lambda layer: layer.param_bytes + layer.buffer_bytes,
+    "gradients": lambda layer: layer.grad_bytes,
+    "optimizer": lambda layer: layer.optimizer_bytes,
+    "kept for backward": lambda layer: layer.saved_bytes,
+    "workspace": lambda layer: max(layer.forward_workspace_bytes, layer.backward_workspace_bytes),
+}
+_USES = {
+    "weights and buffers": ("param_bytes", "buffer_bytes"),
+    "gradients": ("grad_bytes",),
+    "optimizer": ("optimizer_bytes",),
+    "kept for backward": ("activation_bytes",),
+    "workspace": ("workspace_bytes",),
+}
+
+
+def picture(subject: Profile | Placement) -> str:
+    """A file of its own in SVG: time and memory by layer of a profile, or by device of a placement.
+
+    Args:
+        subject: a profile, or a placement that was found.
+    """
+    shapes, y = [], 0
+    for title, keys, (drawn, height) in _sections(subject):
+        names, row = legend(keys, y + 20)
+        heading = f'<text x="0" y="{y + 14}">{escape(title)}</text>'
+        shapes.append(f'{heading}{names}<g transform="translate(0 {y + 20 + row})">{drawn}</g>')
+        y += 20 + row + height + 16
+    name = subject.model or "model"
+    return drawing(f"Time and memory of {name}", "".join(shapes), max(1, y), style=True)
+
+
+def _sections(subject: Profile | Placement) -> list[tuple[str, list[tuple[str, int]], tuple[str, int]]]:
+    if isinstance(subject, Profile):
+        return [(chart.title, _keys(chart.parts), columns(chart)) for chart in layer_charts(subject)]
+    return [(title, _bar_keys(rows), bars(rows, text)) for title, rows, text in device_bars(subject)]
+
+
+def _keys(parts: Sequence[Part]) -> list[tuple[str, int]]:
+    return [(part.name, part.color) for part in parts]
+
+
+def _bar_keys(rows: Sequence[Bar]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value))
+
+
+def layer_charts(profile: Profile) -> list[Chart]:
+    """Time by layer for each type of device, then memory by layer; the layers in execution order."""
+    kinds = sorted({kind for layer in profile.layers for kind in layer.forward_ms})
+    labels = [layer.name for layer in profile.layers]
+    charts = []
+    for kind in kinds:
+        parts = [Part("forward", 0, [layer.forward_ms.get(kind, 0.0) for layer in profile.layers])]
+        if profile.training:
+            parts.append(Part("backward", 1, [layer.backward_ms.get(kind, 0.0) for layer in profile.layers]))
+            parts.append(Part("optimizer", 2, [layer.optimizer_ms.get(kind, 0.0) for layer in profile.layers]))
+        charts.append(Chart(f"Time by layer on {kind}", labels, _filled(parts), ms_text))
+    memory = [
+        Part(name, color, [float(of(layer)) for layer in profile.layers])
+        for color, (name, of) in enumerate(_MEMORY.items())
+    ]
+    return [*charts, Chart("Memory by layer", labels, _filled(memory), bytes_text)]
+
+
+def placed_chart(placement: Placement, profile: Profile) -> Chart:
+    """Time by layer, in the colour of the device that the placement puts it on."""
+    types = {device.name: device.type for device in profile.cluster.devices} if profile.cluster else {}
+    names = list(dict.fromkeys([*placement.stages, *placement.layer_devices.values()]))
+    parts = [
+        Part(name, number % 8, [_time_ms(layer, name, placement, types.get(name)) for layer in profile.layers])
+        for number, name in enumerate(names)
+    ]
+    return Chart("Time by layer, by device", [layer.name for layer in profile.layers], parts, ms_text)
+
+
+def _time_ms(layer: Layer, device: str, placement: Placement, kind: str | None) -> float:
+    if placement.layer_devices.get(layer.name) != device:
+        return 0.0
+    kind = kind if kind in layer.forward_ms else next(iter(layer.forward_ms), None)
+    return layer.forward_ms.get(kind or "", 0.0) + (
+        layer.backward_ms.get(kind or "", 0.0) if placement.training else 0.0
+    )
+
+
+def device_bars(placement: Placement) -> list[tuple[str, list[Bar], Text]]:
+    """Time per micro-batch of each device, then its memory against its limit."""
+    times = [
+        Bar(
+            load.device,
+            [("compute", 0, load.compute_ms), ("send", 1, load.send_ms), ("receive", 3, load.receive_ms)],
+            f"{ms_text(load.load_ms)}{' ◀ busiest' if load.bottleneck else ''}",
+        )
+        for load in placement.devices
+    ]
+    memory = [
+        Bar(
+            load.device,
+            [(name, color, value) for color, (name, value) in enumerate(_uses(load.memory).items())],
+            f"{bytes_text(load.memory.total_bytes)} of {bytes_text(load.limit_bytes)}",
+            load.limit_bytes,
+        )
+        for load in placement.devices
+    ]
+    return [("Time per micro-batch", times, ms_text), ("Memory", memory, bytes_text)]
+
+
+def _uses(memory: MemoryUse) -> dict[str, float]:
+    return {name: float(sum(getattr(memory, field) for field in fields)) for name, fields in _USES.items()}
+
+
+def _filled(parts: Sequence[Part]) -> list[Part]:
+    """The parts that are anywhere above zero; the first if none is."""
+    return [part for part in parts if any(part.values)] or list(parts[:1])

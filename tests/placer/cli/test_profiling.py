@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from commands import MIB, TOY, Run, chain
+
+from placer.schema import Profile
+
+
+def test_profile_prints_json_into_a_pipe(run: Run) -> None:
+    answer = run("profile", *TOY)
+    assert answer.code == 0, answer.err
+    assert [layer.name for layer in answer.profile.layers] == ["net1", "relu", "net2"]
+    assert answer.profile.batch_size == 4
+    assert answer.profile.training
+    assert [device.name for device in answer.profile.cluster.devices] == ["cpu:0", "cpu:1"]
+
+
+def test_profile_prints_a_table_on_a_terminal(run: Run) -> None:
+    answer = run("profile", *TOY, terminal=True)
+    assert "Profile of ToyModel: training with Adam, micro-batch of 4" in answer.out
+    assert "net1" in answer.out
+
+
+def test_profile_writes_the_file_that_output_names(run: Run, tmp_path: Path) -> None:
+    answer = run("profile", *TOY, "--inference", "-o", tmp_path / "toy.json")
+    assert (answer.code, answer.out) == (0, "")
+    profile = Profile.model_validate_json((tmp_path / "toy.json").read_text())
+    assert not profile.training
+    assert all(not layer.backward_ms for layer in profile.layers)
+
+
+def test_profile_passes_arguments_to_the_callable(run: Run) -> None:
+    answer = run("profile", "placer.zoo.toy:ToyModel", "--arg", "features=6", "-i", "2x6", "--optimizer", "none")
+    first = answer.profile.layers[0]
+    assert first.param_bytes == 4 * (6 * 6 + 6)
+    assert first.optimizer_bytes == 0
+
+
+def test_profile_takes_whole_number_inputs_by_keyword(run: Run) -> None:
+    sizes = [word for size in ("layers=1", "width=8", "heads=2", "vocabulary=11") for word in ("--arg", size)]
+    answer = run("profile", "placer.zoo.gpt:gpt", *sizes, "-i", "tokens=2x5:int64", "--granularity", "submodule")
+    assert answer.code == 0, answer.err
+    assert answer.profile.batch_size == 2
+    assert answer.profile.granularity == "submodule"
+
+
+def test_profile_sets_memory_limits_by_device(run: Run) -> None:
+    answer = run("profile", *TOY, "--memory", "3MiB", "--memory", "cpu:1=1MiB")
+    assert [device.usable_bytes for device in answer.profile.cluster.devices] == [3 * MIB, MIB]
+
+
+def test_profile_finds_a_model_in_the_working_directory(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_net_of_a_user.py").write_text("import torch\nmodel = torch.nn.Linear(3, 2)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    answer = run("profile", "own_net_of_a_user:model", "-i", "5x3", "--inference")
+    assert answer.profile.model == "Linear"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_colon", "-i", "2x3"], "'no_colon' names no model; write package.module:callable"),
+        (["no.such.module:f", "-i", "2x3"], "cannot import 'no.such.module'"),
+        (["placer.zoo.toy:Absent", "-i", "2x3"], "there is no 'Absent' in module 'placer.zoo.toy'"),
+        (["json:dumps", "-i", "2x3"], "json:dumps() failed: TypeError"),
+        (["collections:OrderedDict", "-i", "2x3"], "made a OrderedDict; it must make a torch.nn.Module"),
+        (["placer.zoo.toy:__name__", "-i", "2x3"], "is a str; name a callable"),
+        (["placer.zoo.toy:ToyModel", "-i", "2xten"], "'2xten' is no input; write SHAPE or SHAPE:dtype"),
+        (["placer.zoo.toy:ToyModel", "-i", "2x10:float33"], "'2x10:float33' is no input"),
+        (["placer.zoo.toy:ToyModel", "-i", "x=2x10", "-i", "2x10"], "name each of them once, or none"),
+        (["placer.zoo.toy:ToyModel", "-i", "2x10", "--arg", "features"], "'features' is no argument; write KEY=VALUE"),
+        (["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "cuda:7=1GiB"], "there is no device 'cuda:7'"),
+        (["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "much"], "'much' is no size"),
+        (["placer.zoo.toy:ToyModel"], "--input"),
+        (["placer.zoo.toy:ToyModel", "-i", "2x11"], "the model fails on the example inputs"),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", "2x10", "-o", "/no/such/folder/x"],
+            "cannot write /no/such/folder/x: No such",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run: Run, arguments: list[str], message: str) -> None:
+    answer = run("profile", *arguments)
+    assert answer.code == 2
+    assert message in answer.err
+    assert "Traceback" not in answer.err
+    assert len(answer.err.strip().splitlines()) <= 2
+
+
+def test_profile_keeps_measurements_where_it_is_told_to(run: Run, tmp_path: Path) -> None:
+    first = run("profile", *TOY, "--cache", tmp_path / "kept")
+    again = run("profile", *TOY, "--cache", tmp_path / "kept")
+    assert again.profile.layers == first.profile.layers
+    # three layers and the link
+    assert "4 entries" in run("cache", "--folder", tmp_path / "kept").out
+    assert "4 entries removed" in run("cache", "clear", "--folder", tmp_path / "kept").out
+    assert "0 entries, 0 B" in run("cache", "size", "--folder", tmp_path / "kept").out
+
+
+def test_two_wishes_for_the_cache_contradict_each_other(run: Run) -> None:
+    answer = run("profile", *TOY, "--cache", "here", "--no-cache")
+    assert answer.code == 2
+    assert "--no-cache and --cache here contradict each other" in answer.err
+
+
+def test_the_cache_knows_two_things_to_do(run: Run) -> None:
+    assert "write size or clear" in run("cache", "delete").err
+    assert "PLACER_CACHE turns the cache off" in run("cache").err
+
+
+def two_hosts(folder: Path) -> list[Path]:
+    files = []
+    for number, kind in enumerate(("fast", "slow")):
+        of_kind = json.loads(chain([3.0, 1.0]).to_json().replace("fast", kind))
+        for device in of_kind["cluster"]["devices"]:
+            device["host"] = f"node{number}"
+        files.append(folder / f"{kind}.json")
+        files[-1].write_text(json.dumps(of_kind))
+    return files
+
+
+def test_profiles_of_unlike_hosts_are_merged(run: Run, tmp_path: Path) -> None:
+    merged = run("profile", "--merge", *two_hosts(tmp_path), "--network", "100Gbit/s,20us").profile
+    assert merged.layers[0].forward_ms == {"fast": 3.0, "slow": 3.0}
+    assert [device.name for device in merged.cluster.devices][1:3] == ["node0/cuda:1", "node1/cuda:0"]
+    link = merged.cluster.link("node0/cuda:0", "node1/cuda:0")
+    assert (link.bandwidth_bytes_per_s, link.latency_s) == (12.5e9, 2e-5)
+
+
+def test_limits_of_merged_devices_go_by_their_names_there(run: Run, tmp_path: Path) -> None:
+    merged = run("profile", "--merge", *two_hosts(tmp_path), "--memory", "node1/cuda:0=3MiB").profile
+    assert [device.memory_bytes // MIB for device in merged.cluster.devices] == [64, 64, 3, 64]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "b"], "without it, name one model"),
+        (["a", "--network", "1GB/s"], "go with --merge"),
+        (["--merge", "CLUSTER"], "holds a cluster; --merge needs profiles"),
+        (["--merge", "CHAIN", "OTHER"], "other layers than the first"),
+        (["--merge", "CHAIN", "--network", "quick"], "'quick' is no bandwidth"),
+        (["--merge", "CHAIN", "--network", "1GB/s,2"], "'2' is no time"),
+        (["--merge", "absent.json"], "cannot read absent.json"),
+        (["placer.zoo.toy:ToyModel", "--gather"], "--gather joins the processes that torchrun starts"),
+    ],
+)
+def test_what_cannot_be_merged_or_gathered_is_exit_code_2(
+    run: Run, chain_file: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "other.json").write_text(chain([1.0]).to_json())
+    (tmp_path / "cluster.json").write_text(chain([1.0]).cluster.model_dump_json())
+    files = {"CHAIN": chain_file, "OTHER": tmp_path / "other.json", "CLUSTER": tmp_path / "cluster.json"}
+    answer = run("profile", *(files.get(word, word) for word in arguments))
+    assert answer.code == 2
+    assert message in " ".join(answer.err.split())
+
+
+def test_under_torchrun_the_profile_is_that_of_all_hosts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = {"TORCHELASTIC_RUN_ID": "run", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (launched | {"MASTER_PORT": "0"}).items():
+        monkeypatch.setenv(name, value)
+    answer = run("profile", *TOY, "--gather", "--memory", "cpu:1=2MiB")
+    assert answer.code == 0, answer.err
+    assert [device.usable_bytes for device in answer.profile.cluster.devices][1] == 2 * MIB

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Answer, Run, chain
+
+from placer import cli
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.delenv("PLACER_URL", raising=False)
+
+    def run(*arguments: str, stdin: str = "", terminal: bool = False) -> Answer:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Answer(int(left.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def chain_file(tmp_path: Path) -> Path:
+    file = tmp_path / "chain.json"
+    file.write_text(chain([3.0, 1.0, 1.0, 1.0]).to_json())
+    return file
