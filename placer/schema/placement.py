@@ -224,6 +224,7 @@ class Placement(Wire):
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether the stages are contiguous.
+        recompute: the devices that run forwards once more before each backward pass, and keep less meanwhile.
         stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in which every value
             runs forwards, and in which their memory was reckoned; else by their first layer.
         devices: the load of each device.
@@ -254,6 +255,7 @@ class Placement(Wire):
     chunks: int = 1
     schedule: Schedule = "1f1b"
     contiguous: bool = True
+    recompute: tuple[Name, ...] = ()
     stages: tuple[Name, ...] = ()
     devices: tuple[DeviceLoad, ...] = ()
     single_device: SingleDevice | None = None

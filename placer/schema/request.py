@@ -32,6 +32,8 @@ class Constraints(Wire):
         contiguous: each stage is a set of layers with no path that leaves it and comes back (the quotient graph over
             devices is acyclic). None: contiguous, unless a group of colocated layers would then pull the whole model
             onto one device, as tied embeddings do; then free.
+        recompute: ``auto``: a device whose memory would not do otherwise keeps, in training, of micro-batches in flight
+            only the values that come from other devices, and runs forwards once more before each backward pass.
         pinned: layer -> the device that it must be on.
         forbidden: layer -> devices that it must not be on. A layer of ``*`` stands for every layer.
         colocated: groups of layers that must share a device, beside those of the profile.
@@ -41,6 +43,7 @@ class Constraints(Wire):
     """
 
     contiguous: bool | None = None
+    recompute: Literal["never", "auto"] = "never"
     pinned: Annotated[dict[Name, Name], IN_ORDER] = {}
     forbidden: Annotated[dict[Name, Annotated[tuple[Name, ...], FIRST]], IN_ORDER] = {}
     colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
@@ -126,6 +129,8 @@ class PlacementRequest(Wire):
                 if given:
                     raise ValueError(f"{name}: only objective 'step' chooses it; the objective is {self.objective!r}")
             return
+        if self.break_ties:
+            raise ValueError("break_ties: objective 'step' breaks none; leave it out")
         names = [layer.name for layer in self.profile.layers]
         for profile in self.profiles:
             if [layer.name for layer in profile.layers] != names or profile.training != self.profile.training:

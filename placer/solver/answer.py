@@ -35,6 +35,7 @@ def found(problem: Problem, assignment: costs.Assignment, bound: float, method: 
         bound=bound,
         gap=gap,
         layer_devices={layer.name: names[device] for layer, device in zip(problem.layers, assignment, strict=True)},
+        recompute=tuple(names[device] for device in sorted(result.recompute)),
         stages=tuple(names[device] for device in result.stages),
         devices=device_loads(problem, assignment, result),
         single_device=single,

@@ -11,7 +11,7 @@ from math import inf, isclose
 
 from placer.errors import PlacementError
 from placer.schema import Device, DeviceLoad, Edge, Link, Placement, PlacementRequest
-from placer.solver import check_step
+from placer.solver import check_recompute, check_step
 from placer.solver.check_latency import latency_ms
 from placer.solver.check_memory import Flight, Memory
 
@@ -49,6 +49,8 @@ def check(request: PlacementRequest, placement: Placement) -> None:
             _check_infeasible(request, placement)
         return
     where = placement.layer_devices
+    _check_recompute(asked, where, placement)
+    asked = check_recompute.repeated(asked, where, placement.recompute)
     _check_rules(asked, where, placement.contiguous)
     _check_stages(asked, where, placement)
     _check_loads(asked, where, placement)
@@ -111,7 +113,8 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     return any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
-            memory.total(d.name, _flight(request, where, order, contiguous, d.name)) <= d.usable_bytes
+            check_recompute.least(request, memory, d.name, _flight(request, where, order, contiguous, d.name))
+            <= d.usable_bytes
             for d in request.devices
         )
         for order in orders
@@ -183,6 +186,14 @@ def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ..
     return all(place[source] < place[target] for _, source, target in _crossings(request, where))
 
 
+def _check_recompute(request: PlacementRequest, where: Where, placement: Placement) -> None:
+    """Only devices that hold layers recompute, and only where it is asked for."""
+    for device in placement.recompute:
+        _require(device in where.values(), f"{device!r} recomputes, but holds no layer")
+        flight = _flight(request, where, placement.stages, placement.contiguous, device)
+        _require(check_recompute.may(request, flight), f"{device!r} recomputes, which was not asked for")
+
+
 # Loads and memory
 
 
@@ -230,14 +241,18 @@ def _check_memory(
     request: PlacementRequest, memory: Memory, placement: Placement, device: Device, load: DeviceLoad
 ) -> None:
     flight = _flight(request, placement.layer_devices, placement.stages, placement.contiguous, device.name)
-    total = memory.total(device.name, flight)
+    again = device.name in placement.recompute
+    total = memory.total(device.name, flight, again)
     mine = [layer for layer in request.profile.layers if placement.layer_devices[layer.name] == device.name]
     for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
         counts = request.is_training or kind in ("param_bytes", "buffer_bytes")
         true = sum(getattr(layer, kind) for layer in mine) * counts
         _equal(f"{kind} of {device.name}", getattr(load.memory, kind), true)
     _equal(f"memory of {device.name}", load.memory.total_bytes, total)
-    split, splits = (load.memory.activation_bytes, load.memory.workspace_bytes), memory.splits(device.name, flight)
+    split, splits = (
+        (load.memory.activation_bytes, load.memory.workspace_bytes),
+        memory.splits(device.name, flight, again),
+    )
     _require(split in splits, f"activation_bytes, workspace_bytes of {device.name}: {split} is not one of {splits}")
     _equal(f"limit_bytes of {device.name}", load.limit_bytes, device.memory_bytes - device.reserve_bytes)
     _require(total <= load.limit_bytes, f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}")
@@ -274,7 +289,8 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
     if request.objective == "memory":
         memory, names = Memory(request, where), [device.name for device in request.devices]
         flights = [_flight(request, where, placement.stages, placement.contiguous, name) for name in names]
-        return float(max(map(memory.total, names, flights)))
+        again = [name in placement.recompute for name in names]
+        return float(max(map(memory.total, names, flights, again)))
     return max(_load(request, *_times(request, where, device)) for device in request.devices)
 
 
@@ -303,10 +319,13 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
         kind = (device.type, device.usable_bytes)
         if kind not in alone_as:
             where = {layer.name: device.name for layer in request.profile.layers}
-            alone = (device.name,)
-            need = Memory(request, where).total(device.name, _flight(request, where, alone, contiguous, device.name))
-            lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous})
-            alone_as[kind] = (max(0, need - device.usable_bytes), _objective(request, where, lone))
+            alone, memory = (device.name,), Memory(request, where)
+            flight = _flight(request, where, alone, contiguous, device.name)
+            again = alone if check_recompute.alone(request, memory, device, flight) else ()
+            need = memory.total(device.name, flight, bool(again))
+            lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous, "recompute": again})
+            repeated = check_recompute.repeated(request, where, again)
+            alone_as[kind] = (max(0, need - device.usable_bytes), _objective(repeated, where, lone))
         choices.append((*alone_as[kind], device.name))
     return choices
 

@@ -36,24 +36,27 @@ class Memory:
             for device in {where[name] for name in (edge.source, *edge.targets)}:
                 self._edges[device].append(edge)
 
-    def total(self, device: str, flight: Flight) -> int:
+    def total(self, device: str, flight: Flight, again: bool = False) -> int:
         """All bytes on a device at the worst moment, with so many micro-batches in flight."""
         mine = self._layers[device]
         state = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
         if self._training:
             state += sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
-        return state + sum(max(self.splits(device, flight), key=sum))
+        return state + sum(max(self.splits(device, flight, again), key=sum))
 
-    def splits(self, device: str, flight: Flight) -> set[Split]:
+    def splits(self, device: str, flight: Flight, again: bool = False) -> set[Split]:
         """The activations and the workspace at each of the worst moments."""
         if not self._training:
             return _largest(self._inference(device))
-        further = self._further(device, flight)
+        further = self._further(device, flight, again)
         moments = [*self._forwards(device), *self._backwards(device)]
         return {(held + further, workspace) for held, workspace in _largest(moments)}
 
-    def _further(self, device: str, flight: Flight) -> int:
-        """What micro-batches beside the first keep."""
+    def _further(self, device: str, flight: Flight, again: bool) -> int:
+        """What micro-batches beside the first keep; what comes from other devices, if all else is computed again."""
+        if again and isinstance(flight, int):
+            foreign = [edge for edge in self._edges[device] if self._where[edge.source] != device]
+            return (flight - 1) * sum(edge.bytes for edge in foreign)
         if isinstance(flight, int):
             return (flight - 1) * sum(self._kept_at(device).values())
         kept = sum((flight[layer.name] - 1) * layer.saved_bytes for layer in self._layers[device])

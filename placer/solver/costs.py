@@ -44,9 +44,19 @@ Under objective ``step`` a device of an interleaved placement that need not be c
 (in_flight(segment) - 1) * saved(l) over l on d, and of (in_flight - 1) * bytes(v) over v kept on d, with the largest
 in_flight of the segments that keep v.
 
+A device that recomputes runs forwards once more before each backward pass: its layers' backward times are
+backward(l) + forward(l) everywhere below and above, and of further micro-batches it keeps only what comes in::
+
+    use(d)      = ... + (in_flight(d) - 1) * entering(d) + ...      in place of (in_flight(d) - 1) * kept(d)
+    entering(d) = sum of bytes(v) over v made elsewhere and read on d
+
+With ``recompute = "auto"`` those devices do so that would be over their limits otherwise (under objective ``memory``:
+all) and for which entering(d) < kept(d) and in_flight(d) > 1; none where micro-batches are counted segment by segment.
+
 Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs
 forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits
-(under objective ``memory``: the smallest largest use), and of those the one that follows the stages' first layers.
+(under objective ``memory``: the smallest largest use), recomputed where that is less, and of those the one that follows
+the stages' first layers.
 Objective ``memory``: the largest use.
 
 **Step**, in milliseconds: what ``placer.schedule.simulate`` takes for all chunks by the plan of the schedule, each
@@ -97,6 +107,7 @@ class Costs:
         memory: at the worst moment, by kind.
         stages: the devices that hold layers, in pipeline order.
         objective_value: in the objective's unit.
+        recompute: the devices that recompute.
     """
 
     compute_ms: tuple[float, ...]
@@ -106,6 +117,7 @@ class Costs:
     memory: tuple[MemoryUse, ...]
     stages: tuple[int, ...]
     objective_value: float
+    recompute: frozenset[int] = frozenset()
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
@@ -119,15 +131,36 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     stages = pipeline_order(problem, assignment, footprints)
     if stages is None:
         return None
-    compute, send, receive = loads(problem, assignment)
+    flights = [in_flight(problem, stages, device) for device in range(len(problem.devices))]
+    again = recomputed(problem, footprints, flights)
+    compute, send, receive = loads(problem, assignment, again)
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
-    memory = _memory(problem, assignment, stages, footprints)
+    memory = _memory(problem, assignment, stages, footprints, again)
     if problem.request.objective == "step":
-        value = pipelines.step_ms(problem, assignment, stages)
+        value = pipelines.step_ms(problem, assignment, stages, again)
     else:
-        value = _objective(problem, assignment, load, memory)
-    return Costs(tuple(compute), tuple(send), tuple(receive), load, memory, stages, value)
+        value = _objective(problem, assignment, load, memory, again)
+    return Costs(tuple(compute), tuple(send), tuple(receive), load, memory, stages, value, again)
+
+
+def recomputed(problem: Problem, footprints: Sequence[Footprint], flights: Sequence[int]) -> frozenset[int]:
+    """The devices that recompute: those over their limit otherwise, if it helps; for small memory, all that it helps.
+
+    Args:
+        problem: what is asked.
+        footprints: by device.
+        flights: by device, the micro-batches in flight.
+    """
+    if not problem.may_recompute or _by_segment(problem):
+        return frozenset()
+    for_memory = problem.request.objective == "memory"
+    return frozenset(
+        number
+        for number, (one, flight, device) in enumerate(zip(footprints, flights, problem.devices, strict=True))
+        if one.total_bytes(flight, again=True) < one.total_bytes(flight)
+        and (for_memory or one.total_bytes(flight) > device.usable_bytes)
+    )
 
 
 def fits(problem: Problem, costs: Costs) -> bool:
@@ -162,11 +195,14 @@ def receivers(readers: Sequence[int], assignment: Assignment, source: int) -> li
     return sorted({assignment[reader] for reader in readers} - {source})
 
 
-def loads(problem: Problem, assignment: Assignment) -> tuple[list[float], list[float], list[float]]:
-    """Compute, send and receive time of each device, in milliseconds."""
+def loads(
+    problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
+) -> tuple[list[float], list[float], list[float]]:
+    """Compute, send and receive time of each device, in milliseconds; ``again`` are those that recompute."""
     compute, send, receive = ([0.0] * len(problem.devices) for _ in range(3))
     for layer, device in enumerate(assignment):
         compute[device] += problem.compute_ms(layer, device)
+        compute[device] += problem.forward_ms[layer][device] if device in again else 0.0
     for value in problem.values:
         source, sent = assignment[value.source], False
         for target in receivers(value.readers, assignment, source):
@@ -182,17 +218,28 @@ def loads(problem: Problem, assignment: Assignment) -> tuple[list[float], list[f
 
 
 def _memory(
-    problem: Problem, assignment: Assignment, stages: Sequence[int], footprints: Sequence[Footprint]
+    problem: Problem,
+    assignment: Assignment,
+    stages: Sequence[int],
+    footprints: Sequence[Footprint],
+    again: frozenset[int],
 ) -> tuple[MemoryUse, ...]:
     """What each device holds at its worst moment."""
-    request = problem.request
-    if problem.contiguous or not problem.training or (request.objective, request.schedule) != ("step", "interleaved"):
-        return tuple(one.use(in_flight(problem, stages, device)) for device, one in enumerate(footprints))
+    if not _by_segment(problem):
+        return tuple(
+            one.use(in_flight(problem, stages, device), device in again) for device, one in enumerate(footprints)
+        )
     further = pipelines.further_bytes(problem, assignment, stages)
     return tuple(
         one.one.model_copy(update={"activation_bytes": one.one.activation_bytes + more})
         for one, more in zip(footprints, further, strict=True)
     )
+
+
+def _by_segment(problem: Problem) -> bool:
+    """Whether micro-batches in flight are counted segment by segment."""
+    asked = problem.request.objective, problem.request.schedule
+    return problem.training and not problem.contiguous and asked == ("step", "interleaved")
 
 
 def in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
@@ -241,7 +288,10 @@ def _roomiest_order(
     waiting = set(range(len(used)))
 
     def excess(stage: int) -> tuple[int, int]:
-        use = footprints[used[stage]].total_bytes(min(problem.request.chunks, len(waiting)))
+        flight = min(problem.request.chunks, len(waiting))
+        use = footprints[used[stage]].total_bytes(flight)
+        if problem.may_recompute:
+            use = min(use, footprints[used[stage]].total_bytes(flight, again=True))
         over = max(0, use - problem.devices[used[stage]].usable_bytes)
         return over, use if problem.request.objective == "memory" else 0
 
@@ -253,7 +303,7 @@ def _roomiest_order(
     return tuple(stages)
 
 
-def latency_ms(problem: Problem, assignment: Assignment) -> float:
+def latency_ms(problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()) -> float:
     """One micro-batch's way through the model, forwards and, in training, backwards, in milliseconds."""
     count = len(problem.layers)
     forwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
@@ -268,7 +318,13 @@ def latency_ms(problem: Problem, assignment: Assignment) -> float:
                 backwards[value.source].append((reader, problem.gradient_ms(value, source, target) if apart else 0.0))
     total = _makespan(range(count), assignment, problem.forward_ms, forwards)
     if problem.training:
-        total += _makespan(range(count - 1, -1, -1), assignment, problem.backward_ms, backwards)
+        times = problem.backward_ms
+        if again:
+            times = tuple(
+                tuple(back + (row[device] if device in again else 0.0) for device, back in enumerate(backs))
+                for row, backs in zip(problem.forward_ms, problem.backward_ms, strict=True)
+            )
+        total += _makespan(range(count - 1, -1, -1), assignment, times, backwards)
     return total
 
 
@@ -296,10 +352,16 @@ def _overlapped(compute: float, send: float, receive: float) -> float:
     return max(compute, send, receive)
 
 
-def _objective(problem: Problem, assignment: Assignment, load: Sequence[float], memory: Sequence[MemoryUse]) -> float:
+def _objective(
+    problem: Problem,
+    assignment: Assignment,
+    load: Sequence[float],
+    memory: Sequence[MemoryUse],
+    again: frozenset[int],
+) -> float:
     objective = problem.request.objective
     if objective == "latency":
-        return latency_ms(problem, assignment)
+        return latency_ms(problem, assignment, again)
     if objective == "memory":
         return float(max(use.total_bytes for use in memory))
     return max(load)

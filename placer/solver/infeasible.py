@@ -111,7 +111,8 @@ def _least_use(problem: Problem, layers: tuple[int, ...], touching: set[int]) ->
 
 def _least_flight(problem: Problem) -> int:
     request = problem.request
-    return 1 if request.schedule != "fill-drain" and problem.contiguous else request.chunks
+    few = request.schedule != "fill-drain" and problem.contiguous
+    return 1 if few or problem.may_recompute else request.chunks
 
 
 def _too_large_together(problem: Problem) -> Infeasibility | None:

@@ -56,12 +56,15 @@ class Intervals:
 
     def cost(self, device: int, flight: int) -> Table:
         """The cost of each interval as one stage on a device: its part of the objective, or infinity."""
+        limit = self.problem.devices[device].usable_bytes
         if self.problem.request.objective == "memory":
-            cost = self._memory(flight)
+            cost = self._least_memory(flight)
         else:
             cost = self._time(device)
+            if self._limited and self.problem.may_recompute:
+                cost = np.where(self._memory(flight) <= limit, cost, self._time(device, again=True))
         if self._limited:
-            cost = np.where(self._memory(flight) <= self.problem.devices[device].usable_bytes, cost, inf)
+            cost = np.where(self._least_memory(flight) <= limit, cost, inf)
         if self.problem.most_layers is not None:
             layers = np.cumsum([0] + [len(block) for block in self._layers])
             cost = np.where(layers[None, :] - layers[:, None] > self.problem.most_layers, inf, cost)
@@ -69,8 +72,11 @@ class Intervals:
         cost = np.where(banned[None, :] > banned[:, None], inf, cost)
         return np.where(np.tri(self._count + 1, dtype=bool), inf, cost)  # a stage is not empty
 
-    def _time(self, device: int) -> Table:
+    def _time(self, device: int, again: bool = False) -> Table:
         work = [sum(self.problem.compute_ms(layer, device) for layer in layers) for layers in self._layers]
+        if again:  # what recomputes runs forwards twice
+            twice = [sum(self.problem.forward_ms[layer][device] for layer in layers) for layers in self._layers]
+            work = [one + more for one, more in zip(work, twice, strict=True)]
         done = np.concatenate([[0.0], np.cumsum(work)])
         compute: Table = done[None, :] - done[:, None]
         receive = self._over(self._links(device, inwards=True), self._in) + self._over(
@@ -130,6 +136,24 @@ class Intervals:
 
     def _memory(self, flight: int) -> Table:
         return self._fixed + (flight - 1) * self._kept + self._moment
+
+    def _least_memory(self, flight: int) -> Table:
+        """The same, recomputed where that is less and allowed."""
+        kept = np.minimum(self._kept, self._entering) if self.problem.may_recompute else self._kept
+        return self._fixed + (flight - 1) * kept + self._moment
+
+    @cached_property
+    def _entering(self) -> Table:
+        """What comes in from other stages for one micro-batch."""
+        shape = (self._count + 2, self._count + 2)
+        tables = (np.zeros(shape), np.zeros(shape))
+        for value in self.problem.values:
+            source = self._block_of[value.source]
+            readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
+            if readers and value.held_bytes:
+                _add_entering(tables, source, readers, value.held_bytes)
+        entering: Table = np.cumsum(np.cumsum(tables[1], axis=0), axis=1)[:-1, :-1]
+        return entering
 
     def _measure_memory(self) -> None:
         """State, what one micro-batch keeps, and the worst moment of each interval."""

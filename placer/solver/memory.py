@@ -34,18 +34,20 @@ class Footprint:
     Attributes:
         one: with one micro-batch in flight.
         kept_bytes: what each further one adds: all that it leaves for its backward pass.
+        entering_bytes: what it adds where the device recomputes: the values that come from other devices.
     """
 
     one: MemoryUse
     kept_bytes: int = 0
+    entering_bytes: int = 0
 
-    def total_bytes(self, flight: int) -> int:
-        """All of it, with so many micro-batches in flight."""
-        return self.one.total_bytes + (flight - 1) * self.kept_bytes
+    def total_bytes(self, flight: int, again: bool = False) -> int:
+        """All of it, with so many micro-batches in flight, recomputed or not."""
+        return self.one.total_bytes + (flight - 1) * (self.entering_bytes if again else self.kept_bytes)
 
-    def use(self, flight: int) -> MemoryUse:
-        """By kind, with so many micro-batches in flight."""
-        activations = self.one.activation_bytes + (flight - 1) * self.kept_bytes
+    def use(self, flight: int, again: bool = False) -> MemoryUse:
+        """By kind, with so many micro-batches in flight, recomputed or not."""
+        activations = self.one.activation_bytes + self.total_bytes(flight, again) - self.one.total_bytes
         return self.one.model_copy(update={"activation_bytes": activations})
 
 
@@ -74,7 +76,12 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     state["optimizer_bytes"] = sum(layer.optimizer_bytes for layer in layers)
     kept = kept_by_step(problem, held)
     activations, workspace = _worst_of_training(problem, held, kept)
-    return Footprint(MemoryUse(**state, activation_bytes=activations, workspace_bytes=workspace), sum(kept.values()))
+    one = MemoryUse(**state, activation_bytes=activations, workspace_bytes=workspace)
+    here = set(held.layers)
+    entering = sum(
+        value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.readers)
+    )
+    return Footprint(one, sum(kept.values()), entering)
 
 
 # Training

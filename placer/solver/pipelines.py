@@ -20,19 +20,24 @@ HALF = 0.5
 """The part of a backward pass that gradients of parameters take, where it was not measured."""
 
 
-def step_ms(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> float:
+def step_ms(
+    problem: Problem, assignment: Sequence[int], stages: Sequence[int], again: frozenset[int] = frozenset()
+) -> float:
     """How long a whole batch takes, in milliseconds, the optimizer's step at its end included.
 
     Args:
         problem: what is asked; its chunks and schedule are those of the batch.
         assignment: by layer, the index of its device.
         stages: the devices that hold layers, in pipeline order.
+        again: the devices that recompute.
     """
-    pipeline = pipeline_of(problem, assignment, stages)
+    pipeline = pipeline_of(problem, assignment, stages, again)
     return schedule.step_ms(pipeline, plan_of(problem, pipeline)) + optimizer_ms(problem, assignment)
 
 
-def pipeline_of(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> Pipeline:
+def pipeline_of(
+    problem: Problem, assignment: Sequence[int], stages: Sequence[int], again: frozenset[int] = frozenset()
+) -> Pipeline:
     """The stages of an assignment, with their times and transfers."""
     stage_of, places = staged(problem, assignment, stages)
     forward, backward, weights = ([0.0] * len(places) for _ in range(3))
@@ -40,6 +45,7 @@ def pipeline_of(problem: Problem, assignment: Sequence[int], stages: Sequence[in
         device = places[stage]
         forward[stage] += problem.forward_ms[layer][device]
         backward[stage] += problem.backward_ms[layer][device]
+        backward[stage] += problem.forward_ms[layer][device] if device in again else 0.0
         weights[stage] += weights_ms(problem, layer, device)
     transfers = _transfers(problem, stage_of, places)
     return Pipeline(places, tuple(forward), tuple(backward), tuple(weights), transfers)

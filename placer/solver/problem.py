@@ -115,6 +115,11 @@ class Problem:
         """Whether a training step is placed."""
         return self.request.is_training
 
+    @property
+    def may_recompute(self) -> bool:
+        """Whether a device may run forwards once more instead of keeping what its layers save."""
+        return self.training and self.request.constraints.recompute == "auto"
+
     def compute_ms(self, layer: int, device: int) -> float:
         """Forward and, in training, backward time of a layer on a device."""
         return self.forward_ms[layer][device] + self.backward_ms[layer][device]

@@ -62,7 +62,7 @@ def worth_building(problem: Problem, nodes: Reduction) -> bool:
 
 def _steady(problem: Problem) -> bool:
     """Whether every stage has equally many micro-batches in flight."""
-    return problem.request.schedule == "fill-drain" or problem.request.chunks == 1
+    return problem.request.schedule == "fill-drain" or problem.request.chunks == 1 or problem.may_recompute
 
 
 class StageModel:
@@ -332,7 +332,8 @@ class StageModel:
         limits = [problem.devices[members[0]].usable_bytes for members in self.classes]
         for p in self.stages:
             kept, moment = moment_of_training(_AtStage(self, p), problem, self.nodes, unit, min(limits))
-            use = self._sum_at(p, state) + (problem.request.chunks - 1) * kept + moment
+            further = 0 if problem.may_recompute else problem.request.chunks - 1  # what is found is evaluated
+            use = self._sum_at(p, state) + further * kept + moment
             for c, limit in enumerate(limits):
                 self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
 

@@ -262,4 +262,5 @@ def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable 
     classes, exactly = exact.device_classes(problem)
     if not exactly or not problem.contiguous or not all(nodes.allowed) or not is_row(problem, nodes):
         return None
-    return StepTable(problem, nodes, bottleneck, classes)
+    found = StepTable(problem, nodes, bottleneck, classes)
+    return found if found.intervals.exact else None

@@ -312,7 +312,7 @@ class StepSearch:
         assert best.devices is not None
         result = costs.evaluate(problem, best.devices)
         assert result is not None
-        pipeline = pipelines.pipeline_of(problem, best.devices, result.stages)
+        pipeline = pipelines.pipeline_of(problem, best.devices, result.stages, result.recompute)
         timeline = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline))
         return Step(
             batch_size=self.request.whole_batch_size,

@@ -315,6 +315,7 @@ def test_better_placements_are_told_as_they_are_found():
     [
         ({"objective": "throughput", "schedule": "auto"}, "schedule: only objective 'step' chooses it"),
         ({"objective": "throughput", "batch_size": 4}, "batch_size: only objective 'step' chooses it"),
+        ({"break_ties": True}, "objective 'step' breaks none"),
         ({"size": 3, "batch_size": 4}, r"4 samples are no whole number of \[3\]"),
     ],
 )

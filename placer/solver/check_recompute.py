@@ -1,0 +1,47 @@
+"""The referee's own reading of devices that recompute: they run forwards once more before each backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from placer.schema import Device, Layer, PlacementRequest
+from placer.solver.check_memory import Flight, Memory
+
+
+def repeated(request: PlacementRequest, where: Mapping[str, str], devices: Collection[str]) -> PlacementRequest:
+    """The question as it is for a map whose layers on some devices take a forward pass more backwards."""
+    if not devices:
+        return request
+    types = {device.name: device.type for device in request.devices}
+    layers = tuple(
+        _slower(layer, types[where[layer.name]]) if where[layer.name] in devices else layer
+        for layer in request.profile.layers
+    )
+    return request.model_copy(update={"profile": request.profile.model_copy(update={"layers": layers})})
+
+
+def _slower(layer: Layer, kind: str) -> Layer:
+    back = layer.backward_ms[kind]
+    weights = min(back, layer.weights_ms.get(kind, back / 2))
+    changed = {"backward_ms": {kind: back + layer.forward_ms[kind]}, "weights_ms": {kind: weights}}
+    return layer.model_copy(update=changed)
+
+
+def least(request: PlacementRequest, memory: Memory, device: str, flight: Flight) -> int:
+    """What a device needs at the least, in bytes, recomputed if that may be."""
+    needs = [memory.total(device, flight)]
+    if may(request, flight):
+        needs.append(memory.total(device, flight, again=True))
+    return min(needs)
+
+
+def alone(request: PlacementRequest, memory: Memory, device: Device, flight: Flight) -> bool:
+    """Whether a device that has all layers recomputes: where it helps, and memory is short or all that counts."""
+    need = memory.total(device.name, flight)
+    short = request.objective == "memory" or need > device.usable_bytes
+    return may(request, flight) and short and memory.total(device.name, flight, again=True) < need
+
+
+def may(request: PlacementRequest, flight: Flight) -> bool:
+    """Whether a device may recompute: in training, if asked for, and where a device's stages are counted as one."""
+    return request.is_training and request.constraints.recompute == "auto" and isinstance(flight, int)
