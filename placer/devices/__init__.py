@@ -29,6 +29,7 @@ from placer.devices.recording import (
     memory_pool,
     queued_ms,
     record,
+    recording,
     replay_ms,
 )
 from placer.devices.routes import HOST, detour, has_detour, straight, take_detours
@@ -72,6 +73,7 @@ __all__ = [
     "place",
     "queued_ms",
     "record",
+    "recording",
     "registries",
     "release_cache",
     "replay_ms",

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from placer.devices.recording import recording
+
 _MASK = (1 << 63) - 1
 _APART = 0x9E3779B97F4A7C15
 """An odd number whose multiples spread over all of 64 bits (the golden ratio's)."""
@@ -71,7 +73,7 @@ class Repeated:
             self._restore(present)
 
     def _recorded(self) -> bool:
-        return self._default is not None and torch.cuda.is_current_stream_capturing()
+        return self._default is not None and recording()
 
     @contextmanager
     def _with(self, generator: Any) -> Iterator[None]:

@@ -102,6 +102,11 @@ def record(
     return [graph.replay for graph in graphs]
 
 
+def recording() -> bool:
+    """Whether what is issued now is recorded."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> None:
     """Run the passes three times on the stream that records; the last refuses what would spoil a recording."""
     stream.wait_stream(torch.cuda.current_stream(stream.device))

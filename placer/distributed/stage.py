@@ -104,7 +104,7 @@ class StageModule(nn.Module):
             is_last=index == count - 1,
             copied=copied,
             device=device,
-            deferred=[] if split else None,
+            deferred=Queue() if split else None,
         )
 
     @property
@@ -186,8 +186,12 @@ def _kept(plan: Plan, values: dict[str, Any], names: Sequence[str]) -> dict[str,
 def _run(work: Work, values: dict[str, Any], plan: Plan, kept: dict[str, Any]) -> None:
     layer = work.layer
     state = [table[key] for table, key in work.state]
-    with devices.current(plan.device):
-        made = layer.function(plan.device, state, [values[name] for name in layer.reads])  # type: ignore[arg-type]
+    try:
+        with devices.current(plan.device):
+            made = layer.function(plan.device, state, [values[name] for name in layer.reads])  # type: ignore[arg-type]
+    except Exception as error:
+        error.add_note(f"in layer {layer.name!r} on {plan.device}")
+        raise
     values.update(zip(layer.writes, made, strict=True))
     if plan.copied:
         leaving = {parcel.value.name for parcel in plan.leaves}

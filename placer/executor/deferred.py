@@ -19,8 +19,19 @@ from torch.overrides import TorchFunctionMode
 
 from placer.executor import autocast
 
-Queue = list[Callable[[], None]]
-"""The weight gradients that are still to be computed, in the order in which the backward pass met them."""
+
+class Queue(list[Callable[[], None]]):
+    """The weight gradients that are still to be computed, in the order in which the backward pass met them."""
+
+    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
+        """Leave something for later.
+
+        Args:
+            add: adds to gradients of weights.
+            weights: those.
+        """
+        self.append(add)
+
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.conv1d.default: 1, _aten.conv2d.default: 2, _aten.conv3d.default: 3}
@@ -74,7 +85,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient = gradients[0]
-        ctx.queue.append(lambda: _add_linear(x, gradient, weight, ctx.bias))
+        ctx.queue.put(lambda: _add_linear(x, gradient, weight, ctx.bias), weight, ctx.bias)
         into_x = gradient.matmul(weight.to(gradient.dtype)) if ctx.needs_input_grad[1] else None
         return None, into_x, None, None
 
@@ -118,7 +129,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient, bias, shape = gradients[0], ctx.bias, ctx.shape
-        ctx.queue.append(lambda: _add_convolution(x, gradient, weight, bias, shape))
+        ctx.queue.put(lambda: _add_convolution(x, gradient, weight, bias, shape), weight, bias)
         into_x = None
         if ctx.needs_input_grad[2]:
             into_x = _convolution_backward(gradient, x, weight, bias, shape, (True, False, False))[0]

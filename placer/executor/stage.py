@@ -80,18 +80,22 @@ class Slot:
     forward: Callable[[], None] = lambda: None
     backward: Callable[[], None] = lambda: None
     weights: Callable[[], None] = lambda: None
-    deferred: Queue = field(default_factory=list)
+    deferred: Queue = field(default_factory=Queue)
 
 
 class _Named(Queue):
     """Weight gradients that are left for later, each with the layer that it is of."""
 
-    def __init__(self, trail: Trail) -> None:
+    def __init__(self, trail: Trail, reach: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._trail = trail
+        self._reach = reach
 
-    def append(self, add: Callable[[], None]) -> None:
-        super().append(partial(self._run, self._trail.layer, add))
+    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
+        self.append(partial(self._run, self._trail.layer, add))
+        for weight in weights:
+            if weight is not None and weight.requires_grad:
+                self._reach(weight)
 
     def _run(self, layer: str | None, add: Callable[[], None]) -> None:
         self._trail.layer = layer
@@ -121,6 +125,7 @@ class Stage:
         head: the loss, in the last stage.
         split: whether weight gradients are a pass of their own.
         gather: enters what a forward pass runs in, beside: statistics over the whole batch.
+        reach: is told the weights whose gradients are left to a pass of their own.
 
     Attributes:
         slots: the micro-batches in flight.
@@ -141,6 +146,7 @@ class Stage:
         head: Head | None = None,
         split: bool = False,
         gather: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        reach: Callable[[Tensor], None] = lambda weight: None,
     ) -> None:
         self.segment = segment
         self.device = segment.device
@@ -151,6 +157,7 @@ class Stage:
         self.gather = gather
         self.slots: list[Slot] = []
         self.tail: dict[int, Slot] = {}
+        self.reach = reach
         self.gathers = gather is not nullcontext
         self.not_recorded_because = ""
         self.keeps_graph = True
@@ -196,7 +203,7 @@ class Stage:
             slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
-            slot.deferred = _Named(self.trail)
+            slot.deferred = _Named(self.trail, self.reach)
             slot.forward = partial(self._forward, slot)
             slot.backward = partial(self._backward, slot)
             slot.weights = partial(self._weights, slot)
@@ -310,8 +317,9 @@ class Stage:
             slot.input_gradients = {name: torch.zeros_like(leaf) for name, leaf in slot.leaves.items()}
             return
         with autocast.off(self.device):
-            # The graph is kept: a recorded pass is run again, and eagerly it goes when the slot runs forwards again.
-            torch.autograd.backward(roots, gradients, retain_graph=self.keeps_graph)
+            # While recorded the graph is kept: what this pass makes must not take the memory that the next forward
+            # pass writes to before it was fetched.
+            torch.autograd.backward(roots, gradients, retain_graph=self.keeps_graph and devices.recording())
         slot.input_gradients = {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in slot.leaves.items()
         }

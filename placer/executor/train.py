@@ -209,7 +209,8 @@ class TrainingPipeline:
             again = part.device in self.recipe.recompute
             kind, split = (RecomputedStage, False) if again else (Stage, self.plan.split)
             mine = head if index == len(parts) - 1 else None
-            stages.append(kind(part, self.graph.values, reads[index], writes[index], mine, split, gather))
+            values, reach = self.graph.values, self.weights.reach
+            stages.append(kind(part, values, reads[index], writes[index], mine, split, gather, reach))
         return stages
 
     def _set_scale(self, head: Head, scale: Tensor | None) -> None:

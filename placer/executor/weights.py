@@ -37,6 +37,7 @@ class Weights:
 
     aliases: dict[tuple[str, torch.device], Tensor]
     parameters: dict[str, nn.Parameter]
+    _reached: set[int] = field(default_factory=set)
 
     @classmethod
     def of(cls, graph: LayerGraph) -> Weights:
@@ -62,8 +63,13 @@ class Weights:
         alias = devices.move(parameter.detach(), place).requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             alias.grad = torch.zeros_like(alias, requires_grad=False)
+            alias.register_post_accumulate_grad_hook(self.reach)  # type: ignore[no-untyped-call]
         self.aliases[name, place] = alias
         return alias
+
+    def reach(self, alias: Tensor) -> None:
+        """A backward pass, which may be recorded, gives this alias a gradient; the others' parameters have none."""
+        self._reached.add(id(alias))
 
     def owned(self, name: str, place: torch.device) -> bool:
         """Whether an alias is its parameter's own storage, not a replica."""
@@ -100,6 +106,10 @@ class Weights:
         if not keep:
             for parameter in self._guests:
                 parameter.grad = None
+            for held in self._held.values():
+                for parameter, alias in held.own:
+                    if id(alias) not in self._reached:
+                        parameter.grad = None
         for place, held in self._held.items():
             with lanes[place]:
                 own = [alias.grad for parameter, alias in held.own if not (keep and _adopt(parameter, alias))]
@@ -115,10 +125,11 @@ class Weights:
         """Add the gradients of replicas up, and hand every parameter its gradient."""
         for held in self._held.values():
             for parameter, alias in held.own:
-                parameter.grad = alias.grad
+                if id(alias) in self._reached:
+                    parameter.grad = alias.grad
         for held in self._held.values():
             for parameter, alias in held.replicas:
-                if alias.grad is not None:
+                if id(alias) in self._reached and alias.grad is not None:
                     gradient = devices.copy(alias.grad, devices.location(parameter))
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from placer import DataFlow
+from placer.executor.train import Order
 from placer.testing import logical_devices
 
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -156,3 +157,37 @@ def test_training_goes_on_from_a_checkpoint_of_four_devices_on_two() -> None:
         theirs.step()
     for mine, its in zip(later.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().cpu(), its.detach(), atol=1e-10, rtol=1e-10)
+
+
+class _Spare(nn.Module):
+    """A layer whose result the loss does not see, one that nothing calls, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.uncalled = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen, self.last = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        return self.last(self.frozen(x)), self.spare(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_parameters_without_a_gradient_are_left_alone_by_the_optimizer(schedule: Order) -> None:
+    # A gradient of zeros would let weight decay shrink them, which None does not.
+    torch.manual_seed(0)
+    model = _Spare().double()
+    whole = copy.deepcopy(model)
+    inputs, target = _batch()
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (model, whole))
+    with logical_devices(2):
+        step = _placed(model).train_step(lambda output, goal: functional.mse_loss(output[0], goal), ours, schedule)
+        for _ in range(2):
+            step(inputs, target, chunks=4)
+    for _ in range(2):
+        theirs.zero_grad()
+        functional.mse_loss(whole(inputs)[0], target).backward()
+        theirs.step()
+    for (name, mine), its in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), its.detach(), atol=1e-10, rtol=1e-10, msg=name)
+        assert (mine.grad is None) == (its.grad is None), name
