@@ -26,6 +26,7 @@ from .metrics import Measured, Metrics
 from .openapi import describe
 from .paths import include_routes
 from .peers import Peers
+from .profiling import Profiling
 from .replicas import Replicas
 from .service import Service
 from .settings import Settings
@@ -120,6 +121,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         Checker(),
         jobs,
         Judge(settings),
+        Profiling(settings, store),
         NodeCluster(settings),
     )
     app.state.service = service
@@ -130,6 +132,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         service.cluster.stop()
+        await service.profiling.close()
         mending.cancel()
         await jobs.close()
         await mend(store)

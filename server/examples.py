@@ -103,6 +103,38 @@ def comparisons() -> dict[str, dict[str, Any]]:
     }
 
 
+def graphs() -> dict[str, dict[str, Any]]:
+    """The examples of ``POST /v1/profiles``."""
+    image = {"name": "x", "shape": [8, 16], "dtype": "float32", "batched": True}
+    result = {**image, "name": "y", "differentiable": True, "source": "linear"}
+    layer = {
+        "name": "linear",
+        "module": "Linear",
+        "state": ["linear.weight"],
+        "reads": ["x"],
+        "writes": ["y"],
+        "results": ["n0"],
+        "operations": [{"op": "aten.linear.default", "out": "n0", "args": [{"ref": "r0"}, {"ref": "s0"}]}],
+    }
+    weight = {"name": "linear.weight", "shape": [16, 16], "dtype": "float32", "kind": "parameter", "trained": True}
+    graph = {
+        "model": "Example",
+        "training": True,
+        "batch_size": 8,
+        "state": [weight],
+        "values": [image, result],
+        "inputs": ["x"],
+        "outputs": ["y"],
+        "layers": [layer],
+    }
+    return {
+        "one layer": {
+            "summary": "A linear layer of 16 numbers, to be measured on one device",
+            "value": {"schema_version": "1", "graph": graph, "devices": 1, "repeats": 2},
+        }
+    }
+
+
 def own_map() -> dict[str, str]:
     """A map of the examples' layers, as a user would make it."""
     return {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:0", "head": "cuda:1"}

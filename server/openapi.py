@@ -8,9 +8,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from placer.schema import PlacementRequest
+from placer.schema.graph import ProfileRequest
 
 from .evaluation import CompareBody, EvaluateBody
-from .examples import comparisons, evaluations, requests
+from .examples import comparisons, evaluations, graphs, requests
 from .problem import MEDIA_TYPE
 
 REF = "#/components/schemas/{model}"
@@ -57,7 +58,8 @@ _OF_PATH = {
     ("/v1/placements/{id}/events", "get"): ("404", "422"),
     ("/v1/placements:evaluate", "post"): ("400", "404", "408", "413", "415", "422", "429", "500", "503"),
     ("/v1/placements:compare", "post"): ("400", "404", "408", "413", "415", "422", "429", "500", "503"),
-    ("/v1/profiles/{id}", "get"): ("404", "422"),
+    ("/v1/profiles", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
+    ("/v1/profiles/{id}", "get"): ("404", "422", "500", "501"),
     ("/v1/placements/{id}", "get"): ("404", "422", "500", "501"),
     ("/v1/placements/{id}", "delete"): ("404", "422", "500", "501"),
     ("/v1/cluster", "get"): ("501", "503"),
@@ -74,14 +76,18 @@ def _document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         schema = PlacementRequest.model_json_schema(ref_template=REF)
+        graph = ProfileRequest.model_json_schema(ref_template=REF)
         schemas = document["components"]["schemas"]
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
         schemas.update(schema.pop("$defs"))
         schemas["PlacementRequest"] = schema
+        schemas.update(graph.pop("$defs"))
+        schemas["ProfileRequest"] = graph
         schemas["Problem"] = PROBLEM_SCHEMA
         paths = document["paths"]
         _describe_body(paths["/v1/placements"]["post"], "PlacementRequest", requests())
+        _describe_body(paths["/v1/profiles"]["post"], "ProfileRequest", graphs())
         for model, path, examples in (
             (EvaluateBody, "/v1/placements:evaluate", evaluations()),
             (CompareBody, "/v1/placements:compare", comparisons()),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from . import events, history, judging, pages, routes
+from . import events, history, judging, pages, profiles, routes
 
-ROUTERS = (routes.router, history.router, events.router, judging.router, pages.router)
+ROUTERS = (routes.router, history.router, events.router, judging.router, profiles.router, pages.router)
 
 
 def include_routes(app: FastAPI) -> None:

@@ -14,6 +14,7 @@ from .jobs import Jobs
 from .judge import Judge
 from .metrics import Metrics
 from .problem import Problem, clip, nearest
+from .profiling import Profiling
 from .settings import MAX_WAIT_S, Settings
 from .store import Store
 
@@ -35,6 +36,7 @@ class Service:
     checker: Checker
     jobs: Jobs
     judge: Judge
+    profiling: Profiling
     cluster: NodeCluster
     not_ready: str = "the first worker is being started"
 

@@ -19,6 +19,14 @@ def _state_directory() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "placer"
 
 
+def _machine_bytes() -> int:
+    """What this machine has; 0, so no limit, where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # Windows
+        return 0
+
+
 class Settings(BaseSettings):
     """The service's settings; each is read from ``PLACER_`` and its name in capitals.
 
@@ -45,6 +53,8 @@ class Settings(BaseSettings):
         overrun_s: how far a solve may overrun its own time limit before it is stopped.
         stop_grace_s: how long a stopped solve may take to hand over its best placement before it is killed.
         measure_timeout_s: how long measuring this node's devices may take.
+        profile_timeout_s: how long measuring a graph that a client sent may take.
+        profile_memory_bytes: what its process may take of this machine's memory; no limit if 0.
         log_level: of the server's log: ``critical``, ``error``, ``warning``, ``info``, ``debug``.
         log_format: ``text``, or ``json`` for one object a line; both name the request by its id.
     """
@@ -71,6 +81,8 @@ class Settings(BaseSettings):
     overrun_s: Annotated[float, Field(ge=0)] = 10.0
     stop_grace_s: Annotated[float, Field(ge=0)] = 2.0
     measure_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    profile_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    profile_memory_bytes: Annotated[int, Field(ge=0)] = Field(default_factory=lambda: _machine_bytes() // 2)
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
     log_format: Literal["text", "json"] = "text"
 

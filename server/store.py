@@ -23,7 +23,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from .database import StoreError, open_database
 from .recent import Recent
-from .tables import failures, jobs, placements, profiles
+from .tables import failures, jobs, measured, placements, profiles
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -32,6 +32,7 @@ MEMORY_BYTES = 32 * 2**20
 """How much of the store is kept in memory as well, so that a question asked often costs no read."""
 
 FAILURES_KEPT = 1000
+MEASURED_KEPT = 1000
 
 MOST_UNWRITTEN = 1_000
 """Ends of jobs that wait for a store which takes nothing; the jobs of more are solved again by the next start."""
@@ -97,6 +98,7 @@ _INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.in
 _KEY: sa.BindParameter[str] = sa.bindparam("key")
 _ANSWER = sa.select(placements.c.placement, placements.c.complete, placements.c.version).where(placements.c.id == _KEY)
 _PROFILE = sa.select(profiles.c.profile).where(profiles.c.id == _KEY)
+_MEASURED = sa.select(measured.c.profile).where(measured.c.id == _KEY)
 _FAILURE = sa.select(failures.c.status, failures.c.problem).where(failures.c.id == _KEY)
 _REQUEST = (
     sa.select(placements.c.question, profiles.c.profile)
@@ -227,6 +229,22 @@ class Store:
     def profile(self, key: str) -> bytes | None:
         """A profile as JSON by its content hash, or None if no placement of it is kept."""
         row = self._one(_PROFILE, key)
+        return row[0] if row else None
+
+    def keep_measured(self, key: str, profile: bytes) -> None:
+        """Keep a profile that was measured here, the newest thousand of them."""
+
+        def write(connection: sa.Connection) -> None:
+            connection.execute(sa.delete(measured).where(measured.c.id == key))
+            connection.execute(sa.insert(measured), {"id": key, "profile": profile})
+            last = sa.select(measured.c.row).order_by(measured.c.row.desc()).offset(MEASURED_KEPT).limit(1)
+            connection.execute(sa.delete(measured).where(measured.c.row <= last.scalar_subquery()))
+
+        self.database.write(write)
+
+    def measured(self, key: str) -> bytes | None:
+        """A profile that was measured here, by the hash of the request for it."""
+        row = self._one(_MEASURED, key)
         return row[0] if row else None
 
     def request(self, key: str) -> bytes | None:

@@ -18,7 +18,7 @@ from sqlalchemy import (
     text,
 )
 
-HEAD = "0003"
+HEAD = "0004"
 """The revision that these tables are; in SQLite, ``PRAGMA user_version`` is its number too."""
 
 METADATA = MetaData()
@@ -79,4 +79,20 @@ replicas = Table(  # the services that share the store, each while it lives
     METADATA,
     Column("id", Text, primary_key=True),
     Column("beats", BigInteger, nullable=False),
+)
+
+measured = Table(  # profiles of graphs, measured on a node
+    "measured",
+    METADATA,
+    Column("row", ORDER, primary_key=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("profile", LargeBinary, nullable=False),
+)
+
+nodes = Table(  # the devices of the nodes that registered
+    "nodes",
+    METADATA,
+    Column("name", Text, primary_key=True),
+    Column("created_s", Double, nullable=False),
+    Column("cluster", LargeBinary, nullable=False),
 )
