@@ -259,3 +259,14 @@ def step_refusals(make: Make, places: Mapping[str, str]) -> dict[str, str]:
             except InputError as error:
                 found[name] = str(error)
     return found
+
+
+def autocast_step(make: Make, places: Mapping[str, str], chunks: int) -> dict[str, Any]:
+    """A step in float32 under autocast to bfloat16."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    inputs = inputs.float()
+    pipeline = distributed.build(model.float(), places, micro_batches(inputs, chunks)[0], loss_fn, chunks=chunks)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipeline.step(inputs, target)
+    return {"gradients": gradients(pipeline)}

@@ -118,7 +118,8 @@ def test_bert_runs_with_keyword_arguments_and_its_own_result(ranks: RankPool) ->
 
 
 def test_an_output_that_the_loss_does_not_use_is_no_hindrance(ranks: RankPool) -> None:
-    check(ranks, models.tagger, {"embedding": "cpu:0", "lstm": "cpu:1", "head": "cpu:2"}, 2, "1f1b")
+    check(ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:1", "back": "cpu:2"}, 2, "1f1b")
+    check(ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:2", "back": "cpu:1"}, 2, "1f1b")
 
 
 def test_masks_whole_numbers_sizes_and_complex_numbers_cross(ranks: RankPool) -> None:

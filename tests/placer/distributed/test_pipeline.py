@@ -179,3 +179,15 @@ def test_micro_batches_that_a_schedule_cannot_have_name_the_nearest_that_it_can(
 def test_processes_with_different_models_are_told_so(ranks: RankPool) -> None:
     for found in ranks.run(ranked.different_models):
         assert "process 3 has captured another model" in found
+
+
+def test_under_autocast_gradients_are_the_unsplit_models_there(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = models.chain()
+    model, inputs = model.float(), inputs.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        for part, goal in zip(inputs.clone().chunk(2), target.chunk(2), strict=True):
+            (loss_fn(model(part), goal) / 2).backward()
+    found = ranked.joined(ranks.run(ranked.autocast_step, models.chain, CHAIN, 2), "gradients")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, msg=name)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from placer.distributed.line import line
+from placer.distributed.stage import StageModule, weight_pass
+from placer.distributed.tree import Names, plant, slot
+from placer.graph.capture import capture
+
+CPU = torch.device("cpu")
+
+
+def stages(model: nn.Module, example: torch.Tensor, places: list[str], split: bool = False) -> list[StageModule]:
+    graph = capture(model, example, granularity="submodule")
+    cut = line(graph, places)
+    names = Names.of(model)
+    return [
+        StageModule(
+            graph,
+            stage,
+            index,
+            len(cut.stages),
+            graph.state.__getitem__,
+            names,
+            CPU,
+            training=True,
+            copied=cut.reordered,
+            split=split,
+        )
+        for index, stage in enumerate(cut.stages)
+    ]
+
+
+def test_stages_one_after_another_are_the_model() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    value: tuple[torch.Tensor, ...] = (x,)
+    for stage in stages(model, x, ["a", "b", "c", "d"])[:-1]:
+        value = tuple(tensor.detach().requires_grad_() for tensor in stage(*value))
+    torch.testing.assert_close(stages(model, x, ["a", "b", "c", "d"])[-1](*value), model(x))
+
+
+def test_a_stage_has_its_parameters_under_the_models_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    first, second = stages(model, torch.randn(3, 4), ["a", "b", "b"])
+    assert list(first.state_dict()) == ["0.weight", "0.bias"]
+    assert set(first.state_dict()) | set(second.state_dict()) == set(model.state_dict())
+    assert dict(second.named_parameters())["2.weight"] is model[2].weight
+
+
+def test_an_error_names_the_layer_that_it_comes_from() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    (stage,) = stages(model, torch.randn(3, 4), ["a", "a"])
+    model[1].weight.data = torch.randn(2, 5)
+    with pytest.raises(RuntimeError) as error:
+        stage(torch.randn(3, 4))
+    assert error.value.__notes__ == ["in layer '1' on cpu"]
+
+
+def test_weight_gradients_wait_for_their_own_pass() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
+    (stage,) = stages(model, x, ["a", "a", "a"], split=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stage(x).sum().backward()
+    late = weight_pass(stage)()
+    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    late()
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Oddly(nn.Module):
+    """Modules named like attributes of every module, tied tensors, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = nn.Linear(2, 2)
+        self.other = nn.ModuleDict({"part": nn.Linear(2, 2, bias=False)})
+        self.other["part"].weight = self.half.weight
+        self.half.register_buffer("passing", torch.zeros(1), persistent=False)
+        self.register_buffer("kept", torch.ones(1))
+
+
+def test_planted_tensors_have_the_models_keys() -> None:
+    model, root = Oddly(), nn.Module()
+    names = Names.of(model)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    plant(root, tensors, names)
+    assert set(root.state_dict()) == set(model.state_dict())
+    assert root.state_dict()["other.part.weight"].data_ptr() == model.half.weight.data_ptr()
+    assert dict(root.named_buffers()).keys() == dict(model.named_buffers()).keys()
+    table, key = slot(root, "half.weight")
+    assert table[key] is model.half.weight
