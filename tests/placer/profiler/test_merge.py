@@ -126,9 +126,9 @@ def test_a_merged_profile_can_be_placed_on_all_its_devices() -> None:
         profile("H200"), profile("A100", "node2", 2.0), network=Rate(bandwidth_bytes_per_s=1e12, latency_s=0.0)
     )
     placement = placer.solve(PlacementRequest(profile=Profile.model_validate_json(merged.to_json())))
-    # 18 ms of work: the fast devices take (a, b) = 9 and c = 9; the slow ones would need twice that.
+    # 18 ms of work on fast devices: c alone takes 9, and the rest, wherever it is, need take no longer.
     assert placement.objective_value == pytest.approx(9.0, abs=0.011)  # and 0.01 ms of latency
-    assert {name.partition("/")[0] for name in placement.layer_devices.values()} == {"node1"}
+    assert placement.layer_devices["c"].startswith("node1/")
 
 
 @pytest.mark.parametrize(
