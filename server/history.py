@@ -1,4 +1,4 @@
-"""The paths that read the store: lists of placements, their requests, and profiles."""
+"""The paths that read the store: lists of placements, and their requests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel
 
-from placer.schema import Objective, PlacementRequest, Profile, Status
+from placer.schema import Objective, PlacementPage, PlacementRequest, Status
 
 from .problem import Problem, clip
 from .replies import json_reply
@@ -27,47 +26,7 @@ Cursor = Annotated[str | None, Query(max_length=100, description="Where to go on
 Text = Annotated[str, Query(max_length=200, description="What the model's name or the id must contain.")]
 
 
-class Summary(BaseModel):
-    """A placement in a list.
-
-    Attributes:
-        id: of the placement.
-        profile_id: of its profile, for ``/v1/profiles/{id}``; null where it is not kept.
-        complete: whether the solver had all its time.
-        version: of the Placer that made it.
-        created_s: when, in seconds since 1970.
-    """
-
-    id: str
-    profile_id: str | None
-    complete: bool
-    version: str
-    created_s: float
-    model: str = ""
-    layers: int | None = None
-    devices: int | None = None
-    used_devices: int | None = None
-    status: Status | None = None
-    objective: Objective | None = None
-    objective_value: float | None = None
-    gap: float | None = None
-    training: bool | None = None
-    chunks: int | None = None
-
-
-class Page(BaseModel):
-    """Some placements, newest first.
-
-    Attributes:
-        placements: of this page.
-        next: the cursor of the next page; null on the last.
-    """
-
-    placements: list[Summary]
-    next: str | None
-
-
-@router.get("/v1/placements", response_model=Page)
+@router.get("/v1/placements", response_model=PlacementPage)
 async def list_placements(
     request: Request,
     service: Serving,
@@ -98,15 +57,6 @@ async def get_request(request: Request, id: str, service: Serving) -> Response:
         detail = f"there is no request of placement {key}: it is not done, or was ended before it was begun"
         raise Problem(404, "no-such-request", "There is no such request", detail)
     return json_reply(request, question, tagged=True)
-
-
-@router.get("/v1/profiles/{id}", response_model=Profile)
-async def get_profile(request: Request, id: str, service: Serving) -> Response:
-    """A profile that placements were asked for; lists of placements have its id."""
-    key = checked_id(id, "profile")
-    if (profile := await service.store.ask(service.store.profile, key)) is None:
-        raise Problem(404, "no-such-profile", "There is no such profile", f"there is no profile {key}")
-    return json_reply(request, profile, tagged=True)
 
 
 def _summary(row: dict[str, Any]) -> dict[str, Any]:

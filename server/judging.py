@@ -24,7 +24,7 @@ Ids = Annotated[
 @router.post("/v1/placements:evaluate", response_model=Evaluation)
 async def evaluate(request: Request, service: Serving, id: Id = None) -> Response:
     """Judge a map of your own by the cost model that the solver minimises, and say what is wrong with it."""
-    stored = [await _stored(service, id)] if id is not None else []
+    stored = [await stored_of(service, id)] if id is not None else []
     async with service.intake.body(request) as body:
         content = await service.judge.judge(evaluate_task, Asking(body, tuple(stored)))
     return json_reply(request, content)
@@ -33,13 +33,18 @@ async def evaluate(request: Request, service: Serving, id: Id = None) -> Respons
 @router.post("/v1/placements:compare", response_model=Comparison)
 async def compare(request: Request, service: Serving, id: Ids = []) -> Response:  # noqa: B006
     """Hold placements and maps of your own against each other, all judged by one request."""
-    stored = [await _stored(service, one) for one in dict.fromkeys(id)]
+    stored = [await stored_of(service, one) for one in dict.fromkeys(id)]
     async with service.intake.body(request, optional=True) as body:
         content = await service.judge.judge(compare_task, Asking(body, tuple(stored)))
     return json_reply(request, content)
 
 
-async def _stored(service: Service, given: str) -> Stored:
+async def stored_of(service: Service, given: str) -> Stored:
+    """A placement that the store has, and its request.
+
+    Raises:
+        Problem: it has none of that id, or not its request.
+    """
     key = checked_id(given)
     store = service.store
     answer, question = await store.ask(store.get, key), await store.ask(store.request, key)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from . import events, history, judging, pages, profiles, routes
+from . import events, history, judging, pages, profiles, routes, shown
 
-ROUTERS = (routes.router, history.router, events.router, judging.router, profiles.router, pages.router)
+ROUTERS = (routes.router, history.router, events.router, judging.router, shown.router, profiles.router, pages.router)
 
 
 def include_routes(app: FastAPI) -> None:

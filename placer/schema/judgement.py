@@ -17,6 +17,7 @@ FaultKind = Literal[
     "too-many-devices",
     "too-few-devices",
     "too-many-layers",
+    "too-slow",
     "link-missing",
     "not-contiguous",
     "out-of-memory",
