@@ -56,6 +56,7 @@ def rules(
     contiguous: bool | None,
     min_devices: int | None = None,
     max_layers: int | None = None,
+    recompute: bool = False,
 ) -> Constraints:
     """What the placement must respect.
 
@@ -67,6 +68,7 @@ def rules(
         contiguous: as in ``Constraints``.
         min_devices: use at least so many.
         max_layers: no device holds more layers.
+        recompute: whether devices may run forwards once more where memory would not do otherwise.
 
     Raises:
         InputError: one is not of that form, or there is no such device.
@@ -82,6 +84,7 @@ def rules(
         min_devices=min_devices,
         max_layers=max_layers,
         contiguous=contiguous,
+        recompute="auto" if recompute else "never",
     )
 
 

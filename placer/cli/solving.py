@@ -34,6 +34,7 @@ from placer.cli.options import (
     Optimizer,
     Output,
     Pins,
+    Recompute,
     ScheduleOption,
     Server,
     Sizes,
@@ -67,6 +68,7 @@ def solve(
     max_devices: MaxDevices = None,
     min_devices: MinDevices = None,
     max_layers: MaxLayers = None,
+    recompute: Recompute = False,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
     break_ties: BreakTies = False,
@@ -85,7 +87,7 @@ def solve(
     if target is None:
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = limited(target, memory)
-    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers)
+    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute)
     others = [_profile_in(name) for name in also]
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
     request = request_for(subject, target, limits, *given, break_ties)
@@ -114,6 +116,7 @@ def suggest(
     max_devices: MaxDevices = None,
     min_devices: MinDevices = None,
     max_layers: MaxLayers = None,
+    recompute: Recompute = False,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
     break_ties: BreakTies = False,
@@ -129,7 +132,7 @@ def suggest(
     measured = profiles[-1]  # the largest micro-batch
     target = measured.cluster
     assert target is not None  # profile() measures the devices
-    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers)
+    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute)
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
     request = request_for(measured, target, limits, *given, break_ties)
     answer(request, server, output, json)

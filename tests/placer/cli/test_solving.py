@@ -25,6 +25,20 @@ def test_solve_finds_the_smallest_bottleneck(run: Run, chain_file: Path) -> None
     assert len({devices["l1"], devices["l2"], devices["l3"]} - {devices["l0"]}) == 1
 
 
+def test_recomputing_is_allowed_where_it_is_asked_for(run: Run) -> None:
+    """Eight micro-batches that save 1 MiB in each layer do not fit two devices of 4 MiB unless they recompute."""
+    profile = chain([1.0, 1.0])
+    layers = [
+        layer.model_copy(update={"saved_bytes": MIB, "backward_ms": layer.forward_ms}) for layer in profile.layers
+    ]
+    trained = profile.model_copy(update={"training": True, "layers": tuple(layers)})
+    asked = ("--memory", "4MiB", "--chunks", "8", "--schedule", "fill-drain")
+    assert run("solve", "-", *asked, stdin=trained.to_json()).code == 3
+    answer = run("solve", "-", *asked, "--recompute", stdin=trained.to_json())
+    assert answer.code == 0, answer.err
+    assert answer.placement.recompute
+
+
 def test_a_step_is_chosen_among_the_profiles_that_are_given(run: Run, tmp_path: Path) -> None:
     """Two samples take as long as one: a batch of 8 goes in 4 micro-batches of 2."""
     files = []

@@ -120,6 +120,11 @@ def test_the_memory_objective_is_in_bytes() -> None:
     assert "1.5 GiB" in row(text, "bound ")
 
 
+def test_devices_that_recompute_are_named() -> None:
+    assert "recompute " not in explain(placement())
+    assert "cuda:1 run forwards once more" in row(explain(placement(recompute=("cuda:1",))), "recompute ")
+
+
 def test_a_whole_batch_is_shown_with_the_best_that_was_not_chosen() -> None:
     def choice(chunks: int, value: float | None) -> StepChoice:
         return StepChoice(
