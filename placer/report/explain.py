@@ -130,9 +130,9 @@ def _proven(placement: Placement) -> list[str]:
     lines.append(f"status      {placement.status}: {_STATUSES[placement.status]}")
     lines.append(f"solve time  {placement.solve_time_s:.3f} s{method}")
     lines.append(f"one device  {_single_text(placement)}")
-    if placement.step is not None:
     if placement.recompute:
         lines.append(f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less meanwhile")
+    if placement.step is not None:
         lines += _step(placement, placement.step)
     if placement.ties is not None:
         ties = placement.ties
