@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer import DataFlow
 from placer.errors import PlacementError
+from placer.executor.recomputed import RecomputedStage
+from placer.executor.stage import Stage
 from placer.executor.train import Order
+from placer.schema import Placement
 from placer.testing import logical_devices
 from placer.zoo import gpt
 
@@ -201,6 +204,36 @@ def test_the_map_and_what_recomputes_can_be_changed_between_steps() -> None:
             (functional.mse_loss(whole(part), goal) / 2).backward()
         theirs.step()
     _same(model, whole)
+
+
+def test_a_placement_says_which_devices_recompute() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    whole = copy.deepcopy(model)
+    placement = Placement(
+        status="feasible",
+        objective="throughput",
+        layer_devices={"0": "cpu:0", "1": "cpu:1", "2": "cpu:1"},
+        granularity="submodule",
+        training=True,
+        chunks=CHUNKS,
+        recompute=("cpu:1",),
+    )
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.update_flow(placement)
+        assert flow.recompute == ["cpu:1"]
+        step = flow.train_step(functional.mse_loss)
+        step(*_batch())
+        stages = step.pipeline(*_batch())[0]
+        assert stages is not None
+        assert [type(stage) for stage in stages.stages] == [Stage, RecomputedStage]
+        flow.undo()
+        assert flow.recompute == []
+    functional.mse_loss(whole(_batch()[0]), _batch()[1]).backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(one.grad.cpu(), other.grad, atol=1e-10, rtol=1e-10)
 
 
 def test_a_device_to_recompute_on_that_is_none_is_named() -> None:

@@ -1,0 +1,125 @@
+"""What a placed flow can do beside a call: training steps, streams of batches, and a look at either with a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from placer.errors import InputError
+from placer.executor import stream
+from placer.executor.compiled import Backend
+from placer.executor.measure import measure_step, measure_stream
+from placer.executor.stream import Streams
+from placer.executor.train import Loss, Order
+from placer.executor.train_step import Flow, TrainStep
+from placer.executor.update import Update
+from placer.report.timeline import Measurement
+from placer.schema import Profile, Schedule
+
+
+class PipelinedRuns(nn.Module):
+    """The part of a ``DataFlow`` that keeps every device at work on another micro-batch or batch.
+
+    Attributes:
+        chunks: micro-batches that a batch is cut into.
+        schedule: the order of micro-batches in training.
+    """
+
+    chunks: int
+    schedule: Schedule
+    _streams: Streams
+
+    def train_step(
+        self,
+        loss_fn: Loss,
+        optimizer: torch.optim.Optimizer | None = None,
+        schedule: Order | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        max_norm: float | None = None,
+        compile: bool | Backend = False,
+    ) -> TrainStep:
+        """A training step of the whole pipeline: forwards, backwards, and the optimizer.
+
+        Args:
+            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
+            optimizer: any of torch's, stepped after every batch; None to leave that to the caller, who finds the
+                gradients in place.
+            schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
+                gradients apart, while a device would wait. Where a device holds several segments, ``"interleaved"``
+                runs them in turn, and all others are fill-drain.
+            scaler: for training in float16: scales the loss, and skips the step where a gradient overflowed on any
+                device.
+            max_norm: clip the gradients to this norm over all parameters on all devices.
+            compile: let torch.compile make one function of each segment, where that is faster; ``step.compiled`` tells
+                what it gained and ``step.not_compiled_because`` why it did not. True, or a backend.
+
+        Returns:
+            ``step(inputs, target) -> loss``, the mean over the batch. ``inputs`` is one tensor, a tuple of positional
+            or a dict of keyword arguments. With ``update=False`` a step leaves its gradients to the next one.
+
+        Raises:
+            InputError: an argument cannot be used; the message says which, and what can.
+        """
+        update = Update(optimizer, scaler, max_norm)
+        backend = ("inductor" if compile is True else compile) or None
+        return TrainStep(cast(Flow, self), loss_fn, update, self.schedule if schedule is None else schedule, backend)
+
+    def stream(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
+        """Run batch after batch without gradients: each enters the first device while earlier ones are in later ones.
+
+        Do not change the model or its map while a stream is open; close it, or exhaust it, before.
+
+        Args:
+            batches: an iterable of batches, each one tensor, a tuple or list of positional, or a dict of keyword
+                arguments. Their shapes may differ; a shape is recorded as CUDA graphs when it comes for the second
+                time. Pinned memory lets copies from the host overlap.
+            in_flight: batches that are taken from the source before the first result is handed out, and so the most
+                that take memory; two more than there are segments if None. 1 takes none ahead.
+
+        Returns:
+            A generator of what the model returns for each batch, in their order, on ``output_device``.
+
+        Raises:
+            InputError: these are no batches, or ``in_flight`` is no count.
+            StageError: from the generator, when it comes to a batch on which a layer failed; results before are whole.
+        """
+        return self._streams.open(batches, in_flight)
+
+    def measure(
+        self,
+        inputs: Any,
+        target: Any = None,
+        *,
+        step: TrainStep | None = None,
+        chunks: int | None = None,
+        profile: Profile | None = None,
+    ) -> Measurement:
+        """Measure when every device works on which micro-batch, beside what was predicted.
+
+        It runs the batch three times and changes nothing but gradients: the optimizer rests, buffers are put back.
+
+        Args:
+            inputs: a batch: one tensor, a tuple of positional or a dict of keyword arguments.
+            target: the target of a training step.
+            step: from ``train_step``: its forward and backward passes are measured. None measures inference, the
+                micro-batches streamed.
+            chunks: micro-batches; what the placement says if None.
+            profile: what the placement was solved from, for the prediction; None leaves that out.
+
+        Returns:
+            The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass.
+
+        Raises:
+            InputError: the flow is not placed, or the model runs through hooks, or the profile is of other layers; or
+                one of ``target`` and ``step`` is missing.
+        """
+        if (step is None) != (target is None):
+            raise InputError("to measure a training step give its target and step=; for inference, neither")
+        chunks = self.chunks if chunks is None else chunks
+        if step is not None:
+            return measure_step(step, inputs, target, chunks, profile)
+        return measure_stream(cast(stream.Flow, self), self._streams, inputs, chunks, profile)
