@@ -28,12 +28,16 @@ def test_the_readmes_programs_run(program: str, tmp_path: Path) -> None:
 def test_the_readmes_commands_run(tmp_path: Path) -> None:
     (tmp_path / "placer").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m placer "$@"\n')
     (tmp_path / "placer").chmod(0o755)
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 7
+    told = {}
     for command in COMMANDS:
+        if command.startswith("placer compare yesterday.json"):
+            (tmp_path / "yesterday.json").write_text((tmp_path / "profile.json").read_text())
         if command != "placer serve":
-            out = run(["bash", "-c", f"set -o pipefail; export PATH={tmp_path}:$PATH; {command}"], tmp_path)
-    # The last one shows the placement of the U-Net that the one before it profiled.
-    assert "Placement of UNet: training step, micro-batch of 2" in out
+            told[command] = run(["bash", "-c", f"set -o pipefail; export PATH={tmp_path}:$PATH; {command}"], tmp_path)
+    (placed,) = [out for command, out in told.items() if command.startswith("placer solve")]
+    assert "Placement of UNet: training step, micro-batch of 2" in placed
+    assert "Time by layer" in (tmp_path / "report.html").read_text()
 
 
 def test_the_readme_says_what_is_public() -> None:
