@@ -11,7 +11,8 @@ from typing import Self, TypeVar
 import httpx
 
 from placer.errors import InputError
-from placer.schema import Cluster, Placement, PlacementRequest
+from placer.schema import Cluster, Placement, PlacementRequest, Profile
+from placer.schema.graph import ProfileRequest
 
 from .exchange import Call, Dialogue, Exchange, Health, Outcome, Pause
 
@@ -78,6 +79,21 @@ class Client:
     def stop(self, id: str) -> Placement:
         """End a solve and take the best placement so far, whose status is ``unknown`` if there is none."""
         return self._carry_out(self._dialogue.stop(id))
+
+    def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
+        """Have the layers of a captured graph measured on the devices of the service's machine, and wait for it.
+
+        Args:
+            request: the graph: operations, shapes and dtypes, no weights; see ``placer.profiler.sending.describe``.
+            wait: how long to wait, in seconds; until it is there if None.
+
+        Raises:
+            InputError: the service finds a fault in the graph, or a layer of it fails there.
+            TimeoutExceeded: it is not there in time; it goes on.
+            UnreachableError: the service cannot be reached.
+            ServerError: it cannot answer: torch is not installed there, say.
+        """
+        return self._carry_out(self._dialogue.profile(request, wait))
 
     def cluster(self) -> Cluster:
         """The devices of the service's machine and the links between them."""
@@ -160,6 +176,10 @@ class AsyncClient:
     async def stop(self, id: str) -> Placement:
         """See ``Client.stop``."""
         return await self._carry_out(self._dialogue.stop(id))
+
+    async def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
+        """See ``Client.profile``."""
+        return await self._carry_out(self._dialogue.profile(request, wait))
 
     async def cluster(self) -> Cluster:
         """See ``Client.cluster``."""

@@ -22,7 +22,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from placer.errors import ServerError, TimeoutExceeded
-from placer.schema import Cluster, Placement, PlacementRequest
+from placer.schema import Cluster, Placement, PlacementRequest, Profile
+from placer.schema.graph import ProfileRequest
 
 from . import errors
 
@@ -110,6 +111,20 @@ class Dialogue:
         """Ask for the service's own devices; measuring them the first time takes a while."""
         reply = yield from self._send(Call("GET", "/v1/cluster", wait_s=300.0))
         return self._read(Cluster, reply)
+
+    def profile(self, request: ProfileRequest, wait: float | None) -> Exchange[Profile]:
+        """Have a graph measured, and ask again until its profile is there."""
+        deadline = _Deadline(wait)
+        content = request.model_dump_json(exclude_defaults=True).encode()
+        reply = yield from self._send(self._waiting("POST", "/v1/profiles", deadline, content))
+        while reply.status_code == 202:
+            progress = self._read(_Progress, reply)
+            if deadline.left_s() <= 0:
+                raise TimeoutExceeded(
+                    f"profile {progress.id} is {progress.status} after {deadline.wait_s:g} s; it goes on: ask again"
+                )
+            reply = yield from self._send(self._waiting("GET", f"/v1/profiles/{progress.id}", deadline))
+        return self._read(Profile, reply)
 
     def health(self) -> Exchange[Health]:
         """Ask whether the service lives."""

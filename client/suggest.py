@@ -6,10 +6,18 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from placer.errors import InfeasibleError, InputError, MissingExtraError, SolveLimitError
+from placer.errors import (
+    InfeasibleError,
+    InputError,
+    MissingExtraError,
+    ServerError,
+    SolveLimitError,
+    UnreachableError,
+)
 from placer.schema import Constraints, Objective, Placement, PlacementRequest, Profile, ScheduleChoice, Transfers
+from placer.schema.graph import Graph, Optimizer, ProfileRequest
 
 from .client import Client
 
@@ -44,6 +52,7 @@ def suggest(
     profile: Profile | Sequence[Profile] | None = None,
     cache: bool | str | os.PathLike[str] = True,
     progress: bool = True,
+    profile_on_server: bool | None = None,
 ) -> Placement:
     """Find where each layer of a model should run.
 
@@ -74,6 +83,9 @@ def suggest(
             several of different micro-batch sizes.
         cache: whether layers that were measured before are taken from the cache, see ``placer.profile``; or its folder.
         progress: whether to show bars on a terminal.
+        profile_on_server: whether the server's machine measures the model, on all of its devices, or on as many as
+            ``devices`` says; it is sent the operations, shapes and dtypes of the model, and no weights. If None: where
+            there is no GPU here, one there, and neither ``devices`` nor ``memory_bytes`` is given.
 
     Returns:
         The placement, for ``DataFlow(model).update_flow(placement)``.
@@ -85,7 +97,21 @@ def suggest(
         SolveLimitError: none was found in time.
         ServerError: the server cannot be reached or cannot answer.
     """
-    if profile is None:
+    server = server or os.environ.get("PLACER_URL")
+    there = profile is None and _measures_there(profile_on_server, server, devices, memory_bytes)
+    if there and server:
+        with _waiting("measuring on the server", progress):
+            profiles = _measure_there(
+                server,
+                _checked(model),
+                example_inputs,
+                devices,
+                training=training,
+                optimizer=optimizer,
+                granularity=granularity,
+                batch_sizes=batch_sizes,
+            )
+    elif profile is None:
         profiles = _measure(
             model,
             example_inputs,
@@ -120,24 +146,84 @@ def suggest(
         explain=explain,
     )
     with _waiting("solving", progress):
-        placement = _solve(request, server or os.environ.get("PLACER_URL"))
+        placement = _solve(request, server)
     return _found(placement, time_limit_s)
 
 
 def _measure(model: nn.Module | None, example_inputs: Any, devices: Any, **options: Any) -> list[Profile]:
     """The model's profile, or those of several micro-batch sizes, the largest last."""
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("profiling needs torch: pip install 'torch-placer[torch]'") from error
+    model = _checked(model)
     from placer.profiler.profile import profile
 
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; give an nn.Module, or a profile made from one")
     if example_inputs is None:
         example_inputs = _carried_inputs(model)
     measured: Profile | list[Profile] = profile(model, example_inputs, devices, **options)
     return [measured] if isinstance(measured, Profile) else measured
+
+
+def _checked(model: Any) -> nn.Module:
+    """The model, if it is one and torch is here."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("profiling needs torch: pip install 'torch-placer[torch]'") from error
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; give an nn.Module, or a profile made from one")
+    return model
+
+
+def _measures_there(wanted: bool | None, server: str | None, devices: Any, memory_bytes: Any) -> bool:
+    """Whether the server's machine measures the model."""
+    if wanted is None:
+        return server is not None and devices is None and memory_bytes is None and _only_there_are_gpus(server)
+    if wanted and not server:
+        raise InputError("profile_on_server is True, but no server is given: pass server=, or set PLACER_URL")
+    if wanted and (memory_bytes is not None or not (devices is None or isinstance(devices, int))):
+        raise InputError("the server measures its own devices: give their number alone, and no memory_bytes")
+    return wanted
+
+
+def _only_there_are_gpus(server: str) -> bool:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return False  # what is said then names the extra
+    if torch.cuda.is_available():
+        return False
+    try:
+        with Client(server) as client:
+            return any(not device.name.startswith("cpu") for device in client.cluster().devices)
+    except UnreachableError:
+        raise
+    except ServerError:  # it cannot measure, or is too old to say
+        return False
+
+
+def _measure_there(
+    server: str, model: nn.Module, example_inputs: Any, devices: Any, *, optimizer: Any, **options: Any
+) -> list[Profile]:
+    """The model's profile on the server's devices, or those of several micro-batch sizes, the largest last."""
+    from placer.profiler.sending import describe
+
+    if example_inputs is None:
+        example_inputs = _carried_inputs(model)
+    graphs = describe(model, example_inputs, **options)
+    requests = [_profile_request(graph, devices, optimizer) for graph in graphs]
+    with Client(server) as client:
+        return [client.profile(request) for request in requests]
+
+
+def _profile_request(graph: Graph, devices: Any, optimizer: Any) -> ProfileRequest:
+    from pydantic import ValidationError
+
+    name = optimizer.lower() if isinstance(optimizer, str) else optimizer
+    try:
+        return ProfileRequest(graph=graph, devices=devices, optimizer=name)
+    except ValidationError as error:
+        known = ", ".join(get_args(Optimizer))
+        raise InputError(
+            f"a server measures the optimizers {known}, or None, on at least one device; not {optimizer!r} on {devices}"
+        ) from error
 
 
 def _carried_inputs(model: nn.Module) -> Any:

@@ -121,7 +121,7 @@ def profile(
     with unobserved(), keep_random_state(found), torch.inference_mode(False), inputs.mode(model, training):
         tensors, structure = inputs.trackable(args, kwargs)
         given = [tensors] if batch_sizes is None else inputs.resized(tensors, batch_sizes)
-        graphs = _capture(model, [structure.unflatten(batch) for batch in given], granularity)
+        graphs = capture_each(model, [structure.unflatten(batch) for batch in given], granularity)
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
         missing = [len(of_kind.missing(graph.layers)) for of_kind in known.values() for graph in graphs]
         with progress_bar(progress, sum(missing) + links_to_measure(found, folder)) as step:
@@ -137,7 +137,7 @@ def profile(
     return profiles[0] if batch_sizes is None else profiles
 
 
-def _capture(model: nn.Module, calls: Sequence[Any], granularity: Granularity) -> list[LayerGraph]:
+def capture_each(model: nn.Module, calls: Sequence[Any], granularity: Granularity) -> list[LayerGraph]:
     """The graph of each call, given as positional and keyword arguments; all have the layers of the first."""
     graphs: list[LayerGraph] = []
     for args, kwargs in calls:
