@@ -63,12 +63,12 @@ MaxLayers = Annotated[int | None, typer.Option(min=1, help="no device holds more
 Contiguous = Annotated[
     bool | None, typer.Option("--contiguous/--free", help="a stage is never left and come back to; or it may be")
 ]
-TimeLimit = Annotated[float, typer.Option(min=0.001, help="seconds to solve; then the best so far is the answer")]
-BreakTies = Annotated[
-    bool, typer.Option("--break-ties", help="of placements as good, the one with less transfer, then better balance")
 Recompute = Annotated[
     bool, typer.Option("--recompute", help="where memory would not do otherwise, keep less and run forwards once more")
 ]
+TimeLimit = Annotated[float, typer.Option(min=0.001, help="seconds to solve; then the best so far is the answer")]
+BreakTies = Annotated[
+    bool, typer.Option("--break-ties", help="of placements as good, the one with less transfer, then better balance")
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="also say what limits the placement and what would help")]
 Server = Annotated[
