@@ -13,7 +13,7 @@ Source: happens-before by vector clocks, Fidge 1988, Mattern 1989.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -25,7 +25,8 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import lanes, moving
-from placer.executor import inference, stream
+from placer.executor import inference, stream, train
+from placer.executor.weights import Weights
 
 Clock = dict[Hashable, int]
 Site = tuple[str, int]
@@ -87,6 +88,16 @@ class Races:
         self._kept.append(tensor)
         self._names[tensor.untyped_storage()._cdata] = key
 
+    def own(self, slot: Any, made: Mapping[str, Any], given: Iterable[Any], kind: str = "") -> list[Tensor]:
+        """Those of what a pass made that are no views of what it was given, named after their slot."""
+        taken = {tensor.untyped_storage()._cdata for tensor in given if isinstance(tensor, Tensor)}
+        found = []
+        for name, tensor in made.items():
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in taken:
+                self.name(tensor, (id(slot), kind + name))
+                found.append(tensor)
+        return found
+
     def run(self, queues: Iterable[Hashable], reads: Iterable[Any], writes: Iterable[Any], what: str) -> None:
         """Work in one queue, or in two that meet for it."""
         queues = list(dict.fromkeys(queues))
@@ -96,8 +107,9 @@ class Races:
         number = next(self._numbers)
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                if isinstance(tensor, Tensor):
-                    self._access(self._key(tensor), _Access(queues[0], number, is_write, what), clock)
+                if isinstance(tensor, Tensor | tuple):  # a tuple is the name of memory that no tensor stands for
+                    key = self._key(tensor) if isinstance(tensor, Tensor) else tensor
+                    self._access(key, _Access(queues[0], number, is_write, what), clock)
         clock[queues[0]] = number
         for queue in queues:
             self._clocks[queue] = dict(clock)
@@ -110,7 +122,7 @@ class Races:
     def _access(self, key: Hashable, access: _Access, clock: Clock) -> None:
         for before in self._accesses.setdefault(key, []):
             if (before.writes or access.writes) and clock.get(before.queue, 0) < before.number != access.number:
-                self.found.append(f"{before.what} and {access.what}")
+                self.found.append(f"{before.what} and {access.what}, of {key}")
         self._accesses[key].append(access)
 
 
@@ -148,40 +160,104 @@ class _Lane:
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterator[Races]:
-    """Note what streams do inside."""
+    """Note what streams and training steps do inside."""
     races = Races(deaf)
-    write, compute, empty_like = moving.write, inference.Stage._compute, torch.empty_like
     shared: dict[torch.device, _Lane] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(_Lane, "races", races, raising=False)
+        for module in (lanes, inference, stream, train):
+            patch.setattr(module, "Lane", _Lane)
+        patch.setattr(devices, "shared_lane", lambda device: shared.setdefault(device, _Lane(device)))
+        patch.setattr(devices, "synchronise", races.synchronise)
+        _note_memory(races, patch)
+        _note_streams(races, patch)
+        _note_training(races, patch)
+        yield races
+
+
+def _note_memory(races: Races, patch: pytest.MonkeyPatch) -> None:
+    """Copies, and what is taken from the allocator: the memory may be what the caller used a moment ago."""
+    write, empty_like = moving.write, torch.empty_like
 
     def noted_write(source: Tensor, target: Tensor, here: torch.device, there: torch.device) -> None:
         what = f"a copy from {here} to {there}"
         races.run([lane.queue for lane in races.active], [source], [target], what)
         write(source, target, here, there)
 
-    def noted_compute(self: inference.Stage, slot: inference.Slot) -> None:
-        compute(self, slot)
-        given = {tensor.untyped_storage()._cdata for tensor in slot.inputs.values() if isinstance(tensor, Tensor)}
-        made = {name: tensor for name, tensor in slot.outputs.items() if isinstance(tensor, Tensor)}
-        own = {name: tensor for name, tensor in made.items() if tensor.untyped_storage()._cdata not in given}
-        for name, tensor in own.items():
-            races.name(tensor, (id(slot), name))
-        state = [tensor for step in self.segment.steps for tensor in step.state]
-        queues = [lane.queue for lane in races.active]
-        races.run(queues, [*slot.inputs.values(), *state], own.values(), f"a pass on {self.device}")
-
     def noted_empty_like(tensor: Tensor, **options: Any) -> Tensor:
         made = empty_like(tensor, **options)
-        if (place := options.get("device")) is not None:  # the memory may be what the caller used a moment ago
+        if (place := options.get("device")) is not None:
             races.run([("caller", place)], [], [made], f"the caller's earlier work on {place}")
         return made
 
-    with monkeypatch.context() as patch:
-        patch.setattr(_Lane, "races", races, raising=False)
-        for module in (lanes, inference, stream):
-            patch.setattr(module, "Lane", _Lane)
-        patch.setattr(devices, "shared_lane", lambda device: shared.setdefault(device, _Lane(device)))
-        patch.setattr(devices, "synchronise", races.synchronise)
-        patch.setattr(moving, "write", noted_write)
-        patch.setattr(inference.Stage, "_compute", noted_compute)
-        patch.setattr(torch, "empty_like", noted_empty_like)
-        yield races
+    patch.setattr(moving, "write", noted_write)
+    patch.setattr(torch, "empty_like", noted_empty_like)
+
+
+def _note_streams(races: Races, patch: pytest.MonkeyPatch) -> None:
+    compute = inference.Stage._compute
+
+    def noted_compute(self: inference.Stage, slot: inference.Slot) -> None:
+        compute(self, slot)
+        made = races.own(slot, slot.outputs, slot.inputs.values())
+        state = [tensor for step in self.segment.steps for tensor in step.state]
+        queues = [lane.queue for lane in races.active]
+        races.run(queues, [*slot.inputs.values(), *state], made, f"a pass on {self.device}")
+
+    patch.setattr(inference.Stage, "_compute", noted_compute)
+
+
+def _note_training(races: Races, patch: pytest.MonkeyPatch) -> None:
+    """Passes with what they keep for one another, and the gradients that they add to."""
+    run, begin, finish = train._Step._run, Weights.begin, Weights.finish
+
+    def noted_run(self: Any, index: int, phase: str, chunk: int, work: Callable[[], None], after: Any) -> None:
+        stage = self._stages[index]
+        slot = stage.slot(chunk)
+
+        def noted_work() -> None:
+            work()
+            reads, writes = _of_pass(races, stage, slot, phase)
+            races.run([lane.queue for lane in races.active], reads, writes, f"{phase} {chunk} of segment {index}")
+
+        run(self, index, phase, chunk, noted_work, after)
+
+    def noted_begin(self: Weights, lanes: Mapping[torch.device, _Lane], keep: bool = False) -> None:
+        begin(self, lanes, keep)  # type: ignore[arg-type]
+        for place, held in self._held.items():
+            copies = [alias for _, alias in held.replicas]
+            own = [alias.grad for _, alias in (*held.own, *held.replicas)]
+            read = [parameter for parameter, _ in held.replicas]
+            races.run([lanes[place].queue], read, [*copies, *own], f"the beginning on {place}")
+
+    def noted_finish(self: Weights) -> None:
+        for place, held in self._held.items():
+            for parameter, alias in held.replicas:
+                queues = [("caller", place), ("caller", devices.location(parameter))]
+                races.run(queues, [alias.grad], [parameter.grad], f"the end on {place}")
+        finish(self)
+
+    patch.setattr(train._Step, "_run", noted_run)
+    patch.setattr(Weights, "begin", noted_begin)
+    patch.setattr(Weights, "finish", noted_finish)
+
+
+def _of_pass(races: Races, stage: Any, slot: Any, phase: str) -> tuple[list[Any], list[Any]]:
+    """What a pass reads and writes; what it keeps for the next one of its slot has a name alone."""
+    kept, deferred = (id(slot), "activations"), (id(slot), "deferred")
+    state = [tensor for step in stage.segment.steps for tensor in step.state]
+    changed = [
+        tensor
+        for step in stage.segment.steps
+        for name, tensor in zip(step.layer.state, step.state, strict=True)
+        if name in step.layer.mutated
+    ]
+    gradients = [tensor.grad for tensor in state if tensor.is_leaf and tensor.grad is not None]
+    if phase == "forward":
+        made = races.own(slot, slot.outputs, slot.inputs.values())
+        total = [] if stage.head is None else [stage.head.total]
+        return [*slot.inputs.values(), *slot.targets, *state], [*made, *changed, *total, kept]
+    if phase == "backward":
+        made = races.own(slot, slot.input_gradients, slot.gradients.values(), "gradient of ")
+        return [kept, *slot.gradients.values(), *slot.inputs.values(), *state], [*made, *gradients, deferred]
+    return [kept, deferred, *slot.gradients.values(), *slot.inputs.values()], gradients

@@ -21,7 +21,7 @@ from placer.graph.structure import flatten
 from placer.testing import logical_devices
 from placer.zoo import resnet18, unet
 
-MODELS = ("toy", "unet", "gpt", "lstm_stacked", "skips", "zoo_resnet18", "T5ForConditionalGeneration")
+MODELS = ("toy", "unet", "gpt", "lstm_stacked", "zoo_resnet18", "T5ForConditionalGeneration")
 ROW = 5
 
 
