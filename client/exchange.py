@@ -116,14 +116,23 @@ class Dialogue:
         """Have a graph measured, and ask again until its profile is there."""
         deadline = _Deadline(wait)
         content = request.model_dump_json(exclude_defaults=True).encode()
-        reply = yield from self._send(self._waiting("POST", "/v1/profiles", deadline, content))
+
+        def post() -> Call:
+            return self._waiting("POST", "/v1/profiles", deadline, content)
+
+        reply = yield from self._send(post())
         while reply.status_code == 202:
             progress = self._read(_Progress, reply)
             if deadline.left_s() <= 0:
                 raise TimeoutExceeded(
                     f"profile {progress.id} is {progress.status} after {deadline.wait_s:g} s; it goes on: ask again"
                 )
-            reply = yield from self._send(self._waiting("GET", f"/v1/profiles/{progress.id}", deadline))
+            try:
+                reply = yield from self._send(self._waiting("GET", f"/v1/profiles/{progress.id}", deadline))
+            except ServerError as error:
+                if error.status != 404:
+                    raise
+                reply = yield from self._send(post())  # the service was killed meanwhile, and knows of it no more
         return self._read(Profile, reply)
 
     def health(self) -> Exchange[Health]:

@@ -132,6 +132,22 @@ def test_what_cannot_be_measured_there_is_said(options, said):
         suggest(Block(), X, progress=False, **options)
 
 
+def test_a_graph_that_the_service_forgot_when_it_was_killed_is_sent_again():
+    profile = Profile.model_validate({"layers": [{"name": "a", "forward_ms": {"t": 1.0}}]})
+    running = httpx.Response(202, json={"id": "k", "status": "running", "elapsed_s": 1.0})
+    replies = [running, httpx.Response(404, json={"detail": "no such profile"}), running, profile]
+    asked = []
+
+    def answer(request):
+        asked.append(request.method)
+        reply = replies[len(asked) - 1]
+        return httpx.Response(200, content=reply.to_json()) if isinstance(reply, Profile) else reply
+
+    with Client("http://x", transport=httpx.MockTransport(answer)) as client:
+        assert client.profile(ProfileRequest(graph=describe(Block(), X)[0])) == profile
+    assert asked == ["POST", "GET", "POST", "GET"]
+
+
 def test_a_profile_that_takes_its_time_is_asked_for_until_it_is_there():
     asked = []
     profile = Profile.model_validate({"layers": [{"name": "a", "forward_ms": {"t": 1.0}}]})
