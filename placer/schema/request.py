@@ -186,4 +186,4 @@ class PlacementRequest(Wire):
 
     def content_hash(self) -> str:
         """The same for the same question, whatever the order or spelling of its JSON: 32 hexadecimal digits."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32]
+        return hashlib.sha256(self.__pydantic_serializer__.to_json(self)).hexdigest()[:32]
