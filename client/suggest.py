@@ -47,6 +47,8 @@ def suggest(
     schedule: ScheduleChoice | None = None,
     transfers: Transfers = "added",
     time_limit_s: float = 30.0,
+    break_ties: bool = False,
+    bottleneck_ms: float | None = None,
     explain: bool = False,
     memory_bytes: int | Mapping[DeviceLike, int] | None = None,
     profile: Profile | Sequence[Profile] | None = None,
@@ -67,7 +69,7 @@ def suggest(
         optimizer: whose state takes memory, in training: a name from ``torch.optim``, a class, an optimizer, or None.
         granularity: how the model is cut into layers: ``auto``, ``submodule``, ``fine``, a depth, or a function.
         objective: what is made small: ``throughput``, the bottleneck; ``step``, the time of a whole batch; ``latency``,
-            one sample's time; or ``memory``, the largest use.
+            one sample's time; ``memory``, the largest use; or ``devices``, how many keep within ``bottleneck_ms``.
         constraints: what the placement must respect beside memory.
         chunks: micro-batches in a batch; chosen under objective ``step``.
         batch_size: objective ``step``: samples in a whole batch; ``chunks`` micro-batches if None.
@@ -77,6 +79,8 @@ def suggest(
             ``auto``, it is chosen under objective ``step``; else None is ``1f1b``.
         transfers: whether transfers add to a device's time, or overlap with its compute.
         time_limit_s: after so many seconds the best answer so far is returned.
+        break_ties: whether, of placements as good, the one is looked for with less transfer, then better balance.
+        bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
         explain: whether to find out, too, what limits the placement and what would help most.
         memory_bytes: what a placement may use, in bytes, of each device or by device; None for all of its memory.
         profile: an earlier profile of the model, to be placed without measuring again; under objective ``step`` also
@@ -143,6 +147,8 @@ def suggest(
         schedule=schedule or ("auto" if objective == "step" else "1f1b"),
         transfers=transfers,
         time_limit_s=time_limit_s,
+        break_ties=break_ties,
+        bottleneck_ms=bottleneck_ms,
         explain=explain,
     )
     with _waiting("solving", progress):

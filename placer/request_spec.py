@@ -108,6 +108,7 @@ def request_for(
     batch_size: int | None = None,
     profiles: Sequence[Profile] = (),
     break_ties: bool = False,
+    bottleneck_ms: float | None = None,
 ) -> PlacementRequest:
     """The request; its fields are those of ``PlacementRequest``.
 
@@ -129,4 +130,5 @@ def request_for(
         time_limit_s=time_limit_s,
         explain=explain,
         break_ties=break_ties,
+        bottleneck_ms=bottleneck_ms,
     )

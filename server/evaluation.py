@@ -166,6 +166,7 @@ def judge(request: PlacementRequest, where: Map, best: Placement | None = None) 
         return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
     loads = device_loads(problem, assignment, result)
     faults += _memory(loads)
+    faults += _slow(request, loads)
     value = result.objective_value
     known = best.objective_value if best is not None else None
     return Evaluation(
@@ -175,7 +176,7 @@ def judge(request: PlacementRequest, where: Map, best: Placement | None = None) 
         objective_value=value,
         stages=tuple(problem.devices[number].name for number in result.stages),
         devices=loads,
-        single_device=single_device(problem),
+        single_device=single_device(problem) if request.objective != "devices" else None,
         best_id=best.id if best is not None else None,
         best_value=known,
         bound=best.bound if best is not None else None,
@@ -226,6 +227,15 @@ def _rules(request: PlacementRequest, where: Map) -> Iterator[Fault]:
             detail = f"{device!r} holds {count} layers; {rules.max_layers} are allowed"
             held = [layer for layer, other in where.items() if other == device]
             yield _fault("too-many-layers", held, (device,), detail)
+
+
+def _slow(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fault]:
+    from placer.solver.costs import ROUNDING
+
+    for load in loads if request.bottleneck_ms is not None else ():
+        if load.load_ms > (request.bottleneck_ms or 0.0) * (1 + ROUNDING):
+            detail = f"{load.device!r} is busy for {load.load_ms:.6g} ms; {request.bottleneck_ms:g} ms are allowed"
+            yield _fault("too-slow", (), (load.device,), detail)
 
 
 def _links(request: PlacementRequest, where: Map) -> Iterator[Fault]:

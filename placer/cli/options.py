@@ -31,7 +31,10 @@ NoCache = Annotated[bool, typer.Option("--no-cache", help="measure everything an
 Output = Annotated[str | None, typer.Option("--output", "-o", help="write the JSON to this file; - for stdout")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on a terminal too")]
 ObjectiveOption = Annotated[
-    str, typer.Option("--objective", help="what is made small: throughput, step, latency or memory")
+    str, typer.Option("--objective", help="what is made small: throughput, step, latency, memory or devices")
+]
+Bottleneck = Annotated[
+    float | None, typer.Option("--bottleneck", metavar="MS", help="objective devices: no device may be busy longer")
 ]
 Chunks = Annotated[int, typer.Option(min=1, help="micro-batches in a batch")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="objective step: samples in a whole batch")]

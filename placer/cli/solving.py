@@ -14,6 +14,7 @@ from placer.cli.options import (
     Arguments,
     AsJson,
     BatchSize,
+    Bottleneck,
     BreakTies,
     CacheFolder,
     Chunks,
@@ -71,6 +72,7 @@ def solve(
     recompute: Recompute = False,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
+    bottleneck: Bottleneck = None,
     break_ties: BreakTies = False,
     explain: Explain = False,
     server: Server = None,
@@ -90,7 +92,7 @@ def solve(
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute)
     others = [_profile_in(name) for name in also]
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
-    request = request_for(subject, target, limits, *given, break_ties)
+    request = request_for(subject, target, limits, *given, break_ties, bottleneck)
     answer(request, server, output, json)
 
 
@@ -119,6 +121,7 @@ def suggest(
     recompute: Recompute = False,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
+    bottleneck: Bottleneck = None,
     break_ties: BreakTies = False,
     explain: Explain = False,
     server: Server = None,
@@ -134,7 +137,7 @@ def suggest(
     assert target is not None  # profile() measures the devices
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute)
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
-    request = request_for(measured, target, limits, *given, break_ties)
+    request = request_for(measured, target, limits, *given, break_ties, bottleneck)
     answer(request, server, output, json)
 
 

@@ -21,6 +21,7 @@ _MEASURES = {
     "step": "a whole batch",
     "latency": "critical path of one micro-batch",
     "memory": "largest memory use",
+    "devices": "devices that are used:",
 }
 MOST_OTHERS = 3
 MOST_REQUIREMENTS = 8
@@ -171,6 +172,8 @@ def _objective_text(placement: Placement) -> str:
 
 
 def _value_text(placement: Placement, value: float) -> str:
+    if placement.objective == "devices":
+        return f"{value:g}"
     return bytes_text(value) if placement.objective == "memory" else ms_text(value)
 
 

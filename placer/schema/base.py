@@ -31,9 +31,9 @@ def in_order(named: dict[str, V]) -> dict[str, V]:
 IN_ORDER = AfterValidator(in_order)
 TimesMs = Annotated[dict[Name, Milliseconds], Field(max_length=64), IN_ORDER]
 
-Objective = Literal["throughput", "step", "latency", "memory"]
-"""What is made small: the bottleneck (ms), the time of a whole batch (ms), one sample's critical path (ms), or the
-largest memory use (bytes)."""
+Objective = Literal["throughput", "step", "latency", "memory", "devices"]
+"""What is made small: the bottleneck (ms), the time of a whole batch (ms), one sample's critical path (ms), the largest
+memory use (bytes), or the number of devices that keep within a bottleneck."""
 
 Schedule = Literal["fill-drain", "1f1b", "zero-bubble", "interleaved"]
 """The order of micro-batches in training, drawn in ``placer.schedule``."""

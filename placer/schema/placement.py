@@ -228,7 +228,7 @@ class Placement(Wire):
         stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in which every value
             runs forwards, and in which their memory was reckoned; else by their first layer.
         devices: the load of each device.
-        single_device: the best that one device does.
+        single_device: the best that one device does; None under objective ``devices``.
         speedup: single_device.objective_value / objective_value, for times; None without a placement.
         ties: how ties were broken, where the request asks for it.
         infeasible: why there is none.

@@ -73,10 +73,11 @@ class PlacementRequest(Wire):
         time_limit_s: after this the best answer so far and its bound are returned.
         seed: of the solver's random choices.
         workers: cores that the solver may use.
+        bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
         break_ties: whether, of the placements with as small an objective, the one is looked for that transfers least,
-            and of those the one whose devices' compute times differ least; not under objective ``step``.
+            and of those the one whose devices' compute times differ least; not under objectives ``step``, ``devices``.
         explain: whether the answer says what limits it and what would help, by solving changed questions in what is
-            left of the time; not under objective ``memory``.
+            left of the time; not under objectives ``memory`` and ``devices``.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION
@@ -93,6 +94,7 @@ class PlacementRequest(Wire):
     time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     workers: Annotated[int, Field(ge=1, le=256)] = 2
+    bottleneck_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
     break_ties: bool = False
     explain: bool = False
 
@@ -117,8 +119,11 @@ class PlacementRequest(Wire):
         for profile in (self.profile, *self.profiles):
             self._check_times(profile, cluster)
         self._check_sizes()
-        if self.break_ties and self.objective == "step":
-            raise ValueError("break_ties: objective 'step' does not break ties")
+        if self.break_ties and self.objective in ("step", "devices"):
+            raise ValueError(f"break_ties: objective {self.objective!r} does not break ties")
+        if (self.bottleneck_ms is None) == (self.objective == "devices"):
+            needs = "needs one" if self.objective == "devices" else "takes none"
+            raise ValueError(f"bottleneck_ms is {self.bottleneck_ms}: objective {self.objective!r} {needs}")
         return self
 
     def _check_sizes(self) -> None:

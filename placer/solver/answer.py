@@ -25,7 +25,7 @@ def found(problem: Problem, assignment: costs.Assignment, bound: float, method: 
     value = result.objective_value
     bound = min(max(bound, 0.0), value)
     gap = (value - bound) / value if value else 0.0
-    single = single_device(problem)
+    single = single_device(problem) if problem.request.objective != "devices" else None
     timed = problem.request.objective != "memory" and value > 0
     names = [device.name for device in problem.devices]
     return Placement(
@@ -39,7 +39,7 @@ def found(problem: Problem, assignment: costs.Assignment, bound: float, method: 
         stages=tuple(names[device] for device in result.stages),
         devices=device_loads(problem, assignment, result),
         single_device=single,
-        speedup=single.objective_value / value if timed else None,
+        speedup=single.objective_value / value if timed and single is not None else None,
     )
 
 
@@ -51,7 +51,7 @@ def nothing(
         **_header(problem, method, solve_time_s),
         status="unknown" if reason is None else "infeasible",
         bound=bound if reason is None else None,
-        single_device=single_device(problem),
+        single_device=single_device(problem) if problem.request.objective != "devices" else None,
         infeasible=reason,
     )
 

@@ -54,6 +54,7 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     _check_rules(asked, where, placement.contiguous)
     _check_stages(asked, where, placement)
     _check_loads(asked, where, placement)
+    _require(_within_bottleneck(asked, where), f"a device is busy for more than {request.bottleneck_ms} ms")
     _check_objective(asked, where, placement)
     _check_single_device(request, placement)
     _check_ties(request, placement)
@@ -110,7 +111,7 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     used = list(dict.fromkeys(where.values()))
     memory = Memory(request, where)
     orders = itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
-    return any(
+    return _within_bottleneck(request, where) and any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
             check_recompute.least(request, memory, d.name, _flight(request, where, order, contiguous, d.name))
@@ -233,6 +234,14 @@ def _times(request: PlacementRequest, where: Where, device: Device) -> tuple[flo
     return compute, send, receive
 
 
+def _within_bottleneck(request: PlacementRequest, where: Where) -> bool:
+    """Whether no device is busier than is asked for."""
+    if request.bottleneck_ms is None:
+        return True
+    busiest = max(_load(request, *_times(request, where, device)) for device in request.devices)
+    return busiest <= request.bottleneck_ms or _close(busiest, request.bottleneck_ms)
+
+
 def _load(request: PlacementRequest, compute: float, send: float, receive: float) -> float:
     return compute + send + receive if request.transfers == "added" else max(compute, send, receive)
 
@@ -284,6 +293,8 @@ def _check_objective(request: PlacementRequest, where: Where, placement: Placeme
 def _objective(request: PlacementRequest, where: Where, placement: Placement) -> float:
     if request.objective == "latency":
         return latency_ms(request, where)
+    if request.objective == "devices":
+        return float(len(set(where.values())))
     if request.objective == "step":
         return check_step.StepReading(request, where, placement.stages).step_ms()
     if request.objective == "memory":
@@ -295,6 +306,9 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
 
 
 def _check_single_device(request: PlacementRequest, placement: Placement) -> None:
+    if request.objective == "devices":
+        _require(placement.single_device is None, "objective 'devices' says nothing of one device")
+        return
     single, value = placement.single_device, placement.objective_value
     if single is None or value is None:
         raise PlacementError("a placement comes with what one device does")

@@ -21,6 +21,7 @@ from placer.schema import Infeasibility, Link
 from placer.solver import costs, memory_rules
 from placer.solver.components import closed_groups
 from placer.solver.cpsat import Answer
+from placer.solver.infeasible import CONTRADICTION
 from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -63,7 +64,7 @@ def explained(problem: Problem, reason: Infeasibility, search: Search, over: Cal
     if not group:
         return reason
     words = tuple(requirement.words for requirement in group)
-    if not reason.layers and not reason.short_bytes:  # nothing is known but that they contradict each other
+    if reason.reason == CONTRADICTION:  # nothing else is known
         return reason.model_copy(update={"reason": f"cannot hold together: {'; '.join(words)}", "requirements": words})
     return reason.model_copy(update={"requirements": words})
 
@@ -134,7 +135,10 @@ class Conflict:
                 return []
             if not met >= group:
                 return [self.all[number] for number in sorted(group)]
-            self._corrections.append(self._everyone - self._grown(met))
+            correction = self._everyone - self._grown(met)
+            if not correction:
+                return []  # it is something else that cannot be: a bottleneck
+            self._corrections.append(correction)
         return []
 
     @property

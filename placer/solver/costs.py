@@ -57,7 +57,8 @@ Stages are the S devices that hold layers, numbered from 0 in pipeline order: an
 forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits
 (under objective ``memory``: the smallest largest use), recomputed where that is less, and of those the one that follows
 the stages' first layers.
-Objective ``memory``: the largest use.
+Objective ``memory``: the largest use. Objective ``devices``: how many devices hold layers, where no load is over
+``bottleneck_ms`` (but for rounding).
 
 **Step**, in milliseconds: what ``placer.schedule.simulate`` takes for all chunks by the plan of the schedule, each
 stage with the sums of its layers' times, between each two stages the sums of the t and g that go between them, on lanes
@@ -93,6 +94,9 @@ from placer.solver.problem import Problem, arcs_of
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
+
+ROUNDING = 1e-9
+"""Loads may be over the bottleneck that is asked for by this share."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,10 @@ def recomputed(problem: Problem, footprints: Sequence[Footprint], flights: Seque
 
 
 def fits(problem: Problem, costs: Costs) -> bool:
-    """Whether every device stays within its limit."""
+    """Whether every device stays within its limit, and within the bottleneck that is asked for."""
+    most_ms = problem.request.bottleneck_ms
+    if most_ms is not None and max(costs.load_ms) > most_ms * (1 + ROUNDING):
+        return False
     return all(
         use.total_bytes <= device.usable_bytes for use, device in zip(costs.memory, problem.devices, strict=True)
     )
@@ -362,6 +369,8 @@ def _objective(
     objective = problem.request.objective
     if objective == "latency":
         return latency_ms(problem, assignment, again)
+    if objective == "devices":
+        return float(len(set(assignment)))
     if objective == "memory":
         return float(max(use.total_bytes for use in memory))
     return max(load)

@@ -14,6 +14,8 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.solver.words import listed, readable
 
+CONTRADICTION = "the pins, forbidden devices, colocated layers, links, numbers and contiguity contradict each other"
+
 
 def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
     """A reason that can be seen without a search, or None."""
@@ -152,8 +154,7 @@ class Searcher:
 
 def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:
     """How near to its memory limits a placement can be, or that the other requirements contradict each other."""
-    contradiction = "the pins, forbidden devices, colocated layers, links, numbers and contiguity contradict each other"
-    return _short_of_memory(problem, nodes, search) or Infeasibility(reason=contradiction)
+    return _short_of_memory(problem, nodes, search) or Infeasibility(reason=CONTRADICTION)
 
 
 def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility | None:

@@ -7,7 +7,8 @@ reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear 
                                               optimal          infeasible: why, by lifting requirements
 
 The integer program is in stage-prefix form (``stages.py``) where it can be, else by node and device (``model.py``).
-Objective ``step`` has a search of its own (``step_time.py``), which asks this one for small bottlenecks.
+Objectives ``step`` and ``devices`` have searches of their own (``step_time.py``, ``fewest.py``), which ask this one for
+small bottlenecks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
+from math import inf, nextafter
 from time import monotonic
 
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
@@ -24,6 +25,7 @@ from placer.solver import answer, bounds, conflict, costs, limits, local, stages
 from placer.solver.check import check
 from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits
+from placer.solver.fewest import FewestSearch, Outcome
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
@@ -91,12 +93,14 @@ def solve(
     began = monotonic()
     if request.objective == "step":
         placement = _step_search(request, progress, stop).answer()
+    elif request.objective == "devices":
+        placement = _fewest_search(request, progress, stop).answer()
     else:
         placement = Search(Problem.from_request(request), progress, stop).answer()
     if placement.infeasible is not None and request.objective != "step":
         why = _conflict(request, placement.infeasible, stop)
         placement = placement.model_copy(update={"infeasible": why})
-    if request.explain and request.objective != "memory" and placement.layer_devices:
+    if request.explain and request.objective not in ("memory", "devices") and placement.layer_devices:
         left_s = request.time_limit_s - (monotonic() - began)
         found = limits.limits_of(request, placement, partial(solve, stop=stop), left_s)
         placement = placement.model_copy(update={"limits": found})
@@ -128,6 +132,21 @@ def _step_search(request: PlacementRequest, progress: Progress | None, stop: thr
     return StepSearch(request, lambda problem: Search(problem, None, stop).answer(), tell, stop)
 
 
+def _fewest_search(request: PlacementRequest, progress: Progress | None, stop: threading.Event | None) -> FewestSearch:
+    """The search for the fewest devices, told as the others are."""
+
+    def look(problem: Problem, enough: float | None) -> Outcome:
+        search = Search(problem, None, stop, enough=enough)
+        reason = search.answer().infeasible
+        return search.best, search.bound, reason
+
+    def tell(value: float, bound: float, time_s: float) -> None:
+        if progress is not None:
+            progress(Incumbent(value, bound, time_s))
+
+    return FewestSearch(request, look, tell, stop)
+
+
 @dataclass
 class Search:
     """One solve: the incumbent, the bound and the time.
@@ -141,6 +160,8 @@ class Search:
         rank: its transfer and spread, which break ties.
         bound: the proven lower bound.
         method: what found the best.
+        enough: a bottleneck that will do: the search ends with a placement within it, or the proof that none is; None
+            for the smallest.
         began: when, by the monotonic clock.
     """
 
@@ -152,6 +173,7 @@ class Search:
     rank: ties.Rank = (inf, inf)
     bound: float = 0.0
     method: str = ""
+    enough: float | None = None
     began: float = field(default_factory=monotonic)
 
     def answer(self) -> Placement:
@@ -191,10 +213,10 @@ class Search:
         for turn, work in enumerate(WORK if self._open() else ()):
             if turn == 1:
                 self._climb()
-            nodes = reduced(self.problem, self.value)
-            upper = self._better() if self.best is not None else None
+            upper = self._better() if self.best is not None or self.enough is not None else None
+            nodes = reduced(self.problem, self.value if self.enough is None else min(self.value, self.enough))
             result = self._model(nodes, upper).solve(self._limits(work))
-            if result.infeasible and self.best is None:
+            if result.infeasible and self.best is None and self.enough is None:
                 return searched_reason(self.problem, self.nodes, self._searcher())
             self._prove(self._nothing_below() if result.infeasible else result.bound)
             self._offer(result.devices, "integer program")
@@ -253,10 +275,13 @@ class Search:
 
     def _better(self) -> float:
         """The objective from which a placement counts as better than the best so far."""
-        return self.value - 1 if self.request.objective == "memory" else self.value * (1 - answer.PROVEN_GAP / 2)
+        better = self.value - 1 if self.request.objective == "memory" else self.value * (1 - answer.PROVEN_GAP / 2)
+        return better if self.enough is None else min(better, self.enough)
 
     def _nothing_below(self) -> float:
         """What is proven if nothing is better: bytes are whole numbers."""
+        if self.enough is not None and self._better() == self.enough:
+            return nextafter(self.enough, inf)
         return self.value if self.request.objective == "memory" else self._better()
 
     def _found(self, devices: list[int], bound: float) -> None:
@@ -287,7 +312,9 @@ class Search:
             self.bound = bound
 
     def _open(self) -> bool:
-        """Whether there may be something better, and still time to look for it."""
+        """Whether there may be something better that is wanted."""
+        if self.enough is not None and (self.value <= self.enough or self.bound > self.enough):
+            return False
         return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
 
     def _searcher(self) -> Searcher:

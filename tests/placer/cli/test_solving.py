@@ -87,6 +87,12 @@ def test_max_devices_is_respected(run: Run, chain_file: Path) -> None:
     assert len(set(run("solve", chain_file, "--max-devices", "1").placement.layer_devices.values())) == 1
 
 
+def test_the_fewest_devices_for_a_bottleneck(run: Run, chain_file: Path) -> None:
+    placement = run("solve", chain_file, "--objective", "devices", "--bottleneck", "1000").placement
+    assert (placement.objective_value, placement.status) == (1, "optimal")
+    assert "bottleneck_ms" in run("solve", chain_file, "--objective", "devices").err
+
+
 def test_ties_are_broken_when_it_is_asked_for(run: Run, chain_file: Path) -> None:
     assert run("solve", chain_file, "--break-ties").placement.ties.proven
     assert run("solve", chain_file).placement.ties is None

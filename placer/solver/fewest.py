@@ -1,0 +1,106 @@
+"""Objective ``devices``: the fewest devices that keep every one of them within a bottleneck.
+
+Placements on at most n devices are sought that keep within it: n is as many as may be used at first, then one less than
+the last placement uses, until none can. Placements on fewer devices are placements on more, so that proves the number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+from time import monotonic
+
+from placer.schema import Infeasibility, Placement, PlacementRequest
+from placer.solver import answer, costs
+from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
+
+Outcome = tuple[list[int] | None, float, Infeasibility | None]
+"""By layer, its device, or None; the bound on the bottleneck; why there is no placement whatever the bottleneck."""
+
+BottleneckSearch = Callable[[Problem, float | None], Outcome]
+"""Looks for a placement within a bottleneck, and for no better one; for the smallest if None."""
+
+Found = Callable[[float, float, float], None]
+"""Called with the devices of a better placement, the bound, and the time in seconds."""
+
+
+class FewestSearch:
+    """One solve.
+
+    Args:
+        request: the question, by objective ``devices``.
+        search: looks for a placement on so many devices.
+        tell: called with each better placement.
+        stop: ends the search.
+    """
+
+    def __init__(
+        self, request: PlacementRequest, search: BottleneckSearch, tell: Found, stop: threading.Event | None
+    ) -> None:
+        assert request.bottleneck_ms is not None  # the request was validated
+        self._request, self._search, self._tell, self._stop = request, search, tell, stop
+        self._most_ms = request.bottleneck_ms * (1 + costs.ROUNDING)
+        self._problem = Problem.from_request(request)
+        self._began = monotonic()
+
+    def answer(self) -> Placement:
+        """Search downwards; the placement is not yet checked."""
+        best: list[int] | None = None
+        reason: Infeasibility | None = None
+        bound, most = self._least(), self._problem.most_devices
+        while most >= bound and not self._over():
+            devices, bottleneck, reason = self._search(self._within(most), self._most_ms)
+            if devices is not None and self._fits(devices):
+                best, most = devices, len(set(devices)) - 1
+                self._tell(float(most + 1), float(bound), self._time_s())
+            elif reason is not None or bottleneck > self._most_ms:
+                bound = most + 1
+            else:
+                break  # the time is over
+        if best is not None:
+            return answer.found(self._problem, best, float(bound), "fewest devices", self._time_s())
+        if bound > self._problem.most_devices:
+            reason = reason or self._too_slow()
+        return answer.nothing(self._problem, reason, float(bound), "fewest devices", self._time_s())
+
+    def _within(self, most: int) -> Problem:
+        """The question for a small bottleneck on at most so many devices."""
+        left_s = max(0.01, self._request.time_limit_s - self._time_s())
+        asked = self._request.model_copy(
+            update={"objective": "throughput", "bottleneck_ms": None, "time_limit_s": left_s}
+        )
+        return replace(self._problem, request=asked, most_devices=most)
+
+    def _fits(self, devices: list[int]) -> bool:
+        result = costs.evaluate(self._problem, devices)
+        return result is not None and costs.fits(self._problem, result) and costs.allowed(self._problem, devices)
+
+    def _least(self) -> int:
+        """No fewer devices do all the work, each layer on its fastest, within the bottleneck."""
+        nodes = reduced(self._problem)
+        work_ms = sum(
+            min((sum(self._problem.compute_ms(n, d) for n in layers) for d in nodes.allowed[node]), default=0.0)
+            for node, layers in enumerate(nodes.nodes)
+        )
+        return max(self._problem.least_devices, ceil(work_ms / self._most_ms * (1 - costs.ROUNDING)))
+
+    def _too_slow(self) -> Infeasibility:
+        """How near to the bottleneck a placement on all devices comes."""
+        devices, bound, reason = self._search(self._within(self._problem.most_devices), None)
+        if reason is not None:
+            return reason
+        result = costs.evaluate(self._problem, devices) if devices is not None else None
+        found = f", {max(result.load_ms):.6g} ms where it is shortest" if result is not None else ""
+        return Infeasibility(
+            reason=f"bottleneck_ms = {self._request.bottleneck_ms:g}: whatever the placement, some device is busy for "
+            f"{bound:.6g} ms or more{found}"
+        )
+
+    def _over(self) -> bool:
+        return self._time_s() >= self._request.time_limit_s or (self._stop is not None and self._stop.is_set())
+
+    def _time_s(self) -> float:
+        return monotonic() - self._began
