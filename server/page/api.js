@@ -18,6 +18,10 @@ export async function get(path, signal) {
   return (await send("GET", path, undefined, signal)).json();
 }
 
+export async function text(path, signal) {
+  return (await send("GET", path, undefined, signal)).text();
+}
+
 export async function post(path, body, signal) {
   return (await send("POST", path, body, signal)).json();
 }

@@ -1,6 +1,6 @@
 // The page: what is asked, the solve that goes on, and the answers that are shown.
 
-import { Problem, get, post, remove, solve, useKey } from "./api.js";
+import { Problem, get, post, remove, solve, text, useKey } from "./api.js";
 import { amount, byId, element, percent } from "./dom.js";
 import { changed, clusterOf, knobsOf, mostDevices, questionOf } from "./question.js";
 import { show } from "./view.js";
@@ -12,7 +12,8 @@ const state = {
   knobs: null,
   asked: null, // the request that is solved or answered
   placement: null,
-  kept: null, // {placement, request}
+  timeline: null, // a promise of the placement's, or of null
+  kept: null, // {placement, request, timeline}
   moved: new Set(),
   solving: null, // AbortController
   id: null, // of the solve under way
@@ -26,10 +27,19 @@ function load(content, name) {
   byId("subject").textContent = `${profile.model || name}: ${profile.layers.length} layers, ${profile.training ? "training" : "inference"}`;
   byId("knobs").hidden = false;
   byId("devices").max = mostDevices(state.question);
-  for (const id of ["devices", "memory", "chunks", "objective", "schedule", "limit"]) byId(id).value = state.knobs[id];
+  for (const id of ["devices", "memory", "chunks", "objective", "schedule", "limit"]) stand(byId(id), state.knobs[id]);
+  byId("explain").checked = state.knobs.explain;
   byId("pin-layer").replaceChildren(...profile.layers.map((layer) => element("option", {}, layer.name)));
   showPins();
   ask();
+}
+
+/** Let a knob stand at a value, also one that it does not offer by itself. */
+function stand(knob, value) {
+  knob.value = value;
+  if (knob.localName !== "select" || knob.value === value) return;
+  knob.append(element("option", {}, value));
+  knob.value = value;
 }
 
 function showPins() {
@@ -57,7 +67,7 @@ async function ask() {
   try {
     const placement = await solve(request, (progress) => follow(progress, request), solving.signal);
     if (solving.signal.aborted) return;
-    Object.assign(state, { asked: request, placement });
+    Object.assign(state, { asked: request, placement, timeline: timelineOf(placement) });
     say(ended(placement));
     await compare();
     draw();
@@ -71,6 +81,12 @@ async function ask() {
       state.id = null;
     }
   }
+}
+
+/** When each device works on what; null where the service cannot say. */
+async function timelineOf(placement) {
+  if (!placement.devices.length) return null;
+  return get(`v1/placements/${placement.id}/timeline`).catch(() => null);
 }
 
 function follow(progress, request) {
@@ -101,9 +117,9 @@ function draw() {
   byId("actions").hidden = false;
   byId("kept").hidden = !kept;
   byId("forget").hidden = !kept;
-  if (kept) show(byId("kept"), kept.placement, kept.request, { title: "Kept", moved, pinned: {}, onPick });
+  if (kept) show(byId("kept"), kept.placement, kept.request, { title: "Kept", moved, pinned: {}, onPick, timeline: kept.timeline });
   else byId("kept").replaceChildren();
-  show(byId("current"), placement, asked, { title: kept ? "Now" : asked.profile.model || "Placement", moved, pinned, onPick });
+  show(byId("current"), placement, asked, { title: kept ? "Now" : asked.profile.model || "Placement", moved, pinned, onPick, timeline: state.timeline });
 }
 
 /** Where the kept placement and this one differ, by the service's own comparison. */
@@ -121,8 +137,8 @@ async function compare() {
   byId("moves").textContent = `Against the kept one, ${found.moved_layers} of ${state.asked.profile.layers.length} layers are on another device${change}.`;
 }
 
-function say(text) {
-  byId("progress").textContent = text;
+function say(words) {
+  byId("progress").textContent = words;
 }
 
 function fail(error) {
@@ -170,10 +186,9 @@ async function guarded(work) {
 
 function read(file) {
   return guarded(async () => {
-    const text = await file.text();
     let content;
     try {
-      content = JSON.parse(text);
+      content = JSON.parse(await file.text());
     } catch {
       throw new Error(`${file.name} is not JSON`);
     }
@@ -188,14 +203,9 @@ function save(name, type, content) {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
-/** The answer as it stands here, in one file that needs nothing else. */
-async function report() {
-  const style = await (await fetch("page/style.css")).text();
-  const title = `Placement of ${state.asked.profile.model || "a model"}`;
-  const shown = byId("columns").outerHTML.replaceAll('role="button"', "").replaceAll('tabindex="0"', "").replaceAll('tabindex="-1"', "");
-  const safe = element("p", {}, title).innerHTML;
-  return `<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">` +
-    `<title>${safe}</title><style>${style}\nbody{padding:1rem}</style><h1>${safe}</h1><p>${element("p", {}, byId("moves").textContent).innerHTML}</p>${shown}</html>`;
+/** Save what the service makes of the placement. */
+function saveMade(what, name, type) {
+  return guarded(async () => state.placement && save(name, type, await text(`v1/placements/${state.placement.id}/${what}`)));
 }
 
 function listen() {
@@ -227,9 +237,9 @@ function listen() {
   let changing;
   byId("knobs").addEventListener("submit", (event) => event.preventDefault());
   byId("knobs").addEventListener("input", (event) => {
-    const { id, value } = event.target;
+    const { id, value, type, checked } = event.target;
     if (!(id in state.knobs) || !event.target.checkValidity() || value === "") return;
-    state.knobs[id] = event.target.type === "number" ? Number(value) : value;
+    state.knobs[id] = type === "number" ? Number(value) : type === "checkbox" ? checked : value;
     if (id === "devices") showPins();
     clearTimeout(changing);
     changing = setTimeout(ask, PAUSE_MS);
@@ -242,7 +252,7 @@ function listen() {
   byId("stop").addEventListener("click", () => state.id && guarded(() => remove(`v1/placements/${state.id}`)));
   byId("keep").addEventListener("click", () => {
     if (!state.placement) return;
-    state.kept = { placement: state.placement, request: state.asked };
+    state.kept = { placement: state.placement, request: state.asked, timeline: state.timeline };
     guarded(async () => {
       await compare();
       draw();
@@ -255,7 +265,8 @@ function listen() {
   });
   byId("save-placement").addEventListener("click", () => state.placement && save("placement.json", "application/json", JSON.stringify(state.placement, null, 1)));
   byId("save-request").addEventListener("click", () => state.asked && save("request.json", "application/json", JSON.stringify(state.asked, null, 1)));
-  byId("save-report").addEventListener("click", () => guarded(async () => state.placement && save("placement.html", "text/html", await report())));
+  byId("save-trace").addEventListener("click", () => saveMade("trace", "trace.json", "application/json"));
+  byId("save-report").addEventListener("click", () => saveMade("report", "placement.html", "text/html"));
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     useKey(byId("key").value);

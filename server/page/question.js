@@ -26,6 +26,7 @@ export function knobsOf(question) {
     objective: question.objective || "throughput",
     schedule: question.schedule || "1f1b",
     limit: question.time_limit_s || 30,
+    explain: Boolean(question.explain),
     pins: { ...((question.constraints || {}).pinned || {}) },
   };
 }
@@ -49,7 +50,7 @@ export function changed(question, knobs) {
       Object.entries(constraints.forbidden).map(([layer, banned]) => [layer, banned.filter((name) => names.has(name))]),
     );
   }
-  return {
+  const asked = {
     ...question,
     cluster,
     constraints,
@@ -57,7 +58,22 @@ export function changed(question, knobs) {
     objective: knobs.objective,
     schedule: knobs.schedule,
     time_limit_s: knobs.limit,
+    explain: knobs.explain,
   };
+  return fitting(asked, knobs.chunks !== before.chunks);
+}
+
+/** Without what the objective does not know. */
+function fitting(asked, chunksChanged) {
+  if (asked.objective === "step") {
+    delete asked.break_ties;
+    if (chunksChanged) delete asked.batch_size; // so many micro-batches of the profile are the batch now
+  } else {
+    delete asked.profiles;
+    delete asked.batch_size;
+    if (asked.schedule === "auto") asked.schedule = "1f1b";
+  }
+  return asked;
 }
 
 /** The most devices that can be asked for: more than there are only where a link says how they would be joined. */

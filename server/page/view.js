@@ -3,8 +3,9 @@
 import { deviceBars, whatLimits } from "./bars.js";
 import { amount, bytes, element, percent } from "./dom.js";
 import { layerGraph } from "./graph.js";
+import { timelineChart } from "./timeline.js";
 
-/** Fill an article with a placement; options as for layerGraph, and a title. */
+/** Fill an article with a placement; options as for layerGraph, a title, and timeline: a promise of one, or of null. */
 export function show(article, placement, request, options) {
   const parts = [element("h3", {}, options.title), facts(placement)];
   if (placement.infeasible) {
@@ -14,24 +15,46 @@ export function show(article, placement, request, options) {
     const devices = placement.devices.map((load) => load.device);
     parts.push(
       element("p", { class: "why" }, whatLimits(placement)),
+      ...helps(placement),
       element("h4", {}, "Devices, for one micro-batch"),
       deviceBars(placement.devices),
       element("h4", {}, "Layers"),
       layerGraph(request.profile, placement.layer_devices, devices, options),
       table(placement),
+      element("h4", {}, "Timeline of a batch"),
+      drawnLater(options.timeline),
     );
   }
   article.replaceChildren(...parts);
+}
+
+/** A place for the timeline, filled when it is there: the rest need not wait for it. */
+function drawnLater(timeline) {
+  const place = element("div", { "aria-busy": "true" }, element("p", {}, "…"));
+  timeline.then((found) => {
+    place.replaceChildren(found ? timelineChart(found) : element("p", {}, "The service has none of this placement."));
+    place.removeAttribute("aria-busy");
+  });
+  return place;
+}
+
+/** What would make it better, where the solver was asked to find out. */
+function helps(placement) {
+  const found = (placement.limits && placement.limits.helps) || [];
+  if (!found.length) return [];
+  const items = found.map((help) => element("li", {}, `${help.change}: ${amount(help.objective_value, placement.objective)}, ${help.speedup.toFixed(2)} × as good`));
+  return [element("h4", {}, "What would help"), element("ul", { class: "helps" }, ...items)];
 }
 
 function facts(placement) {
   const kind = placement.objective;
   const rows = [
     ["Status", { optimal: "optimal, proven", feasible: "best found so far", infeasible: "infeasible", unknown: "none found in time" }[placement.status]],
-    [{ throughput: "Bottleneck", latency: "One sample", memory: "Largest use" }[kind], amount(placement.objective_value, kind)],
+    [{ throughput: "Bottleneck", step: "Whole batch", latency: "One sample", memory: "Largest use" }[kind] || kind, amount(placement.objective_value, kind)],
     ["Proven bound", amount(placement.bound, kind)],
     ["Gap", placement.gap === null || placement.gap === undefined ? "none" : percent(placement.gap)],
     ["Against one device", placement.speedup ? `${placement.speedup.toFixed(2)} ×` : "none"],
+    ["Micro-batches", `${placement.chunks}, ${placement.schedule}`],
     ["Solved in", `${(placement.solve_time_s || 0).toFixed(2)} s`],
   ];
   return element("dl", { class: "facts" }, ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from browser import CHROMIUM, DRIVER, browsing
 
+from placer.report.page import html_report
 from placer.schema import Placement, PlacementRequest
 from placer_server import examples, pages
 from placer_server.app import background
@@ -196,13 +197,87 @@ def test_the_downloads_are_what_is_shown(page):
         "window.saved = []; const make = URL.createObjectURL;"
         "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return make(blob); }"
     )
-    for number, button in enumerate(("#save-placement", "#save-request", "#save-report"), 1):
+    buttons = ("#save-placement", "#save-request", "#save-trace", "#save-report")
+    for number, button in enumerate(buttons, 1):
         page.click(button)
         page.until(f"saved.length === {number}")
-    placement, request, report = page.run("return saved")
-    assert Placement.model_validate_json(placement).id == PlacementRequest.model_validate_json(request).content_hash()
-    assert not re.search(r"<script|<link|src=|url\(|https?://(?!www\.w3\.org)", report)
-    assert report.count('class="node"') == 4
+    placement, request, trace, report = page.run("return saved")
+    found = Placement.model_validate_json(placement)
+    assert found.id == PlacementRequest.model_validate_json(request).content_hash()
+    assert {event["ph"] for event in json.loads(trace)["traceEvents"]} >= {"X", "M"}
+    assert report == html_report(found, PlacementRequest.model_validate_json(request).profile)  # as the command line's
+
+
+@needs_chromium
+def test_the_timeline_has_a_bar_for_each_pass_as_long_as_it_takes(page):
+    ask_example(page)
+    key = PlacementRequest.model_validate(examples.requests()["throughput"]["value"]).content_hash()
+    timeline = httpx.get(f"{page.url}/v1/placements/{key}/timeline").json()
+    page.until("document.querySelector('#current .lanes')")
+    drawn = page.run(
+        "return [...document.querySelectorAll('#current .lanes .pass')]"
+        ".map(e => [+e.getAttribute('x'), +e.getAttribute('width')])"
+    )
+    scale = sum(width for _, width in drawn) / sum(p["end_ms"] - p["start_ms"] for p in timeline["passes"])
+    left = min(x for x, _ in drawn)
+    expected = [(left + scale * p["start_ms"], scale * (p["end_ms"] - p["start_ms"])) for p in timeline["passes"]]
+    assert sorted(drawn) == [pytest.approx(pair, abs=0.01) for pair in sorted(expected)]
+    told = page.run("return document.querySelector('#current .lanes svg').getAttribute('aria-label')")
+    for spent in timeline["devices"]:
+        assert f"{spent['device']}: " in told
+    assert f"{100 * timeline['bubble']:.1f} %" in page.text("#current .timeline .why")
+
+
+@needs_chromium
+def test_the_timeline_zooms_and_scrolls_with_the_keyboard(page):
+    ask_example(page)
+    page.until("document.querySelector('#current .zoom input')")
+    page.run("document.querySelector('#current .zoom input').focus()")
+    page.press("\ue014", "\ue014", "\ue014", "\ue014")  # arrow right
+    page.run("document.querySelector('#current .lanes').focus()")
+    page.press("\ue014")
+    page.until("document.querySelector('#current .lanes').scrollLeft > 0")
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+@needs_chromium
+def test_what_would_help_is_found_out_when_asked(page):
+    page.run(
+        "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'request.json'));"
+        "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}))",
+        json.dumps(examples.requests()["throughput"]["value"] | {"chunks": 4}),
+    )
+    page.until("document.querySelectorAll('#current .node').length === 4")
+    page.click("#explain")
+    page.until("document.querySelector('#current .helps')")
+    request = PlacementRequest.model_validate(
+        examples.requests()["throughput"]["value"] | {"chunks": 4, "explain": True}
+    )
+    stored = httpx.get(f"{page.url}/v1/placements/{request.content_hash()}").json()
+    assert page.text("#current .why") == stored["limits"]["what"]
+    assert page.run("return document.querySelectorAll('#current .helps li').length") == len(stored["limits"]["helps"])
+
+
+@needs_chromium
+def test_a_whole_batch_is_asked_for_and_back(page):
+    ask_example(page)
+    page.set("#schedule", "auto")  # refused by every other objective, so it is 1f1b as yet
+    page.set("#objective", "step")
+    page.until("document.querySelector('#current .facts')?.textContent.includes('Whole batch')")
+    page.until("document.querySelectorAll('#current .lanes .pass').length > 0")
+    page.set("#objective", "latency")
+    page.until("document.querySelector('#current .facts')?.textContent.includes('One sample')")
+    assert page.run("return document.querySelector('#error').hidden")
+
+
+@needs_chromium
+def test_each_of_two_placements_has_its_own_timeline(page):
+    ask_example(page)
+    page.until("document.querySelectorAll('#current .lanes .idle').length === 2")
+    page.click("#keep")
+    page.set("#devices", 1)
+    page.until("document.querySelectorAll('#current .lanes .idle').length === 1")
+    page.until("document.querySelectorAll('#kept .lanes .idle').length === 2")
 
 
 @needs_chromium
