@@ -131,7 +131,7 @@ def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
     """What stands behind our step."""
     values = ours.values
     yield row(case, "micro-batches of the fastest step", "", ours.chunks)
-    yield row(case, "step predicted from the profile, without optimizer", "ms", _rounded(_time(ours, "predicted_ms")))
+    yield row(case, "step predicted by the placement, optimizer included", "ms", _rounded(_time(ours, "predicted_ms")))
     host = values["host_ms"]
     target = _target(float(f"{step_ms / 4:.4g}"))
     measure = "host issues a step; at most a quarter of it is wanted"
