@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,7 @@ def build(
     *,
     chunks: int | None = None,
     schedule: str | None = None,
+    recompute: Collection[str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Pipeline:
     """This process's stages of a placed model, and their schedule. Every process calls it with the same arguments.
@@ -51,6 +53,8 @@ def build(
         loss_fn: ``loss_fn(output, target)``, a mean over samples; None to run forwards alone.
         chunks: micro-batches in a batch; what the placement says if None.
         schedule: ``fill-drain``, ``1f1b``, ``interleaved`` or ``zero-bubble``; what the placement says if None.
+        recompute: devices that keep of a micro-batch only what entered, and run forwards once more in its backward
+            pass; what the placement says if None.
         group: the processes of the pipeline, for those who run several; all if None.
 
     Returns:
@@ -63,7 +67,7 @@ def build(
     """
     if not dist.is_initialized():
         raise InputError("start with torchrun, and call torch.distributed.init_process_group() before build()")
-    placed = _Placed.of(placement, chunks, schedule)
+    placed = _Placed.of(placement, chunks, schedule, recompute)
     if loss_fn is not None and not model.training:
         raise InputError("the model is in eval mode: call model.train() to build a pipeline that trains")
     exported = _captured(model, example_inputs)
@@ -71,22 +75,33 @@ def build(
     graph = layer_graph(exported, model, tuple(placed.layer_devices))
     cut = line(graph, _places(graph, placed.layer_devices))
     schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
+    if unknown := placed.recompute - set(cut.devices):
+        raise InputError(f"recompute names {min(unknown)!r}, which has no layers; there are {', '.join(cut.devices)}")
     return _assemble(model, exported, graph, cut, placed, loss_fn, group)
 
 
+@dataclass(frozen=True)
 class _Placed:
     """What a placement says, or a map by hand with what was said beside it."""
 
-    def __init__(self, layer_devices: Mapping[str, str], chunks: int, schedule: str) -> None:
-        self.layer_devices, self.chunks, self.schedule = layer_devices, chunks, schedule
+    layer_devices: Mapping[str, str]
+    chunks: int
+    schedule: str
+    recompute: frozenset[str]
 
     @classmethod
-    def of(cls, given: Placement | Mapping[str, Any], chunks: int | None, schedule: str | None) -> _Placed:
+    def of(
+        cls,
+        given: Placement | Mapping[str, Any],
+        chunks: int | None,
+        schedule: str | None,
+        recompute: Collection[str] | None,
+    ) -> _Placed:
         if not isinstance(given, Placement) and "layer_devices" not in given:
             if not given:
                 raise PlacementError("the map places no layer; give {layer: device}")
             named = {name: str(place) for name, place in given.items()}
-            return cls(named, 1 if chunks is None else chunks, schedule or "1f1b")
+            return cls(named, 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ()))
         try:
             placement = given if isinstance(given, Placement) else Placement.model_validate(given)
         except ValueError as error:
@@ -94,8 +109,12 @@ class _Placed:
         if not placement.layer_devices:
             why = f": {placement.infeasible.reason}" if placement.infeasible else ""
             raise PlacementError(f"the placement is {placement.status} and places no layer{why}")
-        count = placement.chunks if chunks is None else chunks
-        return cls(placement.layer_devices, count, schedule or placement.schedule)
+        return cls(
+            placement.layer_devices,
+            placement.chunks if chunks is None else chunks,
+            schedule or placement.schedule,
+            frozenset(placement.recompute if recompute is None else recompute),
+        )
 
 
 def _captured(model: nn.Module, example_inputs: Any) -> Exported:
@@ -161,6 +180,7 @@ def _assemble(
             training=training,
             copied=cut.reordered,
             split=training and schedules.splits(placed.schedule),
+            recomputes=training and stage.device in placed.recompute,
         )
         for index, stage in enumerate(cut.stages)
         if index % len(cut.devices) == position

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ from placer import devices
 from placer.distributed.gates import enter, leave
 from placer.distributed.line import LineStage
 from placer.distributed.parcels import Parcel
+from placer.distributed.recompute import StateTable, recomputed
 from placer.distributed.tree import Names, plant, slot
 from placer.executor.deferred import DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
-
-StateTable = tuple[dict[str, Tensor | None], str]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Plan:
         copied: whether what is sent is copied as soon as it is made.
         device: where it runs.
         deferred: weight gradients that a backward pass left for later, where the schedule splits it.
+        recomputes: whether it keeps of a micro-batch only what entered it.
     """
 
     works: tuple[Work, ...]
@@ -53,6 +54,7 @@ class Plan:
     copied: bool
     device: torch.device
     deferred: Queue | None
+    recomputes: bool
 
 
 class StageModule(nn.Module):
@@ -69,6 +71,7 @@ class StageModule(nn.Module):
         training: whether gradients flow.
         copied: whether what is sent is copied as soon as it is made.
         split: whether weight gradients are a pass of their own.
+        recomputes: whether it keeps of a micro-batch only what entered it; then no weight gradient is left for later.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class StageModule(nn.Module):
         training: bool,
         copied: bool,
         split: bool,
+        recomputes: bool = False,
     ) -> None:
         super().__init__()
         layers = [graph.layers[position] for position in stage.layers]
@@ -105,6 +109,7 @@ class StageModule(nn.Module):
             copied=copied,
             device=device,
             deferred=Queue() if split else None,
+            recomputes=recomputes,
         )
 
     @property
@@ -123,13 +128,10 @@ class StageModule(nn.Module):
         """
         plan = self._plan
         token, inputs = _received(plan, arrived)
-        names = [parcel.value.name for parcel in plan.arrives]
-        values = dict(zip(names, inputs, strict=True))
-        kept = _kept(plan, values, names)
-        with DeferWeights(plan.deferred) if plan.deferred is not None else nullcontext():
-            for work in plan.works:
-                _run(work, values, plan, kept)
-        made = [kept.get(parcel.value.name, values.get(parcel.value.name)) for parcel in plan.leaves]
+        if plan.recomputes and torch.is_grad_enabled():
+            made = recomputed(partial(_computed, plan), inputs, _changed(plan))
+        else:
+            made = _computed(plan, inputs)
         return _sent(plan, token, made)
 
 
@@ -173,6 +175,28 @@ def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]
     flows = [parcel.flows for parcel in plan.arrives] or [False]
     token, inside = enter(arrived, flows)
     return token, [parcel.unpack(tensor) for parcel, tensor in zip(plan.arrives, inside, strict=False)]
+
+
+def _computed(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
+    """The values that leave, from those that arrived."""
+    names = [parcel.value.name for parcel in plan.arrives]
+    values = dict(zip(names, inputs, strict=True))
+    kept = _kept(plan, values, names)
+    deferred = None if plan.recomputes else plan.deferred
+    with DeferWeights(deferred) if deferred is not None else nullcontext():
+        for work in plan.works:
+            _run(work, values, plan, kept)
+    return [kept.get(parcel.value.name, values.get(parcel.value.name)) for parcel in plan.leaves]
+
+
+def _changed(plan: Plan) -> list[StateTable]:
+    """The buffers that the layers change."""
+    return [
+        place
+        for work in plan.works
+        for name, place in zip(work.layer.state, work.state, strict=True)
+        if name in work.layer.mutated
+    ]
 
 
 def _kept(plan: Plan, values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -52,16 +52,20 @@ def unsplit_step(make: Make, chunks: int, batches: int = 1) -> tuple[list[float]
 
 
 def split_step(
-    make: Make, places: Mapping[str, str], chunks: int, schedule: str, batches: int = 1, ranks: list[int] | None = None
+    make: Make,
+    places: Mapping[str, str],
+    chunks: int,
+    schedule: str,
+    batches: int = 1,
+    ranks: list[int] | None = None,
+    recompute: tuple[str, ...] = (),
 ) -> dict[str, Any] | None:
     """This process's part of the same: its losses, gradients and buffers; None where it is none of ``ranks``."""
     group = None if ranks is None else dist.new_group(ranks)
     if ranks is not None and dist.get_rank() not in ranks:
         return None
-    torch.manual_seed(0)
-    model, inputs, target, loss_fn = make()
-    example = micro_batches(inputs, chunks)[0]
-    pipeline = distributed.build(model, places, example, loss_fn, chunks=chunks, schedule=schedule, group=group)
+    options: dict[str, Any] = {"schedule": schedule, "recompute": recompute}
+    pipeline, inputs, target, _ = built(make, places, chunks, group, **options)
     losses = []
     for _ in range(batches):
         loss = pipeline.step(inputs if pipeline.is_first else None, target if pipeline.is_last else None)

@@ -23,9 +23,18 @@ def spread(make: Any, granularity: Any = "submodule", devices: int = 4) -> dict[
     return {name: f"cpu:{index * devices // len(names)}" for index, name in enumerate(names)}
 
 
-def check(ranks: RankPool, make: Any, places: dict[str, str], chunks: int, schedule: str, batches: int = 1) -> Any:
+def check(
+    ranks: RankPool,
+    make: Any,
+    places: dict[str, str],
+    chunks: int,
+    schedule: str,
+    batches: int = 1,
+    recompute: tuple[str, ...] = (),
+) -> Any:
     count = len(set(places.values()))
-    parts = ranks.run(split_step, make, places, chunks, schedule, batches, list(range(count)) if count < 4 else None)
+    members = list(range(count)) if count < 4 else None
+    parts = ranks.run(split_step, make, places, chunks, schedule, batches, members, recompute)
     losses, gradients, buffers = unsplit_step(make, chunks, batches)
     (ours,) = [part["losses"] for part in parts if part and part["losses"]]
     assert ours == pytest.approx(losses, abs=EXACT)
@@ -107,6 +116,12 @@ def test_a_frozen_tied_weight_is_used_and_not_trained(ranks: RankPool) -> None:
 
 def test_gradients_of_two_batches_add_up_also_those_of_tied_weights(ranks: RankPool) -> None:
     check(ranks, models.tied_gpt, spread(models.tied_gpt, 2), 2, "1f1b", batches=2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_devices_that_recompute_have_the_same_gradients(ranks: RankPool, schedule: str) -> None:
+    places = {**ROUND_AND_ROUND, "layers.5": "cpu:3", "add": "cpu:3", "norm": "cpu:3"}
+    check(ranks, models.skips, places, 4, schedule, recompute=("cpu:0", "cpu:3"))
 
 
 def test_a_frozen_beginning_gets_no_gradients(ranks: RankPool) -> None:

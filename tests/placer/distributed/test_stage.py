@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,9 @@ from placer.graph.capture import capture
 CPU = torch.device("cpu")
 
 
-def stages(model: nn.Module, example: torch.Tensor, places: list[str], split: bool = False) -> list[StageModule]:
+def stages(
+    model: nn.Module, example: torch.Tensor, places: list[str], split: bool = False, recomputes: bool = False
+) -> list[StageModule]:
     graph = capture(model, example, granularity="submodule")
     cut = line(graph, places)
     names = Names.of(model)
@@ -28,6 +32,7 @@ def stages(model: nn.Module, example: torch.Tensor, places: list[str], split: bo
             training=True,
             copied=cut.reordered,
             split=split,
+            recomputes=recomputes,
         )
         for index, stage in enumerate(cut.stages)
     ]
@@ -73,14 +78,14 @@ def test_weight_gradients_wait_for_their_own_pass() -> None:
 
 
 class Oddly(nn.Module):
-    """Modules named like attributes of every module, tied tensors, and a buffer that is not saved."""
+    """Tied tensors, and a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.half = nn.Linear(2, 2)
+        self.body = nn.Linear(2, 2)
         self.other = nn.ModuleDict({"part": nn.Linear(2, 2, bias=False)})
-        self.other["part"].weight = self.half.weight
-        self.half.register_buffer("passing", torch.zeros(1), persistent=False)
+        self.other["part"].weight = self.body.weight
+        self.body.register_buffer("passing", torch.zeros(1), persistent=False)
         self.register_buffer("kept", torch.ones(1))
 
 
@@ -90,7 +95,57 @@ def test_planted_tensors_have_the_models_keys() -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     plant(root, tensors, names)
     assert set(root.state_dict()) == set(model.state_dict())
-    assert root.state_dict()["other.part.weight"].data_ptr() == model.half.weight.data_ptr()
+    assert root.state_dict()["other.part.weight"].data_ptr() == model.body.weight.data_ptr()
     assert dict(root.named_buffers()).keys() == dict(model.named_buffers()).keys()
-    table, key = slot(root, "half.weight")
-    assert table[key] is model.half.weight
+    table, key = slot(root, "body.weight")
+    assert table[key] is model.body.weight
+
+
+class Noisy(nn.Module):
+    """Writes in place to what it reads, draws random numbers, and changes a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.dropout(self.norm(torch.sin(self.linear(x.mul_(1.5)))), 0.5, True)
+        self.mean.lerp_(hidden.detach().mean(0), 0.5)
+        return torch.sin(hidden * (1 + self.mean))
+
+
+def test_a_stage_that_recomputes_gives_the_same_gradients_numbers_and_buffers() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Noisy(), nn.Linear(4, 2)), torch.randn(3, 4)
+    found = []
+    for recomputes in (False, True):
+        here = copy.deepcopy(model)
+        _, stage = stages(here, x, ["a", "b", "b"], recomputes=recomputes)
+        leaf = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        torch.manual_seed(2)
+        output = stage(leaf)
+        kept = output.grad_fn is not None and leaf.grad is None
+        output.square().sum().backward()
+        gradients = [parameter.grad for name, parameter in here.named_parameters() if not name.startswith("0")]
+        found.append([output.detach(), leaf.grad, *gradients, *here.buffers()])
+        assert kept
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(again, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("recomputes", "kept"), [(False, 3), (True, 0)])
+def test_a_stage_that_recomputes_keeps_no_activations(recomputes: bool, kept: int) -> None:
+    wide = (nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4)) for _ in range(3))
+    model, x = nn.Sequential(nn.Linear(4, 4), *wide), torch.randn(3, 4)
+    _, stage = stages(model, x, ["a", "b", "b", "b"], recomputes=recomputes)
+    shapes: list[tuple[int, ...]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        stage(x.clone().requires_grad_())
+    assert shapes.count((3, 64)) == kept
