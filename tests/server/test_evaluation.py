@@ -28,7 +28,15 @@ def every_map(request):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"objective": "latency"}, {"objective": "memory"}, {"training": False}, {"transfers": "overlapped"}],
+    [
+        {},
+        {"objective": "latency"},
+        {"objective": "memory"},
+        {"objective": "step", "schedule": "auto", "chunks": 6},
+        {"objective": "step", "schedule": "1f1b", "chunks": 6},
+        {"training": False},
+        {"transfers": "overlapped"},
+    ],
     ids=str,
 )
 def test_the_best_of_all_valid_maps_is_the_solvers_optimum(changes):
