@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from placer.devices import moving
-from placer.devices.lanes import Lane
+from placer.devices.lanes import Lane, Mark
 
-_ASLEEP_CYCLES = 2_000_000  # about a millisecond: the queues fill before the first copy begins
+_ASLEEP_CYCLES = 4_000_000  # about two milliseconds: the queues fill before the first copy begins
 _SIDE = 4096  # of the matrices that keep a device busy
 _MOST_PRODUCTS = 2_000
 
@@ -66,12 +66,12 @@ def copy_s(
     _wait(shipments, computing)
     for device in computing:
         _multiply(device, lasting_s)
+    lanes = [_lanes(item) for item in shipments]
+    gate = _gate(lanes[0][0].device)
     marks = []
-    for item in shipments:
-        outgoing, incoming = _lanes(item)
+    for item, (outgoing, incoming) in zip(shipments, lanes, strict=True):
+        outgoing.wait(gate)
         with outgoing, incoming:
-            with torch.cuda.device(outgoing.device):
-                torch.cuda._sleep(_ASLEEP_CYCLES)  # type: ignore[no-untyped-call]
             marks.append([outgoing.mark(timed=True)])
             for _ in range(repeats):
                 item.go()
@@ -82,10 +82,18 @@ def copy_s(
 
 def _lanes(item: Shipment) -> tuple[Lane, Lane]:
     """Queues for both ends; a copy runs in that of the GPU that it leaves, or else comes to."""
-    if item.source.type != "cuda":
-        lane = Lane(item.target)
-        return lane, lane
-    return Lane(item.source), Lane(item.target) if item.target.type == "cuda" else Lane(item.source)
+    if item.source.type == item.target.type:
+        return Lane(item.source), Lane(item.target)
+    lane = Lane(item.source if item.source.type == "cuda" else item.target)
+    return lane, lane
+
+
+def _gate(device: torch.device) -> Mark:
+    """A mark that is reached only once all queues are full, so that all copies begin together."""
+    lane = Lane(device)
+    with torch.cuda.device(device), lane:
+        torch.cuda._sleep(_ASLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    return lane.mark()
 
 
 def _median_s(marks: Sequence[torch.cuda.Event]) -> float:
@@ -116,7 +124,7 @@ def _multiply(device: torch.device, lasting_s: float) -> None:
         ended = lane.mark(timed=True)
         torch.cuda.synchronize(device)
         once_s = max(1e-6, began.elapsed_time(ended) / 1e3)
-        for _ in range(min(_MOST_PRODUCTS, 2 + math.ceil(1.5 * (lasting_s + 0.002) / once_s))):
+        for _ in range(min(_MOST_PRODUCTS, 2 + math.ceil(1.5 * (lasting_s + 0.005) / once_s))):
             torch.mm(side, side, out=product)
 
 

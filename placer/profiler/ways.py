@@ -90,30 +90,28 @@ def through_host(to_host: Rate, from_host: Rate) -> Rate:
 
 
 def _shipment(source: torch.device, target: torch.device, size_bytes: int) -> hardware.Shipment:
-    pinned = "cuda" in (source.type, target.type)
-    sent, received = (_room(place, size_bytes, pinned) for place in (source, target))
-    sent.copy_(pattern(size_bytes))
+    sent = pattern(size_bytes, source)
+    received = torch.zeros(size_bytes, dtype=torch.int8, device=target)
+    if "cuda" in (source.type, target.type):  # the host's memory is pinned, as it is where copies are to be quick
+        sent, received = (_pinned(tensor) if tensor.device == hardware.HOST else tensor for tensor in (sent, received))
     return hardware.Shipment(sent, received, source, target)
 
 
-def _room(place: torch.device, size_bytes: int, pinned: bool) -> Tensor:
-    if place == hardware.HOST:
-        return hardware.host_buffer(size_bytes, pinned)
-    return torch.zeros(size_bytes, dtype=torch.int8, device=place)
+def _pinned(tensor: Tensor) -> Tensor:
+    return hardware.host_buffer(tensor.numel(), pinned=True).copy_(tensor)
 
 
 def _compare(item: hardware.Shipment) -> None:
     for device in (item.source, item.target):
         hardware.synchronise(device)
-    expected = pattern(item.received.numel()).to(item.received.device)
-    wrong = int((item.received != expected).sum())
+    wrong = int((item.received != pattern(item.received.numel(), item.target)).sum())
     if wrong:
         raise Changed(wrong, item.received.numel())
 
 
-def pattern(size_bytes: int) -> Tensor:
-    """Bytes that every process knows, in the host's memory."""
-    return _tile().repeat(-(-size_bytes // _TILE))[:size_bytes]
+def pattern(size_bytes: int, device: torch.device = hardware.HOST) -> Tensor:
+    """Bytes that every process and device knows; little of them has to be sent there."""
+    return _tile().to(device).repeat(-(-size_bytes // _TILE))[:size_bytes]
 
 
 @cache
