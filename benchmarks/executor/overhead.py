@@ -16,6 +16,7 @@ from . import cases, ours, timing
 from .sample import Sample, attempt
 
 CASE = "overhead"
+STREAMED = 4 if not torch.cuda.is_available() else 50
 
 
 def measure() -> Iterator[Sample]:
@@ -30,6 +31,7 @@ def measure() -> Iterator[Sample]:
     runs: list[tuple[str, Callable[[], dict[str, list[float]]]]] = [
         ("eager forward", lambda: _forward(model.eval(), inputs)),
         ("ours forward", lambda: _forward(_on_one(model.eval()), inputs)),
+        ("ours stream", lambda: _streamed(_on_one(model.eval()), inputs)),
         ("eager", lambda: ours.eager(copy.deepcopy(model).train(), (inputs, target), functional.cross_entropy)),
         ("ours", lambda: _train(copy.deepcopy(model).train(), (inputs, target))),
     ]
@@ -48,6 +50,17 @@ def _on_one(model: nn.Module) -> DataFlow:
 def _forward(run: Callable[[Any], Any], inputs: torch.Tensor) -> dict[str, list[float]]:
     with torch.no_grad():
         return timing.steps(lambda: run(inputs), cases.places(1), 3 * timing.REPEATS)
+
+
+def _streamed(flow: DataFlow, inputs: torch.Tensor) -> dict[str, list[float]]:
+    """Times of a batch in a stream of several."""
+
+    def run() -> None:
+        for _ in flow.stream([inputs] * STREAMED):
+            pass
+
+    times = timing.steps(run, cases.places(1), timing.REPEATS)
+    return {measure: [value / STREAMED for value in values] for measure, values in times.items()}
 
 
 def _recorded(model: nn.Module, inputs: torch.Tensor) -> Callable[[Any], Any]:

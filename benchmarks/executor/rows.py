@@ -224,6 +224,12 @@ def _overhead(samples: Sequence[Sample]) -> Iterator[Row]:
         value, spread = _rounded(median(times)), _spread(times)
         name = f"{measure} by DataFlow, over the eager model"
         yield row(case, name, "x", value, spread=spread, target=_target(1.02), peers=peers)
+    streamed, graph = by_engine.get("ours stream"), by_engine.get("graph forward")
+    if streamed is not None and graph is not None:
+        alone = median(graph.values["step_ms"])
+        times = [time / alone for time in streamed.values["step_ms"]]
+        name = "a batch in a stream, over the model alone as a CUDA graph"
+        yield row(case, name, "x", _rounded(median(times)), spread=_spread(times), target=_target(1.02))
     yield from _failures(case, samples)
 
 

@@ -9,6 +9,7 @@ segments before it has d + 1 slots, so that nothing has to wait for room while e
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -300,12 +301,19 @@ class InferencePipeline:
                         stage.open()
                     devices.synchronise(stage.device)
                     stage.record()
+                    self._warn(stage)
         finally:
             for name, value in kept.items():
                 self.graph.state[name].copy_(value)
             for place in self._lanes:
                 devices.synchronise(place)
         self._is_open = True
+
+    def _warn(self, stage: Stage) -> None:
+        if stage.not_recorded_because:
+            place = f"segment {self.stages.index(stage)} of {len(self.stages)} on {stage.device}"
+            why = stage.not_recorded_because
+            warnings.warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}", stacklevel=2)
 
 
 class _Replicas:
@@ -339,7 +347,7 @@ class _Replicas:
         for (name, place), (version, replica) in self._copies.items():
             tensor = lookup(name, place)
             if tensor._version != version:
-                replica.copy_(tensor)
+                devices.fill(replica, tensor)
                 self._copies[name, place] = (tensor._version, replica)
         return True
 
