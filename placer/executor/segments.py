@@ -135,6 +135,7 @@ def segments(graph: LayerGraph, places: Sequence[torch.device], lookup: StateLoo
     for name, index in last_read.items():
         if name not in kept:
             forget[index].append(name)
+    spread = set(spread_state(graph, places))
     result: list[Segment] = []
     for layer, device, names in zip(graph.layers, places, forget, strict=True):
         if not result or result[-1].device != device:
@@ -146,10 +147,25 @@ def segments(graph: LayerGraph, places: Sequence[torch.device], lookup: StateLoo
         private = tuple(
             index
             for index, name in enumerate(layer.state)
-            if name in layer.mutated and index not in foreign and not name.endswith(_STATISTICS)
+            if name in layer.mutated and index not in foreign and (name in spread or not name.endswith(_STATISTICS))
         )
         result[-1].steps.append(Step(layer, device, state, foreign, private, tuple(names)))
     return result
+
+
+def spread_state(graph: LayerGraph, places: Sequence[torch.device]) -> dict[str, set[torch.device]]:
+    """State that layers change and that several devices use, each with those devices; it belongs to one of them.
+
+    Args:
+        graph: the layers.
+        places: the device of each.
+    """
+    changed = {name for layer in graph.layers for name in layer.mutated}
+    users: dict[str, set[torch.device]] = {}
+    for layer, device in zip(graph.layers, places, strict=True):
+        for name in changed.intersection(layer.state):
+            users.setdefault(name, set()).add(device)
+    return {name: found for name, found in users.items() if len(found) > 1}
 
 
 def borders(

@@ -25,7 +25,7 @@ from placer.executor.issued import Issued
 from placer.executor.kept import Kept
 from placer.executor.pipeline import cut
 from placer.executor.recomputed import RecomputedStage
-from placer.executor.segments import Segment, borders, segments
+from placer.executor.segments import Segment, borders, segments, spread_state
 from placer.executor.stage import Head, Stage
 from placer.executor.statistics import BatchStatistics
 from placer.executor.weights import Weights
@@ -108,6 +108,8 @@ class TrainingPipeline:
         self.courier = Courier()
         mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
         self._kept = Kept(graph.state[name] for name in mutated)
+        spread = set(spread_state(graph, places))
+        self.spread = [spread.intersection(name for step in part.steps for name in step.layer.state) for part in parts]
         self.trace: list[Issued] | None = None
         self._prepared = False
         self._scaled = False
@@ -215,7 +217,7 @@ class TrainingPipeline:
 
     def _set_scale(self, head: Head, scale: Tensor | None) -> None:
         if scale is not None:
-            head.scale.copy_(scale)
+            devices.fill(head.scale, scale)
         elif self._scaled:
             head.scale.fill_(1.0)
         self._scaled = scale is not None
@@ -314,6 +316,7 @@ class _Step:
         self._done: dict[tuple[int, Half, int], Mark] = {}
         self._fetched: dict[tuple[int, Half, int], list[Mark]] = {}
         self._landed: dict[tuple[int, int], list[Mark]] = {}
+        self._turns: dict[str, Mark] = {}
 
     def issue(self) -> None:
         """Issue every pass."""
@@ -352,7 +355,11 @@ class _Step:
         overwritten = self._fetched.get((index, "forward", chunk - len(stage.slots)), [])
         if not stage.keeps_graph:
             overwritten = [*overwritten, *self._fetched.get((index, "backward", chunk - len(stage.slots)), [])]
-        self._run(index, "forward", chunk, slot.forward, [*arrived, *overwritten])
+        # A buffer that layers of several devices change has one at a time.
+        spread = self._pipeline.spread[index]
+        turns = [self._turns[name] for name in spread if name in self._turns]
+        self._run(index, "forward", chunk, slot.forward, [*arrived, *overwritten, *turns])
+        self._turns.update(dict.fromkeys(spread, self._done[index, "forward", chunk]))
 
     def _backward(self, index: int, chunk: int) -> None:
         stage = self._stages[index]
