@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer.devices.names import CPU
+from placer.devices.names import CPU, synchronise
 from placer.devices.routes import HOST, has_detour
 from placer.devices.stand_ins import registries, stand_ins
 
@@ -45,6 +45,17 @@ def copy(tensor: Tensor, device: torch.device) -> Tensor:
 def write(source: Tensor, target: Tensor, here: torch.device, there: torch.device) -> None:
     """Copy into a tensor, straight from the one device to the other, without waiting for a GPU."""
     target.copy_(source, non_blocking=True)
+
+
+@torch.no_grad()
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy into a tensor on any device, by way of the host's memory where it must be; waits only if that is its end."""
+    here, there = location(source), location(target)
+    if has_detour(here, there):
+        source, here = _copy_straight(source, HOST), HOST
+    write(source, target, here, there)
+    if there.type == CPU:
+        synchronise(here)
 
 
 def _copy_straight(tensor: Tensor, device: torch.device) -> Tensor:

@@ -118,7 +118,7 @@ class Weights:
                 if cleared:
                     torch._foreach_zero_(cleared)
                 for parameter, alias in held.replicas:
-                    alias.copy_(parameter)
+                    devices.fill(alias, parameter)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -101,3 +101,30 @@ def test_a_placement_tells_which_links_to_go_round(monkeypatch: pytest.MonkeyPat
 def test_links_between_devices_elsewhere_make_no_difference_here() -> None:
     devices.take_detours([("node7/cuda:0", "node8/cuda:0"), ("cpu:0", "cpu:1")])
     assert routes._detours == {(ONE, TWO)}
+
+
+def test_filling_a_tensor_takes_the_detour(monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt(monkeypatch, ("cpu:0", "cpu:1"))
+    devices.detour(ONE, TWO)
+    with logical_devices(2):
+        target = torch.zeros(4).to(TWO)
+        devices.fill(target, torch.ones(4).to(ONE))
+        assert target.tolist() == [1.0] * 4
+
+
+def test_a_tied_weight_on_two_devices_trains_over_a_bad_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt = corrupt(monkeypatch, ("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))
+    first, last = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    last.weight = first.weight
+    model, loss_fn = torch.nn.Sequential(first, torch.nn.Tanh(), last).double(), torch.nn.functional.mse_loss
+    x, goal = torch.randn(4, 4).double(), torch.randn(4, 4).double()
+    (gradient,) = torch.autograd.grad(loss_fn(model(x), goal), [first.weight])
+    devices.take_detours([("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")])
+    with logical_devices(2):
+        flow = placer.DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+        flow.layer_gpus.update({"0": 0, "1": 0, "2": 1})
+        flow.update_flow()
+        flow.train_step(loss_fn)(x, goal, chunks=2)
+        assert first.weight.grad is not None
+        assert torch.allclose(first.weight.grad.to("cpu"), gradient, rtol=1e-10)
+    assert spoilt() == 0
