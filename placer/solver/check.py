@@ -111,7 +111,8 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     used = list(dict.fromkeys(where.values()))
     memory = Memory(request, where)
     orders = itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
-    return _within_bottleneck(request, where) and any(
+    slowest = check_recompute.repeated(request, where, tuple(used)) if check_recompute.may(request, 1) else request
+    return _within_bottleneck(slowest, where) and any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
             check_recompute.least(request, memory, d.name, _flight(request, where, order, contiguous, d.name))

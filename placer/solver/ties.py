@@ -56,7 +56,8 @@ def broken(
     found = _costs(problem, best)
     model = _TieModel(problem, nodes, found, rank(found)[0])
     best, spread_proven = _least(model, problem, best, limits, offer, 1)
-    return _ties(_costs(problem, best), proven=transfer_proven and spread_proven)
+    # Of a device that recomputes the program knows too little time: its smallest spread is none that is proven.
+    return _ties(_costs(problem, best), proven=transfer_proven and spread_proven and not problem.may_recompute)
 
 
 def _ties(found: costs.Costs, proven: bool) -> Ties:
