@@ -23,6 +23,7 @@ from .jobs import Jobs
 from .judge import Judge
 from .keys import Keys
 from .metrics import Measured, Metrics
+from .nodes import register_forever
 from .openapi import describe
 from .paths import include_routes
 from .peers import Peers
@@ -127,13 +128,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.service = service
     jobs.resume()
     warming = asyncio.create_task(_warm_up(service))
-    mending = asyncio.create_task(mend_forever(store))
+    upkeep_tasks = [asyncio.create_task(mend_forever(store))]
+    if settings.register_url:
+        upkeep_tasks.append(asyncio.create_task(register_forever(settings, service)))
     try:
         yield
     finally:
         service.cluster.stop()
         await service.profiling.close()
-        mending.cancel()
+        for task in upkeep_tasks:
+            task.cancel()
         await jobs.close()
         await mend(store)
         await warming

@@ -38,6 +38,16 @@ class NodeCluster:
                 self._measured = await self._measure()
             return self._measured
 
+    async def measure_again(self) -> bytes:
+        """The Cluster as JSON, measured now.
+
+        Raises:
+            Problem: as for ``get``; what was measured before is kept.
+        """
+        async with self._lock:
+            self._measured = await self._measure()
+            return self._measured
+
     async def _measure(self) -> bytes:
         settings = self._settings
         self._worker = Worker(

@@ -135,6 +135,11 @@ def graphs() -> dict[str, dict[str, Any]]:
     }
 
 
+def clusters() -> dict[str, dict[str, Any]]:
+    """The examples of ``PUT /v1/nodes/{name}``."""
+    return {"two devices": {"summary": "A node with two devices, each linked with the other", "value": _cluster(16)}}
+
+
 def own_map() -> dict[str, str]:
     """A map of the examples' layers, as a user would make it."""
     return {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:0", "head": "cuda:1"}

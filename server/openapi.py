@@ -11,7 +11,7 @@ from placer.schema import PlacementRequest
 from placer.schema.graph import ProfileRequest
 
 from .evaluation import CompareBody, EvaluateBody
-from .examples import comparisons, evaluations, graphs, requests
+from .examples import clusters, comparisons, evaluations, graphs, requests
 from .problem import MEDIA_TYPE
 
 REF = "#/components/schemas/{model}"
@@ -62,7 +62,11 @@ _OF_PATH = {
     ("/v1/profiles/{id}", "get"): ("404", "422", "500", "501"),
     ("/v1/placements/{id}", "get"): ("404", "422", "500", "501"),
     ("/v1/placements/{id}", "delete"): ("404", "422", "500", "501"),
-    ("/v1/cluster", "get"): ("501", "503"),
+    ("/v1/cluster", "get"): ("404", "422", "501", "503"),
+    ("/v1/cluster:measure", "post"): ("501", "503"),
+    ("/v1/nodes", "get"): ("422",),
+    ("/v1/nodes/{name}", "put"): ("400", "404", "408", "413", "415", "422", "503"),
+    ("/v1/nodes/{name}", "delete"): ("404", "422"),
     ("/readyz", "get"): ("503",),
 }
 
@@ -88,6 +92,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
         paths = document["paths"]
         _describe_body(paths["/v1/placements"]["post"], "PlacementRequest", requests())
         _describe_body(paths["/v1/profiles"]["post"], "ProfileRequest", graphs())
+        _describe_body(paths["/v1/nodes/{name}"]["put"], "Cluster", clusters())
         for model, path, examples in (
             (EvaluateBody, "/v1/placements:evaluate", evaluations()),
             (CompareBody, "/v1/placements:compare", comparisons()),

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 import placer
-from placer.schema import Cluster, Placement
+from placer.schema import Placement
 
 from .body import Question
 from .job import Job
@@ -100,12 +100,6 @@ async def stop_placement(request: Request, id: str, service: Serving) -> Respons
         await service.jobs.stop(job)
         return job_response(request, job)
     return await stored_response(request, service, key)
-
-
-@router.get("/v1/cluster", response_model=Cluster)
-async def get_cluster(request: Request, service: Serving) -> Response:
-    """This node's own devices and the links between them, measured once."""
-    return json_reply(request, await service.cluster.get(), tagged=True)
 
 
 @router.get("/healthz", response_model=Health)

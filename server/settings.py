@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from placer.errors import InputError
@@ -17,6 +19,13 @@ MAX_WAIT_S = 60.0
 
 def _state_directory() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "placer"
+
+
+NODE_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+
+
+def _host_name() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "node"
 
 
 def _machine_bytes() -> int:
@@ -55,6 +64,9 @@ class Settings(BaseSettings):
         measure_timeout_s: how long measuring this node's devices may take.
         profile_timeout_s: how long measuring a graph that a client sent may take.
         profile_memory_bytes: what its process may take of this machine's memory; no limit if 0.
+        node_name: this machine's name, where it registers; its host name if not set.
+        register_url: the URL of another Placer service that this one tells its devices, so that placements span hosts.
+        register_key: the bearer key for that, with the scope ``solve``.
         log_level: of the server's log: ``critical``, ``error``, ``warning``, ``info``, ``debug``.
         log_format: ``text``, or ``json`` for one object a line; both name the request by its id.
     """
@@ -83,6 +95,9 @@ class Settings(BaseSettings):
     measure_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     profile_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     profile_memory_bytes: Annotated[int, Field(ge=0)] = Field(default_factory=lambda: _machine_bytes() // 2)
+    node_name: Annotated[str, Field(pattern=NODE_NAME.pattern)] = Field(default_factory=_host_name)
+    register_url: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
+    register_key: SecretStr = SecretStr("")
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
     log_format: Literal["text", "json"] = "text"
 

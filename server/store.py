@@ -23,7 +23,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from .database import StoreError, open_database
 from .recent import Recent
-from .tables import failures, jobs, measured, placements, profiles
+from .tables import failures, jobs, measured, nodes, placements, profiles
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -246,6 +246,25 @@ class Store:
         """A profile that was measured here, by the hash of the request for it."""
         row = self._one(_MEASURED, key)
         return row[0] if row else None
+
+    def keep_node(self, name: str, cluster: bytes) -> float:
+        """Keep a node's devices; when, in seconds since 1970."""
+        values = {"created_s": time.time(), "cluster": cluster}
+        kept = self._insert(nodes).values(name=name, **values)
+        kept = kept.on_conflict_do_update(index_elements=["name"], set_=values)
+        self.database.write_one(lambda connection: connection.execute(kept))
+        return float(values["created_s"])  # type: ignore[arg-type]
+
+    def drop_node(self, name: str) -> bool:
+        """Forget a node; whether it was known."""
+        dropped = sa.delete(nodes).where(nodes.c.name == name)
+        return self.database.write_one(lambda connection: connection.execute(dropped).rowcount == 1)
+
+    def nodes(self) -> dict[str, tuple[float, bytes]]:
+        """The registered nodes by name: when each did, and its Cluster as JSON."""
+        query = sa.select(nodes.c.name, nodes.c.created_s, nodes.c.cluster).order_by(nodes.c.name)
+        rows = self.database.read(lambda connection: connection.execute(query).all())
+        return {name: (created_s, cluster) for name, created_s, cluster in rows}
 
     def request(self, key: str) -> bytes | None:
         """The PlacementRequest of an answer as JSON, or None where it is not kept."""
