@@ -66,13 +66,20 @@ def _processor() -> str:
 
 def _power_limit_mw(device: torch.device) -> str:
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle: Any = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{place(device).removeprefix('GPU-')}")
+        pynvml = _management()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{place(device).removeprefix('GPU-')}")
         return str(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle))
     except Exception:  # not installed, no right to ask, or a device that does not tell
         return "unknown"
+
+
+@cache
+def _management() -> Any:
+    """NVIDIA's management library, begun once."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
 
 
 def _first_line(path: str) -> str:

@@ -27,6 +27,7 @@ _LOADS: dict[str, dict[str, bool]] = {
     "computing": {"computing": True},
     "both_ways_computing": {"both_ways": True, "computing": True},
 }
+Fields = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 
@@ -56,9 +57,10 @@ def links_to_measure(found: Sequence[torch.device], cache: Cache | None = None) 
 
     All pairs of stand-ins are one.
     """
+    known = _Known(cache)
     pairs = {_link_key(source, target): (source, target) for source in found for target in found if source != target}
-    unknown = sum(_known(cache, source, target) is None for source, target in pairs.values())
-    return unknown + (sum(device.type == "cuda" for device in found) if pairs else 0)
+    ports = [device for device in found if pairs and device.type == "cuda"]
+    return sum(not known.get(*pair) for pair in pairs.values()) + sum(not known.ports(device) for device in ports)
 
 
 def measure_links(found: Sequence[torch.device], step: Step, cache: Cache | None = None) -> Connections:
@@ -74,48 +76,47 @@ def measure_links(found: Sequence[torch.device], step: Step, cache: Cache | None
     Raises:
         ProfilingError: bytes between a device and its host arrived changed, so that nothing is left to trust.
     """
-    measured = Connections()
+    measured, known = Connections(), _Known(cache)
     if len(found) < 2:
         return measured
     for device in found:
         if device.type == "cuda":
-            step(f"{device} <-> host")
-            measured.ports[device] = _ports(device)
-    rates: dict[tuple[str, str], dict[str, Any]] = {}
+            measured.ports[device] = _ports(device, step, known)
+    rates: dict[tuple[str, str], Fields] = {}
     for source in found:
         for target in found:
             if source != target:
-                measured.links.append(_link(source, target, rates, measured.ports, step, cache))
+                measured.links.append(_link(source, target, rates, measured.ports, step, known))
     return measured
 
 
 def _link(
     source: torch.device,
     target: torch.device,
-    rates: dict[tuple[str, str], dict[str, Any]],
+    rates: dict[tuple[str, str], Fields],
     ports: dict[torch.device, Ports],
     step: Step,
-    cache: Cache | None,
+    known: _Known,
 ) -> Link:
     key = _link_key(source, target)
     hardware.straight(source, target)
     try:
-        known = rates.get(key) or _known(cache, source, target)
-        if known is None:
-            step(f"{key[0]} -> {key[1]}")
-            known = _measure(source, target)
-            _keep(cache, source, target, known)
-        else:
+        fields = rates.get(key) or known.get(source, target)
+        if fields:
             ways.check(source, target)
-        rates[key] = known
-        return Link(source=str(source), target=str(target), **known)
+        else:
+            step(f"{key[0]} -> {key[1]}")
+            fields = _measure(source, target)
+            known.keep(source, target, fields)
+        rates[key] = fields
+        return Link(source=str(source), target=str(target), **fields)
     except ways.Changed as changed:
         return _by_way_of_host(source, target, changed, ports)
 
 
-def _measure(source: torch.device, target: torch.device) -> dict[str, Any]:
+def _measure(source: torch.device, target: torch.device) -> Fields:
     """The fields of a link; under load only between GPUs: a stand-in's copies are its computations' own memory."""
-    measured: dict[str, Any] = ways.rate(source, target).model_dump()
+    measured: Fields = ways.rate(source, target).model_dump()
     if source.type == target.type == "cuda":
         for name, load in _LOADS.items():
             measured[name] = ways.rate(source, target, **load).model_dump()
@@ -134,9 +135,18 @@ def _by_way_of_host(
     return Link(source=str(source), target=str(target), route="host", fault=str(changed), **whole.model_dump())
 
 
-def _ports(device: torch.device) -> Ports:
+def _ports(device: torch.device, step: Step, known: _Known) -> Ports:
+    ends = (device, hardware.HOST), (hardware.HOST, device)
     try:
-        return Ports(ways.rate(device, hardware.HOST), ways.rate(hardware.HOST, device))
+        if fields := known.ports(device):
+            for source, target in ends:
+                ways.check(source, target)
+        else:
+            step(f"{device} <-> host")
+            fields = [ways.rate(source, target).model_dump() for source, target in ends]
+            for (source, target), rate in zip(ends, fields, strict=True):
+                known.keep(source, target, rate)
+        return Ports(*(Rate(**rate) for rate in fields))
     except ways.Changed as changed:
         raise ProfilingError(
             f"between {device} and the host's memory, {changed}: nothing that runs there can be trusted; "
@@ -149,24 +159,41 @@ def _link_key(source: torch.device, target: torch.device) -> tuple[str, str]:
     return tuple(device.type if device.type == hardware.CPU else str(device) for device in (source, target))  # type: ignore[return-value]
 
 
-def _cache_key(source: torch.device, target: torch.device) -> str:
-    """Of this pair in this machine, until it starts again: cards and settings of the bus may change then."""
-    ends = [conditions(device) | {"place": hardware.place(device)} for device in (source, target)]
-    return key_of(ends=ends, host=hardware.host_name(), boot=hardware.boot_id())
+class _Known:
+    """Links that were measured before in this machine, until it starts again: cards and the bus may change then."""
+
+    def __init__(self, cache: Cache | None) -> None:
+        self._cache = cache
+        self._facts: dict[torch.device, Any] = {}
+
+    def get(self, source: torch.device, target: torch.device) -> Fields:
+        """The fields of a link beside its ends; none where it is not known."""
+        content = None if self._cache is None else self._cache.read("links", self._key(source, target))
+        try:
+            found = Link(source="a", target="b", **content) if content else None
+        except (ValidationError, TypeError):
+            return {}
+        return found.model_dump(exclude={"source", "target"}, exclude_defaults=True) if found else {}
+
+    def ports(self, device: torch.device) -> list[Fields]:
+        """The fields of the ways to the host and from it; none unless both are known."""
+        both = [self.get(device, hardware.HOST), self.get(hardware.HOST, device)]
+        return both if all(both) else []
+
+    def keep(self, source: torch.device, target: torch.device, fields: Fields) -> None:
+        if self._cache is not None:
+            self._cache.write("links", self._key(source, target), fields)
+
+    def _of(self, device: torch.device) -> Any:
+        if device not in self._facts:
+            self._facts[device] = _facts(device)
+        return self._facts[device]
+
+    def _key(self, source: torch.device, target: torch.device) -> str:
+        ends = [self._of(device) for device in (source, target)]
+        return key_of(ends=ends, host=hardware.host_name(), boot=hardware.boot_id())
 
 
-def _known(cache: Cache | None, source: torch.device, target: torch.device) -> dict[str, Any] | None:
-    content = None if cache is None else cache.read("links", _cache_key(source, target))
-    try:
-        return None if content is None else _fields(Link(source="a", target="b", **content))
-    except (ValidationError, TypeError):
-        return None
-
-
-def _keep(cache: Cache | None, source: torch.device, target: torch.device, known: dict[str, Any]) -> None:
-    if cache is not None:
-        cache.write("links", _cache_key(source, target), known)
-
-
-def _fields(link: Link) -> dict[str, Any]:
-    return link.model_dump(exclude={"source", "target"}, exclude_defaults=True)
+def _facts(device: torch.device) -> Any:
+    of_device = conditions(device)
+    return [hardware.place(device), *(of_device.get(name) for name in ("type", "device", "versions", "measured_by"))]
