@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from placer.schema import Objective, PlacementRequest
+from placer.schema import Batch, Objective, PlacementRequest
 
 from .problem import Problem, clip, invalid_body
 from .settings import Settings
@@ -24,6 +26,11 @@ INLINE_BYTES = 192 * 1024
 """Larger bodies are checked in another process: parsing holds the interpreter, thread or not, for 2 ms per 100 KB."""
 
 REMEMBERED = 4096
+
+MOST_WRITTEN_OUT = 64 * 2**20
+"""Of all requests of a batch together: what they share is sent once, but held by each."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,18 +144,29 @@ class Checker:
         if (question := self._known.get(digest)) is not None:
             self._known.move_to_end(digest)
             return question
-        question = check(body) if len(body) <= INLINE_BYTES else await self._check_elsewhere(body)
+        question = await self._run(check, body)
         self._known[digest] = question
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return question
 
-    async def _check_elsewhere(self, body: bytes) -> Question:
+    async def split(self, body: bytes) -> list[bytes]:
+        """The requests in a batch, each as it would have been sent alone; they are not checked yet.
+
+        Raises:
+            Problem: the body is no batch; it names the fault.
+        """
+        return await self._run(split, body)
+
+    async def _run(self, work: Callable[[bytes], T], body: bytes) -> T:
+        return work(body) if len(body) <= INLINE_BYTES else await self._run_elsewhere(work, body)
+
+    async def _run_elsewhere(self, work: Callable[[bytes], T], body: bytes) -> T:
         if self._processes is None:
             self._processes = ProcessPoolExecutor(1, mp_context=CONTEXT)
         pool = self._processes
         try:
-            future = await asyncio.to_thread(_submit, pool, body)
+            future = await asyncio.to_thread(_submit, pool, work, body)
             return await asyncio.wrap_future(future)
         except BrokenProcessPool:
             if self._processes is pool:
@@ -164,9 +182,9 @@ class Checker:
             self._processes.shutdown(wait=False, cancel_futures=True)
 
 
-def _submit(pool: ProcessPoolExecutor, body: bytes) -> Future[Question]:
+def _submit(pool: ProcessPoolExecutor, work: Callable[[bytes], T], body: bytes) -> Future[T]:
     with starting_processes():
-        return pool.submit(check, body)
+        return pool.submit(work, body)
 
 
 def check(body: bytes) -> Question:
@@ -180,3 +198,31 @@ def check(body: bytes) -> Question:
     except ValidationError as error:
         raise invalid_body(error) from None
     return Question(request.content_hash(), request.objective, request.time_limit_s)
+
+
+def split(body: bytes) -> list[bytes]:
+    """The requests in a batch, each as it would have been sent alone.
+
+    Raises:
+        Problem: the body is no batch, or much larger when written out; it names the fault.
+    """
+    try:
+        batch = Batch.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid_body(error, Batch) from None
+    bodies, left = [], MOST_WRITTEN_OUT
+    for one in batch.requests:
+        try:
+            bodies.append(json.dumps({**batch.shared, **one}).encode())
+        except (ValueError, RecursionError) as error:
+            detail = f"a number or the nesting of the batch is more than can be read: {error}"
+            raise Problem(422, "invalid-request", "The request cannot be used", detail) from None
+        left -= len(bodies[-1])
+        if left < 0:
+            raise _too_many_bytes(len(batch.requests))
+    return bodies
+
+
+def _too_many_bytes(count: int) -> Problem:
+    detail = f"{count} requests, each with what is shared, are more than {MOST_WRITTEN_OUT} bytes; send fewer at a time"
+    return Problem(413, "batch-too-large", "The batch is too large", detail)

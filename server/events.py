@@ -11,10 +11,8 @@ The last three end the stream.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
@@ -84,10 +82,7 @@ async def _soon(changed: asyncio.Event) -> bool:
 
 def progress(job: Job) -> bytes:
     """How far a job is, as JSON."""
-    content: dict[str, Any] = progress_of(job).model_dump()
-    value, bound = job.incumbent, job.bound
-    content["gap"] = (value - bound) / value if value and bound is not None else None
-    return json.dumps(content).encode()
+    return progress_of(job).model_dump_json().encode()
 
 
 def event(kind: str, data: bytes) -> bytes:

@@ -103,6 +103,17 @@ def comparisons() -> dict[str, dict[str, Any]]:
     }
 
 
+def batches() -> dict[str, dict[str, Any]]:
+    """The examples of ``:batch``."""
+    objectives = [{"objective": "throughput"}, {"objective": "latency"}, {"objective": "throughput", "chunks": 8}]
+    return {
+        "three questions": {
+            "summary": "Three questions about one profile on one cluster",
+            "value": {"shared": _request(16), "requests": objectives},
+        }
+    }
+
+
 def graphs() -> dict[str, dict[str, Any]]:
     """The examples of ``POST /v1/profiles``."""
     image = {"name": "x", "shape": [8, 16], "dtype": "float32", "batched": True}

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from placer.schema import PlacementRequest
+from placer.schema import Batch, PlacementRequest
 from placer.schema.graph import ProfileRequest
 
 from .evaluation import CompareBody, EvaluateBody
-from .examples import clusters, comparisons, evaluations, graphs, requests
+from .examples import batches, clusters, comparisons, evaluations, graphs, requests
 from .problem import MEDIA_TYPE
 
 REF = "#/components/schemas/{model}"
@@ -56,6 +56,10 @@ _OF_PATH = {
     ("/v1/placements", "get"): ("422",),
     ("/v1/placements/{id}/request", "get"): ("404", "422"),
     ("/v1/placements/{id}/events", "get"): ("404", "422"),
+    ("/v1/placements:batch", "post"): ("400", "408", "413", "415", "422", "503"),
+    ("/v1/placements/{id}/timeline", "get"): ("404", "422", "429", "500"),
+    ("/v1/placements/{id}/trace", "get"): ("404", "422", "429", "500"),
+    ("/v1/placements/{id}/report", "get"): ("404", "422", "429", "500"),
     ("/v1/placements:evaluate", "post"): ("400", "404", "408", "413", "415", "422", "429", "500", "503"),
     ("/v1/placements:compare", "post"): ("400", "404", "408", "413", "415", "422", "429", "500", "503"),
     ("/v1/profiles", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
@@ -96,11 +100,12 @@ def _document(app: FastAPI) -> dict[str, Any]:
         for model, path, examples in (
             (EvaluateBody, "/v1/placements:evaluate", evaluations()),
             (CompareBody, "/v1/placements:compare", comparisons()),
+            (Batch, "/v1/placements:batch", batches()),
         ):
             body = model.model_json_schema(ref_template=REF)
             body.pop("$defs", None)  # those of PlacementRequest
             schemas[model.__name__] = body
-            _describe_body(paths[path]["post"], model.__name__, examples, required=model is EvaluateBody)
+            _describe_body(paths[path]["post"], model.__name__, examples, required=model is not CompareBody)
         for (path, method), codes in _OF_PATH.items():
             _describe_problems(document["paths"][path][method], codes)
         app.openapi_schema = document

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from . import events, history, judging, nodes, pages, profiles, routes, shown
+from . import batch, events, history, judging, nodes, pages, profiles, routes, shown
 
-ROUTERS = (routes.router, history.router, events.router, judging.router, shown.router, profiles.router, nodes.router, pages.router)
+ROUTERS = (
+    routes.router,
+    batch.router,
+    history.router,
+    events.router,
+    judging.router,
+    shown.router,
+    profiles.router,
+    nodes.router,
+    pages.router,
+)
 
 
 def include_routes(app: FastAPI) -> None:

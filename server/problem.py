@@ -101,11 +101,18 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
         detail = first["msg"].removeprefix("Invalid JSON: ")
         return Problem(400, "malformed-json", "The body is not JSON", f"the body cannot be read as JSON: {detail}")
     errors = [item for item in errors if not _follows(item, errors)]
-    errors.sort(key=lambda item: item["loc"] != ("schema_version",))  # a wrong version explains all the others
+    errors.sort(key=_by_what_they_explain)
     faults = [_fault(item["loc"], item["type"], item["msg"], item["input"], model) for item in errors[:MAX_FAULTS]]
     lead = faults[0]
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return _invalid(f"{_path(lead['pointer'])}{lead['detail']}{more}", faults)
+
+
+def _by_what_they_explain(error: ErrorDetails) -> int:
+    """A wrong version explains all the others, a misspelt name a missing one."""
+    if error["loc"] == ("schema_version",):
+        return 0
+    return 1 if error["type"] == "extra_forbidden" else 2
 
 
 def _follows(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:

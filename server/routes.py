@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 import placer
-from placer.schema import Placement
+from placer.schema import Placement, Progress
 
 from .body import Question
 from .job import Job
@@ -21,24 +20,6 @@ from .replies import JSON, json_reply
 from .service import OnDisconnect, Service, Serving, Wait, checked_id, client_of
 
 router = APIRouter()
-
-
-class JobStatus(BaseModel):
-    """How far a solve is that has not ended.
-
-    Attributes:
-        id: of the placement to be.
-        status: whether it waits for a worker or runs.
-        incumbent: the best objective value so far, ms or bytes; null while there is none.
-        bound: the proven lower bound so far; null while there is none.
-        elapsed_s: since it was asked.
-    """
-
-    id: str
-    status: Literal["queued", "running"]
-    incumbent: float | None = None
-    bound: float | None = None
-    elapsed_s: float
 
 
 class Health(BaseModel):
@@ -53,7 +34,7 @@ class Health(BaseModel):
     version: str
 
 
-@router.post("/v1/placements", response_model=Placement, responses={202: {"model": JobStatus}})
+@router.post("/v1/placements", response_model=Placement, responses={202: {"model": Progress}})
 async def post_placement(
     request: Request, service: Serving, wait: Wait = None, on_disconnect: OnDisconnect = "keep"
 ) -> Response:
@@ -64,7 +45,7 @@ async def post_placement(
     """
     async with service.intake.body(request) as body:
         question = await service.checker.check(body)
-    if (answer := await _complete_answer(service, question)) is not None:
+    if (answer := await complete_answer(service, question)) is not None:
         service.metrics.cache_hits.inc()
         return json_reply(request, answer)
     job = service.jobs.submit(question, body, client_of(request))
@@ -73,11 +54,11 @@ async def post_placement(
     written = await job.is_written()
     await _wait(request, service, job, service.settings.default_wait_s if wait is None else wait, on_disconnect)
     if not written and job.answer is None and job.problem is None:
-        raise _not_kept(job)
+        raise not_kept(job)
     return job_response(request, job)
 
 
-@router.get("/v1/placements/{id}", response_model=Placement, responses={202: {"model": JobStatus}})
+@router.get("/v1/placements/{id}", response_model=Placement, responses={202: {"model": Progress}})
 async def get_placement(
     request: Request, id: str, service: Serving, wait: Wait = 0.0, on_disconnect: OnDisconnect = "keep"
 ) -> Response:
@@ -146,7 +127,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _complete_answer(service: Service, question: Question) -> bytes | None:
+async def complete_answer(service: Service, question: Question) -> bytes | None:
     """The stored answer, unless it was stopped early or another version of Placer made it."""
     store = service.store
     answer = store.recent(question.id) or await store.ask(store.get, question.id)
@@ -178,7 +159,8 @@ async def stored_response(request: Request, service: Service, key: str, *, plain
     raise Problem(404, "no-such-placement", "There is no such placement", detail)
 
 
-def _not_kept(job: Job) -> Problem:
+def not_kept(job: Job) -> Problem:
+    """What is told of a job that runs, but would not outlive the service."""
     detail = (
         f"the request could not be written to the store, so a crash would lose it; solve {job.question.id} goes on:"
         " ask again for its answer"
@@ -196,13 +178,15 @@ def job_response(request: Request, job: Job) -> Response:
     return Response(progress_of(job).model_dump_json(), 202, headers=headers, media_type=JSON)
 
 
-def progress_of(job: Job) -> JobStatus:
+def progress_of(job: Job) -> Progress:
     """How far a job is."""
-    return JobStatus(
+    value, bound = job.incumbent, job.bound
+    return Progress(
         id=job.question.id,
         status="running" if job.state == "running" else "queued",
-        incumbent=job.incumbent,
-        bound=job.bound,
+        incumbent=value,
+        bound=bound,
+        gap=(value - bound) / value if value and bound is not None else None,
         elapsed_s=round(time.monotonic() - job.created_s, 3),
     )
 

@@ -10,6 +10,7 @@ changed copy.
 from __future__ import annotations
 
 from placer.schema.base import SCHEMA_VERSION, Limiting, Objective, Schedule, ScheduleChoice, Status, Transfers
+from placer.schema.batch import Batch, BatchAnswer, BatchAnswers
 from placer.schema.cluster import Cluster, Device, Link, Rate
 from placer.schema.history import PlacementPage, Progress, Summary
 from placer.schema.judgement import Comparison, Evaluation, Fault, FaultKind, Move
@@ -32,6 +33,9 @@ from placer.schema.timeline import DeviceTime, Timeline, TimelineCopy, TimelineP
 
 __all__ = [
     "SCHEMA_VERSION",
+    "Batch",
+    "BatchAnswer",
+    "BatchAnswers",
     "Cluster",
     "Comparison",
     "Constraints",

@@ -78,7 +78,7 @@ FAULTS = {
     ),
     "an unknown field of the constraints": (
         lambda b: {**b, "constraints": {"zzz": 1}},
-        ["constraints.zzz", "there are 'contiguous', 'pinned'"],
+        ["constraints.zzz", "there are 'contiguous', 'recompute', 'pinned'"],
     ),
     "a cycle": (
         lambda b: with_profile(
