@@ -8,6 +8,9 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import placer
+from placer.schema import SCHEMA_VERSION
+
 from .keys import Keys
 from .problem import Problem, clip
 
@@ -17,7 +20,11 @@ REQUEST_ID: ContextVar[str] = ContextVar("placer_request_id", default="")
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
 OPEN_FOLDER = "/page/"
 
+VERSION_HEADER = b"placer-schema-version"
+"""A client lists the versions of the wire types that it reads; the service says in which it answers."""
+
 HEADERS = [
+    (VERSION_HEADER, SCHEMA_VERSION.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
@@ -48,7 +55,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        authorization = host = given = b""
+        authorization = host = given = versions = b""
         for name, value in scope["headers"]:
             if name == b"authorization":
                 authorization = value
@@ -56,6 +63,8 @@ class Guard:
                 host = value
             elif name == b"x-request-id":
                 given = value
+            elif name == VERSION_HEADER:
+                versions = value
         request_id = given if given and _ID.fullmatch(given) else secrets.token_hex(8).encode()
         REQUEST_ID.set(request_id.decode())
 
@@ -66,6 +75,8 @@ class Guard:
 
         try:
             self._admit(scope, authorization, host)
+            if versions:
+                _agree(versions)
         except Problem as problem:
             await problem.response()(scope, receive, marked)
             return
@@ -89,6 +100,17 @@ class Guard:
         needed = "metrics" if path == "/metrics" else "read" if scope["method"] in ("GET", "HEAD") else "solve"
         if needed not in key.scopes:
             raise _no_scope(key.name, needed)
+
+
+def _agree(versions: bytes) -> None:
+    """Refuse a client that reads none of the versions in which this service answers."""
+    given = versions.decode("latin-1")
+    if SCHEMA_VERSION not in [one.strip() for one in given.split(",")]:
+        detail = (
+            f"the client reads versions {clip(given, 80)!r} of the wire types; this service, Placer"
+            f" {placer.__version__}, speaks {SCHEMA_VERSION!r}: bring the older of the two up to date"
+        )
+        raise Problem(406, "no-common-version", "There is no common version", detail)
 
 
 def _strange_host(host: bytes) -> Problem:
