@@ -47,6 +47,7 @@ def suggest(
     schedule: ScheduleChoice | None = None,
     transfers: Transfers = "added",
     time_limit_s: float = 30.0,
+    work_limit: float | None = None,
     break_ties: bool = False,
     bottleneck_ms: float | None = None,
     explain: bool = False,
@@ -79,6 +80,7 @@ def suggest(
             ``auto``, it is chosen under objective ``step``; else None is ``1f1b``.
         transfers: whether transfers add to a device's time, or overlap with its compute.
         time_limit_s: after so many seconds the best answer so far is returned.
+        work_limit: after so much work in the solver's own measure, too: the same answer on every machine.
         break_ties: whether, of placements as good, the one is looked for with less transfer, then better balance.
         bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
         explain: whether to find out, too, what limits the placement and what would help most.
@@ -147,6 +149,7 @@ def suggest(
         schedule=schedule or ("auto" if objective == "step" else "1f1b"),
         transfers=transfers,
         time_limit_s=time_limit_s,
+        work_limit=work_limit,
         break_ties=break_ties,
         bottleneck_ms=bottleneck_ms,
         explain=explain,

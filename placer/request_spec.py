@@ -109,6 +109,7 @@ def request_for(
     profiles: Sequence[Profile] = (),
     break_ties: bool = False,
     bottleneck_ms: float | None = None,
+    work_limit: float | None = None,
 ) -> PlacementRequest:
     """The request; its fields are those of ``PlacementRequest``.
 
@@ -131,4 +132,5 @@ def request_for(
         explain=explain,
         break_ties=break_ties,
         bottleneck_ms=bottleneck_ms,
+        work_limit=work_limit,
     )

@@ -70,6 +70,10 @@ Recompute = Annotated[
     bool, typer.Option("--recompute", help="where memory would not do otherwise, keep less and run forwards once more")
 ]
 TimeLimit = Annotated[float, typer.Option(min=0.001, help="seconds to solve; then the best so far is the answer")]
+WorkLimit = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="work to solve, too, in the solver's own measure: the same answer on every machine"),
+]
 BreakTies = Annotated[
     bool, typer.Option("--break-ties", help="of placements as good, the one with less transfer, then better balance")
 ]

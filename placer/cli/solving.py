@@ -41,6 +41,7 @@ from placer.cli.options import (
     Sizes,
     TimeLimit,
     TransfersOption,
+    WorkLimit,
 )
 from placer.cli.profiling import cached, measure_sizes
 from placer.cli.terminal import spinner
@@ -72,6 +73,7 @@ def solve(
     recompute: Recompute = False,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
+    work_limit: WorkLimit = None,
     bottleneck: Bottleneck = None,
     break_ties: BreakTies = False,
     explain: Explain = False,
@@ -92,7 +94,7 @@ def solve(
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute)
     others = [_profile_in(name) for name in also]
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
-    request = request_for(subject, target, limits, *given, break_ties, bottleneck)
+    request = request_for(subject, target, limits, *given, break_ties, bottleneck, work_limit)
     answer(request, server, output, json)
 
 
@@ -121,6 +123,7 @@ def suggest(
     recompute: Recompute = False,
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
+    work_limit: WorkLimit = None,
     bottleneck: Bottleneck = None,
     break_ties: BreakTies = False,
     explain: Explain = False,
@@ -137,7 +140,7 @@ def suggest(
     assert target is not None  # profile() measures the devices
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute)
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
-    request = request_for(measured, target, limits, *given, break_ties, bottleneck)
+    request = request_for(measured, target, limits, *given, break_ties, bottleneck, work_limit)
     answer(request, server, output, json)
 
 

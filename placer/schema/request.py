@@ -71,6 +71,8 @@ class PlacementRequest(Wire):
         transfers: ``added``: a device computes and transfers one after the other; ``overlapped``: its load is the
             largest of its compute, its sends and its receives.
         time_limit_s: after this the best answer so far and its bound are returned.
+        work_limit: ends the search as well, after so much work in CP-SAT's own measure, its deterministic time; the
+            answer is then the same on every machine, unless the time runs out first. Not under objective ``step``.
         seed: of the solver's random choices.
         workers: cores that the solver may use.
         bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
@@ -92,6 +94,7 @@ class PlacementRequest(Wire):
     schedule: ScheduleChoice = "1f1b"
     transfers: Transfers = "added"
     time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
+    work_limit: Annotated[float, Field(gt=0, le=86_400)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     workers: Annotated[int, Field(ge=1, le=256)] = 2
     bottleneck_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -121,6 +124,8 @@ class PlacementRequest(Wire):
         self._check_sizes()
         if self.break_ties and self.objective in ("step", "devices"):
             raise ValueError(f"break_ties: objective {self.objective!r} does not break ties")
+        if self.work_limit is not None and self.objective == "step":
+            raise ValueError("work_limit: objective 'step' is limited by time_limit_s alone")
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
             needs = "needs one" if self.objective == "devices" else "takes none"
             raise ValueError(f"bottleneck_ms is {self.bottleneck_ms}: objective {self.objective!r} {needs}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
@@ -33,6 +33,24 @@ class Answer:
     complete: bool
 
 
+@dataclass
+class Meter:
+    """Counts work, in the solver's own measure, the same on every machine.
+
+    Attributes:
+        limit: no more than this may be done in all.
+        done: what was done.
+    """
+
+    limit: float = inf
+    done: float = 0.0
+
+    @property
+    def left(self) -> float:
+        """What may still be done."""
+        return self.limit - self.done
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a search may use.
@@ -43,7 +61,8 @@ class Limits:
         seed: of its random choices; the same seed gives the same answer while the time does not run out.
         stop: ends the search from another thread.
         progress: called with each better placement and the bound at that time.
-        work: ends the search as well; in the solver's own measure of work, the same on every machine.
+        work: ends the search as well, in the measure of ``Meter``.
+        meter: counts the work of this search and of others; ends it when they have done all that they may.
     """
 
     time_s: float
@@ -52,6 +71,7 @@ class Limits:
     stop: threading.Event | None = None
     progress: Callable[[list[int], float], None] | None = None
     work: float = inf
+    meter: Meter = field(default_factory=Meter)
 
 
 class Program(Protocol):
@@ -72,8 +92,11 @@ def run(program: Program, limits: Limits) -> Answer:
     """Search until it is proven, or a limit is met."""
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(limits.time_s, 0.01)
-    if limits.work < inf:
-        solver.parameters.max_deterministic_time = limits.work
+    work = min(limits.work, limits.meter.left)
+    if work <= 0:
+        return Answer(devices=None, bound=0.0, infeasible=False, complete=False)
+    if work < inf:
+        solver.parameters.max_deterministic_time = work
     solver.parameters.num_workers = limits.workers
     solver.parameters.interleave_search = limits.workers > 1  # else the answer depends on which worker is faster
     solver.parameters.random_seed = limits.seed
@@ -82,6 +105,7 @@ def run(program: Program, limits: Limits) -> Answer:
         solver.parameters.subsolvers.extend(SUBSOLVERS)
     with _stopping(solver, limits.stop):
         status = solver.solve(program.cp, _Progress(program, limits.progress) if limits.progress else None)
+    limits.meter.done += solver.deterministic_time
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return Answer(
         devices=program.read(solver.value) if found else None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from placer.schema import Infeasibility
 from placer.solver import costs, memory, memory_rules
-from placer.solver.cpsat import Answer, Limits
+from placer.solver.cpsat import Answer, Limits, Meter
 from placer.solver.model import PlacementModel
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
@@ -146,10 +146,11 @@ class Searcher:
     workers: int
     seed: int
     stop: threading.Event | None
+    meter: Meter
 
     def __call__(self, model: PlacementModel) -> Answer:
         """Solve one model."""
-        return model.solve(Limits(self.time_left_s(), self.workers, self.seed, self.stop))
+        return model.solve(Limits(self.time_left_s(), self.workers, self.seed, self.stop, meter=self.meter))
 
 
 def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:

@@ -20,6 +20,10 @@ from placer.solver.reduce import Reduction
 MOVES = 60_000
 """How many moves are looked at: some seconds."""
 
+MOVES_A_LOOK = 512
+WORK = 0.05
+"""Of so many moves, in the measure of ``cpsat.Meter``."""
+
 NORM = 8
 WARM = 0.03
 """At first a move that makes the norm worse by this share is taken with a chance of 1/e."""
@@ -56,7 +60,7 @@ def improved(problem: Problem, nodes: Reduction, start: Sequence[int], over: Cal
     random = Random(problem.request.seed)
     best, best_load = list(state.device), max(state.load)
     for move in range(MOVES):
-        if move % 512 == 0 and over():
+        if move % MOVES_A_LOOK == 0 and over():
             break
         node, device = state.pick(random)
         if device is None:

@@ -24,7 +24,7 @@ from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
 from placer.solver import answer, bounds, conflict, costs, limits, local, stages, starts, ties
 from placer.solver.check import check
 from placer.solver.convex_knots import convex_knot_bound
-from placer.solver.cpsat import Limits
+from placer.solver.cpsat import Limits, Meter
 from placer.solver.fewest import FewestSearch, Outcome
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.model import PlacementModel, worth_building
@@ -46,11 +46,11 @@ SAME = 1e-12
 
 MOST_TURNS = 300
 CLIMB_SHARE = 0.4
-"""How much of the time may be over when the search for better cuts ends."""
+"""How much of the time, or of the work, may be over when the search for better cuts ends."""
 
 
 LOCAL_SHARE = 0.4
-"""How much of the time may be over when local search ends."""
+"""How much of the time, or of the work, may be over when local search ends."""
 
 CONFLICT_SHARE = 0.2
 """How much of the time may be spent on why there is no placement, when that is known."""
@@ -91,14 +91,15 @@ def solve(
         InputError: the request's figures are too large to add up.
     """
     began = monotonic()
+    meter = Meter(request.work_limit or inf)
     if request.objective == "step":
         placement = _step_search(request, progress, stop).answer()
     elif request.objective == "devices":
-        placement = _fewest_search(request, progress, stop).answer()
+        placement = _fewest_search(request, progress, stop, meter).answer()
     else:
-        placement = Search(Problem.from_request(request), progress, stop).answer()
+        placement = Search(Problem.from_request(request), progress, stop, meter=meter).answer()
     if placement.infeasible is not None and request.objective != "step":
-        why = _conflict(request, placement.infeasible, stop)
+        why = _conflict(request, placement.infeasible, stop, meter)
         placement = placement.model_copy(update={"infeasible": why})
     if request.explain and request.objective not in ("memory", "devices") and placement.layer_devices:
         left_s = request.time_limit_s - (monotonic() - began)
@@ -108,7 +109,9 @@ def solve(
     return placement
 
 
-def _conflict(request: PlacementRequest, reason: Infeasibility, stop: threading.Event | None) -> Infeasibility:
+def _conflict(
+    request: PlacementRequest, reason: Infeasibility, stop: threading.Event | None, meter: Meter
+) -> Infeasibility:
     """The reason, with the smallest group of requirements that cannot hold together where there is time to find it."""
     until = monotonic() + CONFLICT_SHARE * request.time_limit_s
 
@@ -116,9 +119,9 @@ def _conflict(request: PlacementRequest, reason: Infeasibility, stop: threading.
         return until - monotonic()
 
     def over() -> bool:
-        return left_s() <= 0 or (stop is not None and stop.is_set())
+        return left_s() <= 0 or meter.left <= 0 or (stop is not None and stop.is_set())
 
-    search = Searcher(left_s, request.workers, request.seed, stop)
+    search = Searcher(left_s, request.workers, request.seed, stop, meter)
     return conflict.explained(Problem.from_request(request), reason, search, over)
 
 
@@ -132,11 +135,13 @@ def _step_search(request: PlacementRequest, progress: Progress | None, stop: thr
     return StepSearch(request, lambda problem: Search(problem, None, stop).answer(), tell, stop)
 
 
-def _fewest_search(request: PlacementRequest, progress: Progress | None, stop: threading.Event | None) -> FewestSearch:
+def _fewest_search(
+    request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
+) -> FewestSearch:
     """The search for the fewest devices, told as the others are."""
 
     def look(problem: Problem, enough: float | None) -> Outcome:
-        search = Search(problem, None, stop, enough=enough)
+        search = Search(problem, None, stop, enough=enough, meter=meter)
         reason = search.answer().infeasible
         return search.best, search.bound, reason
 
@@ -162,6 +167,7 @@ class Search:
         method: what found the best.
         enough: a bottleneck that will do: the search ends with a placement within it, or the proof that none is; None
             for the smallest.
+        meter: counts the work, and ends the search when all is done that may be.
         began: when, by the monotonic clock.
     """
 
@@ -174,6 +180,7 @@ class Search:
     bound: float = 0.0
     method: str = ""
     enough: float | None = None
+    meter: Meter = field(default_factory=Meter)
     began: float = field(default_factory=monotonic)
 
     def answer(self) -> Placement:
@@ -220,7 +227,7 @@ class Search:
                 return searched_reason(self.problem, self.nodes, self._searcher())
             self._prove(self._nothing_below() if result.infeasible else result.bound)
             self._offer(result.devices, "integer program")
-            if not self._open() or self.left_s() <= 0 or self._stopped():
+            if not self._open() or self._over(1.0):
                 break
         return None
 
@@ -230,14 +237,15 @@ class Search:
         return PlacementModel(self.problem, nodes, upper=upper)
 
     def _limits(self, work: float) -> Limits:
-        return Limits(self.left_s(), self.request.workers, self.request.seed, self.stop, self._found, work)
+        request = self.request
+        return Limits(self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter)
 
     def _move_layers(self, start: list[int]) -> None:
         """Local search from the best start."""
-        limit_s = LOCAL_SHARE * self.request.time_limit_s
 
         def over() -> bool:
-            return self._stopped() or self._time_s() > limit_s
+            self.meter.done += local.WORK
+            return self._over(LOCAL_SHARE)
 
         self._offer(local.improved(self.problem, self.nodes, start, over), "local search")
 
@@ -245,10 +253,18 @@ class Search:
         """Many more cuts, where the integer program was slow."""
         if not self.problem.contiguous or self.request.objective != "throughput":
             return
+        work = starts.work_of_turn(self.problem, self.nodes)
         for start in starts.climb(self.problem, self.nodes, MOST_TURNS, seed=1):
+            self.meter.done += work
             self._offer(start.devices, start.method)
-            if not self._open() or self._stopped() or self._time_s() > CLIMB_SHARE * self.request.time_limit_s:
+            if not self._open() or self._over(CLIMB_SHARE):
                 return
+
+    def _over(self, share: float) -> bool:
+        """Whether a share of the time, or of the work, is over."""
+        if self.meter.done > share * self.meter.limit:
+            return True
+        return self._stopped() or self._time_s() > share * self.request.time_limit_s
 
     def _stopped(self) -> bool:
         return self.stop is not None and self.stop.is_set()
@@ -269,7 +285,8 @@ class Search:
             return self.best
 
         def limits(work: float) -> Limits:
-            return Limits(self.left_s(), self.request.workers, self.request.seed, self.stop, None, work)
+            request = self.request
+            return Limits(self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter)
 
         return ties.broken(self.problem, self.best, limits, kept)
 
@@ -318,7 +335,7 @@ class Search:
         return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
 
     def _searcher(self) -> Searcher:
-        return Searcher(self.left_s, self.request.workers, self.request.seed, self.stop)
+        return Searcher(self.left_s, self.request.workers, self.request.seed, self.stop, self.meter)
 
     def _nothing(self, reason: Infeasibility | None, method: str) -> Placement:
         return answer.nothing(self.problem, reason, self.bound, method, self._time_s())

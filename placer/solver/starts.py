@@ -19,6 +19,10 @@ MOST_WORK = 80_000_000
 """Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
 
 
+NUMBERS_A_WORK = 200_000_000
+"""Numbers that cuts look at in a unit of work, in the measure of ``cpsat.Meter``."""
+
+
 @dataclass(frozen=True)
 class Start:
     """An assignment and what is proven on the way.
@@ -51,6 +55,11 @@ def _other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:
     if not exact.is_only_order(problem, nodes):
         turns = min(MOST_ORDERS, MOST_WORK // exact.work_of_cut(problem, nodes))
         yield from climb(problem, nodes, turns, patience=PATIENCE)
+
+
+def work_of_turn(problem: Problem, nodes: Reduction) -> float:
+    """The work of one turn of ``climb``, in the measure of ``cpsat.Meter``."""
+    return exact.work_of_cut(problem, nodes) / NUMBERS_A_WORK
 
 
 def climb(

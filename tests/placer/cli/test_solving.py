@@ -93,6 +93,11 @@ def test_the_fewest_devices_for_a_bottleneck(run: Run, chain_file: Path) -> None
     assert "bottleneck_ms" in run("solve", chain_file, "--objective", "devices").err
 
 
+def test_a_limit_of_work_is_handed_on(run: Run, chain_file: Path) -> None:
+    assert run("solve", chain_file, "--work-limit", "0.5").placement.status == "optimal"
+    assert run("solve", chain_file, "--work-limit", "0").code == 2
+
+
 def test_ties_are_broken_when_it_is_asked_for(run: Run, chain_file: Path) -> None:
     assert run("solve", chain_file, "--break-ties").placement.ties.proven
     assert run("solve", chain_file).placement.ties is None

@@ -1,0 +1,57 @@
+"""A limit of work: the same answer whatever the machine, and an end of the search."""
+
+from random import Random
+
+import pytest
+from pydantic import ValidationError
+
+from placer.schema import Constraints
+from placer.solver.cpsat import Limits, Meter
+from placer.solver.model import PlacementModel
+from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
+from placer.solver.solve import solve
+
+
+@pytest.fixture
+def hard(chain):
+    """``hard(work)``: a free placement whose bound takes long to prove, with hours of time."""
+
+    def ask(work, **asked):
+        random = Random(1)
+        times = [random.uniform(1, 10) for _ in range(40)]
+        rules = Constraints(contiguous=False)
+        return chain(
+            times, devices=6, value_bytes=2, constraints=rules, time_limit_s=3600, work_limit=work, seed=3, **asked
+        )
+
+    return ask
+
+
+def test_the_search_ends_when_its_work_is_done(hard):
+    placement = solve(hard(0.5))
+    assert placement.status == "feasible" and 0 < placement.gap < 0.5
+
+
+def test_the_same_work_gives_the_same_answer(hard):
+    one, other = solve(hard(0.5)), solve(hard(0.5))
+    assert one.model_copy(update={"solve_time_s": 0.0}) == other.model_copy(update={"solve_time_s": 0.0})
+
+
+def test_more_work_is_never_worse(hard):
+    little, much = solve(hard(0.1)), solve(hard(2.0))
+    assert much.objective_value <= little.objective_value and much.bound >= little.bound
+
+
+def test_searches_share_what_they_may_do(chain):
+    problem = Problem.from_request(chain([3.0, 1.0, 2.0, 5.0] * 5, devices=3, value_bytes=1))
+    meter = Meter(limit=1e-4)
+    first = PlacementModel(problem, reduced(problem)).solve(Limits(60, meter=meter))
+    assert meter.done > 0 and not first.complete
+    meter.done = meter.limit
+    assert PlacementModel(problem, reduced(problem)).solve(Limits(60, meter=meter)).devices is None
+
+
+def test_objective_step_refuses_a_limit_of_work(chain):
+    with pytest.raises(ValidationError, match="work_limit"):
+        chain([1, 1], objective="step", work_limit=1.0)
