@@ -3,7 +3,8 @@ r"""Lower bounds on the step of every placement, for one number of micro-batches
 With n micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through
 in the stages before it (behind it)::
 
-    any placement       n * c of every device; one micro-batch's way to any layer and back
+    any placement       n * c of every device; one micro-batch's way to any layer and back; if contiguous, what filling
+                        the pipeline takes (see ``step_fill``)
     a row of stages     before + n * c
                         the whole way + (n - 1) * f, and the same with b
       fill-drain        the whole way + (n - 1) * c: a flow shop forwards, then one backwards
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.solver import exact, pipelines
+from placer.solver import exact, pipelines, step_fill
 from placer.solver.bounds import fastest_ms, longest_paths
 from placer.solver.exact import Counts, CutTable
 from placer.solver.problem import Problem
@@ -50,8 +51,9 @@ def any_placement(problem: Problem, nodes: Reduction) -> float:
         min(sum(problem.compute_ms(layer, device) for layer in layers) for device in nodes.allowed[node])
         for node, layers in enumerate(nodes.nodes)
     ]
-    busiest = max(max(work), sum(work) / problem.most_devices)
-    return (max(problem.request.chunks * busiest, _way(problem)) + least_optimizer(problem, nodes)) * ROUNDING
+    passes = problem.request.chunks * max(max(work), sum(work) / problem.most_devices)
+    filled = step_fill.filling(problem, nodes, _awaited_ms(problem))
+    return (max(passes, _way(problem), filled) + least_optimizer(problem, nodes)) * ROUNDING
 
 
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:

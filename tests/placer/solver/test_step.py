@@ -210,6 +210,16 @@ def test_a_row_is_cut_for_the_shortest_step_and_that_is_proven(request, enumerat
     assert placement.objective_value == pytest.approx(best, rel=2e-6)
 
 
+@SETTINGS
+@given(request=requests(contiguous=True))
+def test_the_bound_of_contiguous_placements_of_any_graph_holds(request, enumeration):
+    placement = solve(request)
+    best = min(Steps(request, enumeration).all(), default=None)
+    if best is not None:
+        assert best * (1 - 1e-9) <= placement.objective_value
+        assert placement.bound <= best * (1 + 1e-9)
+
+
 def row(times_ms, devices=2, memory_bytes=10**9, saved_bytes=0, **asked):
     """Layers in a row of so many ms forwards and twice that backwards, alike devices, transfers of next to nothing."""
     names = [f"l{i}" for i in range(len(times_ms))]
