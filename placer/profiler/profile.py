@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from placer.profiler.optimizer import OptimizerLike, OptimizerState
 from placer.profiler.progress import Shown, progress_bar
 from placer.profiler.remembered import Remembered
 from placer.profiler.timing import significant
+
+_log = logging.getLogger(__name__)
 
 
 @overload
@@ -133,6 +136,8 @@ def profile(
                 for graph, batch in zip(graphs, given, strict=True)
             ]
             cluster = measure(found, limits, step, folder)
+    counts = [sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")]
+    _log.info("%d layers were measured, %d taken from the cache", *counts)
     profiles = [write(graph, rows, training, state, cluster) for graph, rows in zip(graphs, measured, strict=True)]
     return profiles[0] if batch_sizes is None else profiles
 
