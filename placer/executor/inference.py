@@ -55,6 +55,7 @@ class Stage:
         count: how many slots it has once the shape has come twice.
         slots: those that there are.
         not_recorded_because: why it runs without a CUDA graph; empty where it has one, or may get one.
+        number: of what it reads, a number that is another one for every batch; None if there is none.
         trail: is told which layer runs.
     """
 
@@ -64,6 +65,7 @@ class Stage:
     count: int = 2
     slots: list[Slot] = field(default_factory=list)
     not_recorded_because: str = ""
+    number: str | None = None
     trail: Trail = field(default_factory=Trail)
 
     @property
@@ -89,6 +91,9 @@ class Stage:
             if step.foreign:
                 self.not_recorded_because = f"layer {step.layer.name!r} changes state that is on another device"
                 return
+        if self.number is not None:
+            self.not_recorded_because = f"it reads {self.number!r}, a number that depends on values of tensors"
+            return
         try:
             replays = devices.record([slot.run for slot in self.slots], self.device)
         except devices.NotRecordable as error:
@@ -366,7 +371,10 @@ def _stages(graph: LayerGraph, parts: Sequence[Segment]) -> list[Stage]:
     stages = []
     for index, part in enumerate(parts):
         distances = [index - made_by.get(name, -1) for name in reads[index]]
-        stages.append(Stage(part, tuple(reads[index]), _writes(index, made_by, reads, graph), max([1, *distances]) + 1))
+        numbers = (name for name in reads[index] if graph.values[name].from_values)
+        stage = Stage(part, tuple(reads[index]), _writes(index, made_by, reads, graph), max([1, *distances]) + 1)
+        stage.number = next(numbers, None)
+        stages.append(stage)
     return stages
 
 

@@ -173,4 +173,8 @@ def _unchanged(graph: LayerGraph, lanes: dict[torch.device, Lane]) -> Iterator[N
 
 def _not_captured(flow: Any) -> InputError:
     reason = getattr(flow, "not_captured_because", "")
+    if not reason:
+        return InputError(
+            "a layer reads a number that another took from a tensor, so that there is no pipeline to measure"
+        )
     return InputError(f"the model runs through hooks, so it has no segments to measure: {reason}")

@@ -170,14 +170,18 @@ class TrainStep:
     def _pipeline(
         self, tensors: list[Any], inputs: Structure, target: Structure, sizes: list[int]
     ) -> TrainingPipeline | None:
-        """The stages for batches like this one; None where the model runs through hooks."""
+        """The stages for batches like this one; None where micro-batches run one after another through the flow.
+
+        So they do where there is no capture, and where a layer reads a number that another took from a tensor: passes
+        are prepared once, and would keep the number that they were prepared with.
+        """
         flow = self.flow
         if flow.assignment is not self._placed:
             self._pipelines.clear()
             self._placed = flow.assignment
         parts = cut(tensors, sizes)
         capture = flow.captured(parts[0], inputs)
-        if capture is None:
+        if capture is None or flow.layers(capture)[0].passes_numbers_on:
             return None
         if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.

@@ -19,6 +19,9 @@ from placer.graph.grouping import Group, storage_roots, written
 from placer.graph.layers import Layer, Value, named_state
 from placer.graph.regions import Region, Regions, enter, leave
 
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers as they stand in a captured graph; one without a hint was taken from a tensor's values."""
+
 
 @dataclass
 class State:
@@ -175,7 +178,8 @@ class Builder:
     def _value(self, node: fx.Node, source: str | None) -> Value:
         example = node.meta.get("val")
         if not isinstance(example, Tensor):
-            return Value(node.name, (), None, 0, None, False, source)
+            from_values = isinstance(example, NUMBERS) and not example.node.has_hint()
+            return Value(node.name, (), None, 0, None, False, source, from_values)
         shape = tuple(hint(size) for size in example.shape)
         batch = len(shape) > 0 and self._is_batch(example.shape[0])
         size = example.element_size()

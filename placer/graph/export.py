@@ -138,6 +138,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         examples = tuple(_example(tensor, device) for tensor in tensors)
         program, outputs = _export(module, inputs, examples, batch)
     graph_module = program.module()
+    _refuse_shapes_from_values(graph_module.graph)
     _inline_regions(graph_module)
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
@@ -204,6 +205,15 @@ def _export(
         return program, structures[-1]
     assert failure is not None
     raise CaptureError(_reason(failure)) from failure
+
+
+def _refuse_shapes_from_values(graph: fx.Graph) -> None:
+    """Raise a CaptureError if a result is as large as the values of tensors say: nothing could be laid out before."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, Tensor) else ():
+            if isinstance(size, torch.SymInt) and not size.node.has_hint():
+                raise CaptureError(f"the shape that {node.target} gives depends on values of tensors")
 
 
 def _custom_functions(leaves: Sequence[Any]) -> set[str]:

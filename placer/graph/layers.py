@@ -32,6 +32,7 @@ class Value:
         batch_dim: 0 where the first dimension is the batch, else None.
         requires_grad: whether a gradient flows back through it in training.
         source: the layer that makes it; None for an input of the model.
+        from_values: whether it is a number that was taken from a tensor, so that it is another one for other values.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Value:
     batch_dim: int | None
     requires_grad: bool
     source: str | None
+    from_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,11 @@ class LayerGraph:
 
     def __post_init__(self) -> None:
         self._by_name = {layer.name: layer for layer in self.layers}
+
+    @property
+    def passes_numbers_on(self) -> bool:
+        """Whether a layer reads a number that another one took from a tensor."""
+        return any(value.from_values for value in self.values.values())
 
     def __getitem__(self, name: str) -> Layer:
         """The layer of that name."""
