@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.executor.checkpointed import CheckpointedSegment
 from placer.executor.recomputed import RecomputedStage
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.stage import Stage
@@ -100,6 +101,8 @@ def _obstacle(stage: Stage) -> str:
         return "deferred_batch_norm takes batch normalisations apart"
     if isinstance(stage, RecomputedStage):
         return "it recomputes"
+    if isinstance(stage.segment, CheckpointedSegment):
+        return "it keeps to checkpoints of the model's own"
     foreign = next((step.layer.name for step in stage.segment.steps if step.foreign), None)
     return "" if foreign is None else f"layer {foreign!r} uses state of another device"
 

@@ -22,6 +22,7 @@ from placer.errors import InputError, PlacementError
 from placer.executor.apply import Home, move_state, settle
 from placer.executor.assignment import Assignment, layer_names, refuse_unknown_layers
 from placer.executor.calls import call_captured, joined_by_size
+from placer.executor.checkpointed import with_checkpoints
 from placer.executor.clones import Clones, state_lookup
 from placer.executor.hooked import HookPath
 from placer.executor.pipeline import scatter
@@ -260,7 +261,8 @@ class DataFlow(PipelinedRuns):
         self._refresh_clones()
         if capture not in self._plans:
             graph, places = self.layers(capture)
-            self._plans[capture] = (graph, segments(graph, places, state_lookup(graph, self._clones)))
+            parts = segments(graph, places, state_lookup(graph, self._clones))
+            self._plans[capture] = (graph, with_checkpoints(parts, capture.exported.checkpoints))
         return self._plans[capture]
 
     def _forget_plans(self) -> None:

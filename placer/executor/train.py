@@ -19,6 +19,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
+from placer.executor.checkpointed import with_checkpoints
 from placer.executor.compiled import Backend, compile_stage
 from placer.executor.faults import Place, explain
 from placer.executor.issued import Issued
@@ -53,6 +54,7 @@ class Recipe:
         deferred_batch_norm: whether running statistics follow whole batches.
         recompute: devices that run forwards once more in the backward pass, and so keep no activations.
         compile: the backend of torch.compile, for segments that it makes faster; None to leave them as they are.
+        checkpoints: the modules that the model itself lets run again in the backward pass.
     """
 
     loss_fn: Loss
@@ -63,6 +65,7 @@ class Recipe:
     deferred_batch_norm: bool = False
     recompute: frozenset[torch.device] = frozenset()
     compile: Backend | None = None
+    checkpoints: tuple[str, ...] = ()
 
     def loss(self, leaves: list[Any], targets: list[Any]) -> Tensor:
         """The loss from the flattened result and target of a micro-batch."""
@@ -93,7 +96,7 @@ class TrainingPipeline:
         self.chunks = len(self.sizes)
         self.weights = Weights.of(graph)
         self.statistics = BatchStatistics(graph.state) if recipe.deferred_batch_norm else None
-        parts = segments(graph, places, self.weights.lookup(graph))
+        parts = with_checkpoints(segments(graph, places, self.weights.lookup(graph)), recipe.checkpoints)
         last = parts[-1].device
         head = Head(
             graph.outputs,

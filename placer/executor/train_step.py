@@ -201,6 +201,7 @@ class TrainStep:
                 self.flow.deferred_batch_norm,
                 recompute,
                 self.compile,
+                capture.exported.checkpoints,
             )
             self._pipelines[key] = TrainingPipeline(graph, places, recipe)
         return self._pipelines[key]

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from placer import devices
 from placer.errors import CaptureError
+from placer.graph import checkpoints
 from placer.graph.structure import Structure, flatten
 
 PREFIX = "module."
@@ -48,6 +49,7 @@ class Exported:
         device: the device that the graph was captured on; other devices take its place when a layer runs.
         batch_symbol: the symbol of the batch size, or None where it is fixed.
         batch_size: of the example.
+        checkpoints: the modules that ran under ``torch.utils.checkpoint``.
     """
 
     module: fx.GraphModule
@@ -56,6 +58,7 @@ class Exported:
     device: torch.device
     batch_symbol: Any
     batch_size: int
+    checkpoints: tuple[str, ...] = ()
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -134,7 +137,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors, inputs = flatten((args, kwargs))
     device = _capture_device(module, tensors)
     batch = batch_size(tensors)
-    with _traceable(module, device):
+    with _traceable(module, device), checkpoints.noticed(module) as checkpointed:
         examples = tuple(_example(tensor, device) for tensor in tensors)
         program, outputs = _export(module, inputs, examples, batch)
     graph_module = program.module()
@@ -143,7 +146,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
     symbol = next((_batch_symbol(node, batch) for node in graph_module.graph.nodes if node.op == "placeholder"), None)
-    return Exported(graph_module, inputs, outputs, device, symbol, batch)
+    return Exported(graph_module, inputs, outputs, device, symbol, batch, tuple(checkpointed))
 
 
 def batch_size(tensors: Sequence[Any]) -> int:

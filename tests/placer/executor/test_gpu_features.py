@@ -298,10 +298,10 @@ def test_a_seed_repeats_dropout(recompute: bool) -> None:
 
 
 class _Synchronises(nn.Module):
-    """The size of what it selects is known to the host only when the device is done."""
+    """An inverse: the host waits to see whether there is one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.masked_select(x, x > 0).sum()
+        return x @ torch.linalg.inv(torch.eye(8, dtype=x.dtype, device=x.device) + x.T @ x)
 
 
 def test_a_layer_that_allows_no_cuda_graph_runs_eagerly_and_is_named() -> None:

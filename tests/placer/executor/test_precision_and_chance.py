@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from placer import DataFlow
 from placer.executor.train import Order
@@ -166,37 +165,3 @@ def test_preparing_the_pipeline_draws_no_random_numbers() -> None:
         first = step(inputs, target, chunks=4).cpu()
         torch.set_rng_state(before)
         torch.testing.assert_close(step(inputs, target, chunks=4).cpu(), first, atol=0, rtol=0)
-
-
-class _Checkpointed(nn.Module):
-    """Blocks that the user lets run again in the backward pass."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
-        self.last = nn.Linear(4, 2)
-        self._reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self._reentrant)
-        result: Tensor = self.last(x)
-        return result
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_model_with_checkpoints_of_its_own_trains_as_the_unsplit_one(reentrant: bool) -> None:
-    torch.manual_seed(0)
-    model = _Checkpointed(reentrant).double()
-    whole = copy.deepcopy(model)
-    inputs, target = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
-    with logical_devices(3):
-        loss = _flow(model).train_step(functional.mse_loss)(inputs, target, chunks=4)
-    expected = functional.mse_loss(whole(inputs), target)
-    expected.backward()
-    torch.testing.assert_close(loss.cpu(), expected.detach(), atol=1e-10, rtol=1e-10)
-    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None
-        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, atol=1e-10, rtol=1e-10)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer import DataFlow
 from placer.errors import PlacementError
@@ -20,6 +19,7 @@ from placer.executor.train import Order
 from placer.schema import Placement
 from placer.testing import logical_devices
 from placer.zoo import gpt
+from tests.helpers.alive import Alive
 
 SCHEDULES: tuple[Order, ...] = ("1f1b", "fill-drain", "zero-bubble", "interleaved")
 CHUNKS = 4
@@ -143,25 +143,6 @@ def test_deferred_batch_norm_counts_a_micro_batch_once() -> None:
         torch.testing.assert_close(mine.cpu(), its, msg=name)
 
 
-class _Alive(TorchDispatchMode):
-    """The most bytes of large tensors at once, among those that operations inside make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.tanh.default:
-            self.now += 1
-            self.most = max(self.most, self.now)
-            torch.utils.weak.weakref.finalize(result.untyped_storage(), self._gone)
-        return result
-
-    def _gone(self) -> None:
-        self.now -= 1
-
-
 def _most_activations(recompute: Any) -> int:
     """How many results of tanh are alive at once in a step of 8 micro-batches through 6 of them a device."""
     layers = [layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.Tanh())]
@@ -175,7 +156,7 @@ def _most_activations(recompute: Any) -> int:
     inputs = torch.randn(16, 4, dtype=torch.float64)
     step(inputs, inputs, chunks=8)
     gc.collect()
-    with _Alive() as alive:
+    with Alive(torch.ops.aten.tanh.default) as alive:
         step(inputs, inputs, chunks=8)
     return alive.most
 

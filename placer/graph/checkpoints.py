@@ -1,0 +1,42 @@
+"""Which modules a model runs under ``torch.utils.checkpoint``; a captured graph shows their operations and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+@contextmanager
+def noticed(module: nn.Module) -> Iterator[list[str]]:
+    """Inside, the modules that run under a checkpoint are noticed.
+
+    Args:
+        module: the model.
+
+    Yields:
+        The paths of those modules, the outermost of each checkpoint.
+    """
+    names = {id(child): name for name, child in module.named_modules()}
+    found: list[str] = []
+
+    def look(child: nn.Module, _: Any) -> None:
+        name = names.get(id(child))
+        if name and name not in found and _under_checkpoint() and not any(name.startswith(f"{one}.") for one in found):
+            found.append(name)
+
+    handle = register_module_forward_pre_hook(look)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _under_checkpoint() -> bool:
+    """A checkpoint that is not reentrant decides what autograd saves; a reentrant one is not captured at all."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
