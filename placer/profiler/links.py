@@ -59,7 +59,7 @@ def links_to_measure(found: Sequence[torch.device], cache: Cache | None = None) 
     """
     known = _Known(cache)
     pairs = {_link_key(source, target): (source, target) for source in found for target in found if source != target}
-    ports = [device for device in found if pairs and device.type == "cuda"]
+    ports = [device for device in found if device.type == "cuda"]
     return sum(not known.get(*pair) for pair in pairs.values()) + sum(not known.ports(device) for device in ports)
 
 
@@ -77,8 +77,6 @@ def measure_links(found: Sequence[torch.device], step: Step, cache: Cache | None
         ProfilingError: bytes between a device and its host arrived changed, so that nothing is left to trust.
     """
     measured, known = Connections(), _Known(cache)
-    if len(found) < 2:
-        return measured
     for device in found:
         if device.type == "cuda":
             measured.ports[device] = _ports(device, step, known)

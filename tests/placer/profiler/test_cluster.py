@@ -8,7 +8,9 @@ import torch
 
 from placer import devices as hardware
 from placer.errors import InputError
+from placer.profiler import cluster
 from placer.profiler.cluster import measure, measure_cluster, resolve_limits
+from placer.profiler.links import Connections
 
 
 def test_stand_ins_share_the_memory_of_the_machine() -> None:
@@ -51,6 +53,7 @@ def test_the_reserve_of_an_accelerator_is_never_given_away(
     monkeypatch.setattr(hardware, "context_bytes", lambda device: 10)
     monkeypatch.setattr(hardware, "type_name", lambda device: "GPU")
     monkeypatch.setattr(hardware, "keep_random_state", lambda found: nullcontext())
+    monkeypatch.setattr(cluster, "measure_links", lambda *_: Connections())
     (described,) = measure([device], resolve_limits([device], limit), lambda _: None).devices
     assert described.usable_bytes == usable
     assert described.memory_bytes == (limit or 100)

@@ -65,6 +65,11 @@ def test_one_device_has_no_links() -> None:
     assert measure_links(CPUS[:1], lambda _: None).links == []
 
 
+def test_one_accelerator_has_its_ways_to_the_host(machine: Any) -> None:
+    found = measure_links(GPUS[:1], lambda _: None)
+    assert (found.links, list(found.ports), links_to_measure(GPUS[:1])) == ([], GPUS[:1], 1)
+
+
 def test_a_bad_link_goes_by_way_of_the_host_and_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
