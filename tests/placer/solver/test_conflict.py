@@ -12,7 +12,7 @@ from placer.solver.problem import Problem
 from placer.solver.solve import solve
 
 SETTINGS = settings(
-    max_examples=100,
+    max_examples=70,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

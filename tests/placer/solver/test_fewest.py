@@ -13,7 +13,7 @@ from placer.solver.check import check
 from placer.solver.solve import solve
 
 SETTINGS = settings(
-    max_examples=150,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
