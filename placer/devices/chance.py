@@ -11,6 +11,8 @@ import torch
 from placer.devices.recording import recording
 
 _MASK = (1 << 63) - 1
+_DRAWN = 4
+"""By how much a generator's offset grows at least when numbers are drawn."""
 _APART = 0x9E3779B97F4A7C15
 """An odd number whose multiples spread over all of 64 bits (the golden ratio's)."""
 
@@ -26,11 +28,9 @@ class Repeated:
 
     Args:
         device: where the passes run; numbers drawn on the host repeat too.
-        number: tells apart those of one device: each draws other numbers.
     """
 
-    def __init__(self, device: torch.device, number: int = 0) -> None:
-        self._number = number
+    def __init__(self, device: torch.device) -> None:
         self._kept: list[Any] = []
         self._default: Any = None
         self.generators: list[Any] = []
@@ -42,9 +42,11 @@ class Repeated:
         """Let a batch that is replayed draw numbers of its own, which follow from the device's generator."""
         if self._default is None:
             return
-        offset = self._default.get_offset()
-        self._default.set_offset(offset + 4)
-        mixed = (self._default.initial_seed() + _APART * (offset + 1 + self._number * _MASK)) & _MASK
+        state = self._default.get_state()
+        seed, offset = state.view(torch.int64).tolist()
+        state.view(torch.int64)[1] = offset + _DRAWN
+        self._default.set_state(state)
+        mixed = (seed + _APART * (offset + 1)) & _MASK
         for generator in self.generators:
             generator.manual_seed(mixed)
 

@@ -53,7 +53,7 @@ class RecomputedStage(Stage):
             slot.input_gradients = {name: torch.zeros_like(slot.inputs[name]) for name in self._entering(slot)}
             self._before[id(slot)] = [torch.empty_like(buffer) for buffer, _ in self._buffers]
             if self._random:
-                self._chances[id(slot)] = Repeated(self.device, len(self._chances))
+                self._chances[id(slot)] = Repeated(self.device)
         return slots, made
 
     def close_slots(self) -> None:

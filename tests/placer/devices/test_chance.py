@@ -1,0 +1,89 @@
+"""A pass that is repeated draws the same random numbers; nothing drawn later knows of the repetition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from placer import devices
+from placer.devices import Repeated
+
+
+def test_the_second_pass_draws_what_the_first_drew() -> None:
+    repeated = Repeated(torch.device("cpu", 0))
+    with repeated.first():
+        first = torch.rand(8)
+    torch.rand(3)
+    with repeated.again():
+        again = torch.rand(8)
+    assert torch.equal(first, again)
+
+
+def test_what_is_drawn_after_a_repetition_is_what_would_have_been_drawn_without() -> None:
+    torch.manual_seed(0)
+    torch.rand(8)
+    expected = torch.rand(8)
+    torch.manual_seed(0)
+    repeated = Repeated(torch.device("cpu", 0))
+    with repeated.first():
+        torch.rand(8)
+    with repeated.again():
+        torch.rand(8)
+    assert torch.equal(torch.rand(8), expected)
+
+
+def test_the_generator_comes_back_from_a_repetition_that_fails() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(8)
+    torch.manual_seed(0)
+    repeated = Repeated(torch.device("cpu", 0))
+    with repeated.first():
+        pass
+    with pytest.raises(ValueError, match="a fault"), repeated.again():
+        torch.rand(3)
+        raise ValueError("a fault")
+    assert torch.equal(torch.rand(8), expected)
+
+
+@pytest.mark.gpu
+def test_recorded_passes_draw_in_step_anew_for_each_batch_and_again_after_a_seed() -> None:
+    place = torch.device("cuda", 0)
+    chances = [Repeated(place), Repeated(place)]
+    results = [[torch.zeros(8, device=place) for _ in range(2)] for _ in chances]
+
+    def first(index: int) -> None:
+        with chances[index].first():
+            results[index][0].copy_(torch.rand(8, device=place))
+
+    def again(index: int) -> None:
+        with chances[index].again():
+            results[index][1].copy_(torch.rand(8, device=place))
+
+    pool = devices.memory_pool(place)
+    replays = [
+        devices.record(
+            [lambda index=index: first(index), lambda index=index: again(index)],  # type: ignore[misc]
+            place,
+            pool=pool,
+            generators=[[generator] for generator in chance.generators],
+        )
+        for index, chance in enumerate(chances)
+    ]
+
+    def batches() -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        seen = []
+        for _ in range(2):
+            for chance in chances:
+                chance.seed()
+            for _ in range(2):  # each slot serves two micro-batches of a batch
+                for (run, repeat), (drawn, repeated) in zip(replays, results, strict=True):
+                    run()
+                    repeat()
+                    assert torch.equal(drawn, repeated)
+                    seen.append(drawn.cpu().clone())
+        return seen
+
+    seen = batches()
+    assert all(not torch.equal(one, other) for i, one in enumerate(seen) for other in seen[:i])
+    assert all(torch.equal(one, other) for one, other in zip(seen, batches(), strict=True))
