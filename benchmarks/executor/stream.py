@@ -28,6 +28,8 @@ NAMES = ("resnet101", "gpt")
 DISPATCH = "accelerate"
 ROUNDS = 2 if cases.is_small() else 8
 PIECES = (2,) if cases.is_small() else (4, 2, 8)
+GRANULARITY = "fine"
+"""Whole blocks cannot always be cut into parts of equal time: a cut may go through one."""
 _WHOLE_BLOCKS = ["BasicBlock", "Bottleneck", "Block"]
 """Modules that accelerate is not to cut: what skips over their layers stays inside."""
 
@@ -50,7 +52,8 @@ def _ours(case: Training, model: nn.Module, pieces: int) -> Iterator[Sample]:
     def measure() -> dict[str, list[float]]:
         part = _pieces(case, pieces)[0].cpu()
         names = [str(place) for place in cases.places()]
-        found.append(profile(copy.deepcopy(model).cpu(), part, names, training=False, progress=False))
+        options: dict[str, Any] = {"training": False, "granularity": GRANULARITY, "progress": False}
+        found.append(profile(copy.deepcopy(model).cpu(), part, names, **options))
         return {}
 
     name = PREFIX + case.name
