@@ -44,3 +44,9 @@ def how_it_ended(job: Job) -> str:
     if job.problem is not None:
         return "failed"
     return "stopped" if job.stopped else "answered"
+
+
+def told_of(job: Job) -> dict[str, str | int]:
+    """For its span."""
+    error = {"error": job.problem.title} if job.problem is not None else {}
+    return {"placer.ended": how_it_ended(job), "placer.starts": job.starts, **error}

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .body import Question
 from .problem import Problem
+from .spans import here
 from .worker import Solved, Worker
 
 State = Literal["queued", "running", "done", "failed"]
@@ -38,6 +39,7 @@ class Job:
         asked: the question in the parts in which it is kept, once solved.
         problem: why there is none, once failed.
         finished: set when nothing more is to be waited for.
+        context: of the request that asked, for OpenTelemetry.
         written: done when the request is in the store; the exception is why it could not be written.
     """
 
@@ -59,6 +61,7 @@ class Job:
     problem: Problem | None = None
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     written: asyncio.Future[bool] | None = None
+    context: Any = field(default_factory=here)
     worker: Worker[Solved] | None = None
     _watchers: set[asyncio.Event] = field(default_factory=set)
 

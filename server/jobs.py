@@ -21,7 +21,7 @@ import placer
 
 from .body import Question
 from .database import StoreError
-from .ends import Elsewhere, how_it_ended, nothing_found, problem_of, stopping
+from .ends import Elsewhere, how_it_ended, nothing_found, problem_of, stopping, told_of
 from .job import Job
 from .metrics import Metrics
 from .peers import Peers
@@ -29,6 +29,7 @@ from .problem import Problem
 from .queue import FairQueue
 from .replicas import Begun
 from .settings import Settings
+from .spans import span
 from .store import Accepted, Answer, Asked, Store
 from .worker import Crashed, Died, Killed, Solver, SolveTask, Worker
 
@@ -256,6 +257,12 @@ class Jobs:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, job: Job) -> None:
+        about = {"placer.id": job.question.id, "placer.objective": job.question.objective}
+        with span("placer.solve", about, job.context) as told:
+            await self._work(job)
+            told |= told_of(job)
+
+    async def _work(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
         await job.is_written()  # else it could be written after its answer, and stay
         while True:

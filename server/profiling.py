@@ -17,6 +17,7 @@ from placer.schema.graph import ProfileRequest
 from .database import StoreError
 from .problem import Problem, invalid_body
 from .settings import Settings
+from .spans import span
 from .store import Store
 from .worker import Crashed, Killed, Missing, OverMemory, Refused, Report, Worker
 
@@ -102,21 +103,28 @@ class Profiling:
     async def _run(self, measuring: Measuring, body: bytes) -> None:
         async with self._free:
             measuring.running = True
-            try:
-                measuring.profile = await self._measure(body)
-                await asyncio.to_thread(self._store.keep_measured, measuring.id, measuring.profile)
-            except Problem as problem:
-                measuring.problem = problem
-            except StoreError as error:
-                log.error("profile %s could not be written, and is kept in memory: %s", measuring.id, error)
-            except Exception as error:
-                log.exception("graph %s could not be measured", measuring.id)
-                measuring.problem = _not_measured(str(error))
+            with span("placer.profile", {"placer.id": measuring.id}) as told:
+                await self._end(measuring, body)
+                if measuring.problem is not None:
+                    told["error"] = measuring.problem.title
         del self._open[measuring.id]
         self._ended[measuring.id] = measuring
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
         measuring.ended.set()
+
+    async def _end(self, measuring: Measuring, body: bytes) -> None:
+        """Measure, and keep what came of it."""
+        try:
+            measuring.profile = await self._measure(body)
+            await asyncio.to_thread(self._store.keep_measured, measuring.id, measuring.profile)
+        except Problem as problem:
+            measuring.problem = problem
+        except StoreError as error:
+            log.error("profile %s could not be written, and is kept in memory: %s", measuring.id, error)
+        except Exception as error:
+            log.exception("graph %s could not be measured", measuring.id)
+            measuring.problem = _not_measured(str(error))
 
     async def _measure(self, body: bytes) -> bytes:
         if self._closing:
