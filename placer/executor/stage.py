@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.errors import InputError
 from placer.executor import autocast
 from placer.executor.deferred import DeferWeights, Queue
 from placer.executor.faults import Trail
@@ -303,6 +304,7 @@ class Stage:
     def _lose(self, head: Head, slot: Slot, batch: MicroBatch) -> None:
         self.trail.enter(LOSS)
         loss = head.loss([batch.read(name, self.device) for name in head.names], slot.targets)
+        _refuse_no_loss(loss)
         head.dtype = loss.dtype
         slot.roots = [loss * slot.weight]
 
@@ -334,6 +336,14 @@ class Stage:
             for add in slot.deferred:
                 add()
         slot.deferred.clear()
+
+
+def _refuse_no_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+        raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise InputError("no parameter that requires a gradient has a part in the loss: there is nothing to train")
 
 
 def _flows_back(value: Any) -> bool:

@@ -296,6 +296,44 @@ def test_a_target_of_another_size_than_the_batch_is_named() -> None:
         flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(3, 2))
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (lambda output, target: (output - target).pow(2), r"loss_fn gave a tensor of shape \(2, 2\); let it give one"),
+        (lambda output, target: 0.0, "loss_fn gave 0.0; let it give one number"),
+        (lambda output, target: (output.detach() - target).pow(2).mean(), "there is nothing to train"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_named(loss_fn: Any, words: str) -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+    flow.update_flow()
+    with pytest.raises(InputError, match=words):
+        flow.train_step(loss_fn)(torch.randn(2, 4), torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("frozen", [slice(0, 2), slice(2, 4), slice(4, 6)])
+def test_a_device_all_of_whose_layers_are_frozen_trains_nothing_and_lets_gradients_through(
+    frozen: slice, schedule: Order
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh()))).double()
+    model[frozen].requires_grad_(False)
+    whole = copy.deepcopy(model)
+    inputs = torch.randn(8, 4, dtype=torch.float64)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        for index, name in enumerate(flow.layer_gpus):
+            flow.layer_gpus[name] = index // 2
+        flow.update_flow()
+        flow.train_step(functional.mse_loss, schedule=schedule)(inputs, inputs, chunks=4)
+    functional.mse_loss(whole(inputs), inputs).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad, atol=1e-10, rtol=1e-10)
+
+
 def test_weights_that_are_assigned_between_steps_are_those_that_train() -> None:
     # Pipelines were told apart by the address of their capture, which a later capture may take over.
     torch.manual_seed(0)
