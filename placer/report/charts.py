@@ -5,10 +5,12 @@ Nothing is fetched and nothing runs: shapes, text, and a title for each shape th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
+
+from placer.report.units import Text
 
 __all__ = ["Bar", "Chart", "Part", "bars", "columns", "drawing", "legend"]
 
@@ -30,8 +32,6 @@ svg .c0{fill:#0072b2}svg .c1{fill:#e69f00}svg .c2{fill:#009e73}svg .c3{fill:#cc7
 svg .c4{fill:#56b4e9}svg .c5{fill:#d55e00}svg .c6{fill:#f0e442}svg .c7{fill:#8c8c8c}
 """
 """Colours that people tell apart who see few of them, from Okabe and Ito's palette."""
-
-Text = Callable[[float], str]
 
 
 @dataclass(frozen=True)

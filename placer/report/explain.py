@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.report.cluster import cluster_table
+from placer.report.shares import share_texts
 from placer.report.units import bytes_text, ms_text
 from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile, Step, StepChoice
 
@@ -242,7 +243,7 @@ def _profile(profile: Profile) -> RenderableType:
             bytes_text(layer.grad_bytes + layer.optimizer_bytes),
             bytes_text(layer.saved_bytes),
         )
-    parts: list[RenderableType] = [grid, Text(_profile_sums(profile, kinds))]
+    parts: list[RenderableType] = [grid, Text("\n".join([_profile_sums(profile, kinds), *share_texts(profile)]))]
     if not profile.captured:
         parts.append(Text(f"not captured, so it runs through hooks: {profile.not_captured_because}"))
     if profile.cluster is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from placer.report.charts import Bar, Chart, Part, Text, bars, columns, drawing, legend
-from placer.report.units import bytes_text, ms_text
+from placer.report.charts import Bar, Chart, Part, bars, columns, drawing, legend
+from placer.report.units import Text, bytes_text, ms_text
 from placer.schema import Layer, MemoryUse, Placement, Profile
 
 __all__ = ["device_bars", "layer_charts", "picture", "placed_chart"]

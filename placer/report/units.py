@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from placer.errors import InputError
 
-__all__ = ["bandwidth_text", "bytes_text", "ms_text", "parse_bandwidth", "parse_bytes", "parse_seconds", "seconds_text"]
+__all__ = [
+    "Text",
+    "bandwidth_text",
+    "bytes_text",
+    "ms_text",
+    "parse_bandwidth",
+    "parse_bytes",
+    "parse_seconds",
+    "seconds_text",
+]
+
+Text = Callable[[float], str]
+"""Writes a quantity with its unit."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)}

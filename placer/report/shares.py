@@ -1,0 +1,62 @@
+"""Where a model's time and memory go, as bars of text: the layers that take most, and how much all others take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from placer.report.units import Text, bytes_text, ms_text
+from placer.schema import Layer, Profile
+
+__all__ = ["share_texts"]
+
+_SHOWN = 8
+_WIDTH = 24
+_NAME = 26
+
+
+def share_texts(profile: Profile) -> list[str]:
+    """A heading and bars for the time on each type of device, then for memory.
+
+    Args:
+        profile: what was measured.
+
+    Returns:
+        Lines; none for a model of one layer, whose share is known.
+    """
+    if len(profile.layers) < 2:
+        return []
+    lines = []
+    for kind in sorted({kind for layer in profile.layers for kind in layer.forward_ms}):
+        times = {layer.name: _time_ms(layer, kind) for layer in profile.layers}
+        lines += [f"most time on {kind}", *_bars(times, ms_text)]
+    return [*lines, "most memory", *_bars({layer.name: _memory_bytes(layer) for layer in profile.layers}, bytes_text)]
+
+
+def _time_ms(layer: Layer, kind: str) -> float:
+    return layer.forward_ms.get(kind, 0.0) + layer.backward_ms.get(kind, 0.0)
+
+
+def _memory_bytes(layer: Layer) -> float:
+    state = layer.param_bytes + layer.grad_bytes + layer.optimizer_bytes + layer.buffer_bytes
+    return float(state + layer.saved_bytes)
+
+
+def _bars(values: Mapping[str, float], text: Text) -> list[str]:
+    total = sum(values.values())
+    if not total:
+        return [f"  {_name('all')} {text(0.0)}"]
+    largest = sorted(values, key=lambda name: -values[name])[:_SHOWN]
+    rows = [(name, values[name]) for name in largest]
+    if len(values) > _SHOWN:
+        rest = total - sum(value for _, value in rows)
+        rows.append((f"{len(values) - _SHOWN} others", max(0.0, rest)))
+    most = max(value for _, value in rows)
+    return [
+        f"  {_name(name)} {'█' * round(_WIDTH * value / most):{_WIDTH}} {value / total:4.0%}  {text(value)}"
+        for name, value in rows
+    ]
+
+
+def _name(name: str) -> str:
+    short = name if len(name) <= _NAME else f"{name[:12]}…{name[-13:]}"
+    return f"{short:{_NAME}}"
