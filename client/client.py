@@ -1,33 +1,46 @@
-"""Speaks to a Placer service: ``Client``, and ``AsyncClient`` for asyncio. Both carry out the same exchanges."""
+"""Speaks to a Placer service and waits for it; ``AsyncClient`` is the same for asyncio."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
 import httpx
 
-from placer.errors import InputError
-from placer.schema import Cluster, Placement, PlacementRequest, Profile
+from placer.errors import PlacerError
+from placer.schema import (
+    Cluster,
+    Comparison,
+    Evaluation,
+    Objective,
+    Placement,
+    PlacementPage,
+    PlacementRequest,
+    Profile,
+    Progress,
+    Status,
+    Summary,
+    Timeline,
+)
 from placer.schema.graph import ProfileRequest
 
-from .exchange import Call, Dialogue, Exchange, Health, Outcome, Pause
+from .connection import RETRIES, TIMEOUT_S, headers_of, timeout_of, url_of
+from .dialogue import Dialogue, Health
+from .exchange import Call, Exchange, Outcome, Pause
+from .following import SILENCE_S, Following
 
-__all__ = ["AsyncClient", "Client"]
+__all__ = ["Client"]
 
 T = TypeVar("T")
-
-TIMEOUT_S = 10.0
-RETRIES = 4
-
-HEADERS = {"Content-Type": "application/json", "Accept": "application/json, application/problem+json"}
 
 
 class Client:
     """A client of one service; close it, or use it in a ``with`` statement.
+
+    What fails on the way is tried again where that is safe: nearly everywhere, for a placement is asked for by its
+    content, so that asking twice is asking once.
 
     Args:
         server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
@@ -49,10 +62,10 @@ class Client:
         key: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.url = _url(server)
+        self.url = url_of(server)
         self._dialogue = Dialogue(self.url, retries)
         self._timeout_s = timeout
-        self._http = httpx.Client(base_url=self.url, headers=_headers(key), transport=transport)
+        self._http = httpx.Client(base_url=self.url, headers=headers_of(key), transport=transport)
 
     def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """Ask for a placement and wait for it. The same request asked again is answered at once.
@@ -72,6 +85,56 @@ class Client:
         """
         return self._carry_out(self._dialogue.place(request, wait))
 
+    def place_many(
+        self, requests: Sequence[PlacementRequest], wait: float | None = None
+    ) -> list[Placement | PlacerError]:
+        """Ask for several placements together; what they have in common, their profile say, is sent once.
+
+        Args:
+            requests: the questions.
+            wait: how long to wait for all, in seconds; until they are there if None.
+
+        Returns:
+            For each question its placement, or the error that ``place`` would have raised for it.
+
+        Raises:
+            UnreachableError: the service cannot be reached.
+            ServerError: it cannot answer.
+        """
+        return self._carry_out(self._dialogue.place_many(requests, wait))
+
+    def submit(self, request: PlacementRequest) -> Placement | Progress:
+        """Ask for a placement without waiting: it, or how far it is. See ``events`` and ``placement``."""
+        return self._carry_out(self._dialogue.submit(request))
+
+    def events(self, id: str) -> Iterator[Progress | Placement]:
+        """How a solve goes, as it goes: its progress whenever that changes, and the placement at the end.
+
+        A stream that breaks off is taken up again.
+
+        Args:
+            id: of the placement: of what ``submit`` returned, or ``request.content_hash()``.
+
+        Raises:
+            InputError: the solver found a fault in the request.
+            ServerError: there is no such solve, it failed, or the service cannot be reached.
+        """
+        following = Following(self._dialogue, id)
+        while not following.ended:
+            try:
+                with self._http.stream("GET", following.path, timeout=self._stream_timeout()) as reply:
+                    if not reply.is_success:
+                        reply.read()
+                        time.sleep(following.refused(reply))
+                        continue
+                    for line in reply.iter_lines():
+                        if (told := following.line(line)) is not None:
+                            yield told
+                if not following.ended:
+                    time.sleep(following.lost(None))
+            except httpx.RequestError as error:
+                time.sleep(following.lost(error))
+
     def placement(self, id: str, wait: float | None = None) -> Placement:
         """A placement that was asked for before; see ``place``."""
         return self._carry_out(self._dialogue.placement(id, wait))
@@ -79,6 +142,89 @@ class Client:
     def stop(self, id: str) -> Placement:
         """End a solve and take the best placement so far, whose status is ``unknown`` if there is none."""
         return self._carry_out(self._dialogue.stop(id))
+
+    def evaluate(
+        self, layer_devices: Mapping[str, str], request: PlacementRequest | None = None, *, id: str | None = None
+    ) -> Evaluation:
+        """Have a map of your own judged by the cost model that the solver minimises.
+
+        Args:
+            layer_devices: layer -> device.
+            request: the question that it answers.
+            id: instead, a placement whose question it answers; then the map is held against that one, too.
+
+        Raises:
+            InputError: the request has a fault, or neither or both of request and id are given.
+            ServerError: there is no such placement, or the service cannot answer.
+        """
+        return self._carry_out(self._dialogue.evaluate(layer_devices, request, id))
+
+    def compare(
+        self,
+        maps: Mapping[str, Mapping[str, str]] | None = None,
+        ids: Sequence[str] = (),
+        request: PlacementRequest | None = None,
+    ) -> Comparison:
+        """Have maps and placements held against each other, all judged by one question.
+
+        Args:
+            maps: name -> layer -> device.
+            ids: of placements.
+            request: the question; that of the first placement if None.
+
+        Raises:
+            InputError: there are fewer than two, no question, or one with a fault.
+            ServerError: there is no such placement, or the service cannot answer.
+        """
+        return self._carry_out(self._dialogue.compare(maps or {}, ids, request))
+
+    def page(
+        self,
+        query: str = "",
+        *,
+        status: Status | None = None,
+        objective: Objective | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> PlacementPage:
+        """Some past placements, newest first.
+
+        Args:
+            query: what the model's name or the id must contain.
+            status: only those.
+            objective: only those.
+            limit: how many at most, up to 200.
+            cursor: where to go on: ``next`` of the page before.
+        """
+        filters = {"q": query, "status": status, "objective": objective, "limit": limit, "cursor": cursor}
+        return self._carry_out(self._dialogue.page(filters))
+
+    def history(
+        self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
+    ) -> Iterator[Summary]:
+        """All past placements, newest first, fetched as they are looked at; see ``page``."""
+        cursor: str | None = None
+        while True:
+            found = self.page(query, status=status, objective=objective, limit=200, cursor=cursor)
+            yield from found.placements
+            if (cursor := found.next) is None:
+                return
+
+    def request(self, id: str) -> PlacementRequest:
+        """The question of a placement, as it can be asked again."""
+        return self._carry_out(self._dialogue.request(id))
+
+    def timeline(self, id: str) -> Timeline:
+        """When each device works on which micro-batch under a placement, as the schedule and the profile predict it."""
+        return self._carry_out(self._dialogue.timeline(id))
+
+    def trace(self, id: str) -> str:
+        """The same as JSON for https://ui.perfetto.dev."""
+        return self._carry_out(self._dialogue.text(id, "trace"))
+
+    def report(self, id: str) -> str:
+        """A placement for people: one HTML file."""
+        return self._carry_out(self._dialogue.text(id, "report"))
 
     def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
         """Have the layers of a captured graph measured on the devices of the service's machine, and wait for it.
@@ -95,9 +241,17 @@ class Client:
         """
         return self._carry_out(self._dialogue.profile(request, wait))
 
+    def stored_profile(self, id: str) -> Profile:
+        """A profile that placements were asked for, or that was measured there; summaries have its id."""
+        return self._carry_out(self._dialogue.stored_profile(id))
+
     def cluster(self) -> Cluster:
         """The devices of the service's machine and the links between them."""
         return self._carry_out(self._dialogue.cluster())
+
+    def measure_cluster(self) -> Cluster:
+        """Have them measured anew. Where the answer is lost this is not asked twice: ``cluster`` has it later."""
+        return self._carry_out(self._dialogue.measure_cluster())
 
     def health(self) -> Health:
         """Whether the service lives, and the version of its Placer."""
@@ -131,119 +285,10 @@ class Client:
             return None
         try:
             return self._http.request(
-                step.method, step.path, content=step.content, timeout=_timeout(step, self._timeout_s)
+                step.method, step.path, content=step.content, timeout=timeout_of(step, self._timeout_s)
             )
         except httpx.RequestError as error:
             return error
 
-
-class AsyncClient:
-    """``Client`` for asyncio; close it with ``aclose``, or use it in an ``async with`` statement.
-
-    Args:
-        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
-        timeout: how long connecting, sending or an answer that is due may take, in seconds.
-        retries: how often a call is repeated that failed on the way, or that the service was too busy for.
-        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if None.
-        transport: carries the HTTP requests, for tests; the network if None.
-
-    Raises:
-        InputError: no server is given, it is no URL, or the key cannot be sent.
-    """
-
-    def __init__(
-        self,
-        server: str | None = None,
-        timeout: float = TIMEOUT_S,
-        retries: int = RETRIES,
-        *,
-        key: str | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self.url = _url(server)
-        self._dialogue = Dialogue(self.url, retries)
-        self._timeout_s = timeout
-        self._http = httpx.AsyncClient(base_url=self.url, headers=_headers(key), transport=transport)
-
-    async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
-        """See ``Client.place``."""
-        return await self._carry_out(self._dialogue.place(request, wait))
-
-    async def placement(self, id: str, wait: float | None = None) -> Placement:
-        """See ``Client.placement``."""
-        return await self._carry_out(self._dialogue.placement(id, wait))
-
-    async def stop(self, id: str) -> Placement:
-        """See ``Client.stop``."""
-        return await self._carry_out(self._dialogue.stop(id))
-
-    async def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
-        """See ``Client.profile``."""
-        return await self._carry_out(self._dialogue.profile(request, wait))
-
-    async def cluster(self) -> Cluster:
-        """See ``Client.cluster``."""
-        return await self._carry_out(self._dialogue.cluster())
-
-    async def health(self) -> Health:
-        """See ``Client.health``."""
-        return await self._carry_out(self._dialogue.health())
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._http.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def _carry_out(self, exchange: Exchange[T]) -> T:
-        outcome: Outcome | None = None
-        while True:
-            try:
-                step = exchange.send(outcome)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            outcome = await self._perform(step)
-
-    async def _perform(self, step: Call | Pause) -> Outcome | None:
-        if isinstance(step, Pause):
-            await asyncio.sleep(step.seconds)
-            return None
-        try:
-            return await self._http.request(
-                step.method, step.path, content=step.content, timeout=_timeout(step, self._timeout_s)
-            )
-        except httpx.RequestError as error:
-            return error
-
-
-def _headers(key: str | None) -> dict[str, str]:
-    given = os.environ.get("PLACER_KEY", "") if key is None else key
-    if not given:
-        return HEADERS
-    if not given.isascii() or not given.isprintable():
-        raise InputError("the key has characters that cannot be sent; give what was shown when it was made")
-    return {**HEADERS, "Authorization": f"Bearer {given}"}
-
-
-def _url(server: str | None) -> str:
-    given = server or os.environ.get("PLACER_URL", "")
-    if not given:
-        raise InputError("no server is given: pass server='http://host:8080', or set PLACER_URL")
-    try:
-        url = httpx.URL(given)
-    except httpx.InvalidURL as error:
-        raise InputError(f"server {given!r} is no URL: {error}; an example is 'http://host:8080'") from error
-    if url.scheme not in ("http", "https") or not url.host:
-        raise InputError(f"server {given!r} is no URL of a service; an example is 'http://host:8080'")
-    return given.rstrip("/")
-
-
-def _timeout(call: Call, timeout_s: float) -> httpx.Timeout:
-    return httpx.Timeout(timeout_s, read=timeout_s + call.wait_s)
+    def _stream_timeout(self) -> httpx.Timeout:
+        return httpx.Timeout(self._timeout_s, read=max(self._timeout_s, SILENCE_S))

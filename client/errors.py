@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import httpx
 
@@ -33,10 +35,27 @@ def from_reply(reply: httpx.Response) -> PlacerError:
     )
 
 
-def from_transport(error: httpx.RequestError, url: str, attempts: int) -> ServerError:
-    """The error of a request that got no reply, after so many attempts."""
+def from_problem(status: int, problem: Mapping[str, Any], url: str) -> PlacerError:
+    """The error that a problem tells which came inside an answer: one of a batch, or at the end of a stream."""
+    text = str(problem.get("detail", "it does not say why"))[:MAX_TEXT]
+    if status in FAULTS_OF_THE_REQUEST:
+        return InputError(text)
+    return ServerError(f"the service at {url} answered {status}: {text}", status)
+
+
+def from_transport(error: httpx.RequestError, url: str, attempts: int, *, done: bool = False) -> ServerError:
+    """The error of a request that got no reply.
+
+    Args:
+        error: of the last attempt.
+        url: of the service.
+        attempts: how many there were.
+        done: whether the service may have done what was asked, although it must not be asked twice.
+    """
     reason = str(error) or type(error).__name__
     tried = f" (tried {attempts} times)" if attempts > 1 else ""
+    if done:
+        tried += "; it may have done what was asked, which is not asked again by itself: look first"
     if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
         return UnreachableError(
             f"no service answers at {url}: {reason}{tried}; start one with 'placer serve', or set PLACER_URL"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def pauses(monkeypatch):
         noted.append(seconds)
 
     monkeypatch.setattr("placer_client.client.time.sleep", noted.append)
-    monkeypatch.setattr("placer_client.client.asyncio.sleep", asleep)
+    monkeypatch.setattr("placer_client.async_client.asyncio.sleep", asleep)
     return noted
 
 
@@ -229,6 +230,20 @@ def test_a_server_that_is_no_url_is_an_input_error_that_shows_one(monkeypatch, s
     monkeypatch.delenv("PLACER_URL", raising=False)
     with pytest.raises(InputError, match="http://host:8080"):
         Client(server)
+
+
+def test_both_clients_have_the_same_methods_with_the_same_arguments():
+    def methods(kind):
+        found = {name: inspect.signature(what) for name, what in vars(kind).items() if inspect.isfunction(what)}
+        return {name.removeprefix("a"): list(found[name].parameters) for name in found if name[0] != "_"}
+
+    assert methods(Client) == methods(AsyncClient)
+
+
+def test_the_client_says_which_version_it_reads(ask):
+    script = Script((200, {"status": "ok", "version": "1.2"}))
+    ask(script, "health")
+    assert script.calls[0].headers["Placer-Schema-Version"] == "1"
 
 
 def test_the_client_imports_neither_torch_nor_the_server_nor_the_solver():

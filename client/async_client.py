@@ -1,0 +1,217 @@
+"""``Client`` for asyncio: the same exchanges, carried out without blocking the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+
+from placer.errors import PlacerError
+from placer.schema import (
+    Cluster,
+    Comparison,
+    Evaluation,
+    Objective,
+    Placement,
+    PlacementPage,
+    PlacementRequest,
+    Profile,
+    Progress,
+    Status,
+    Summary,
+    Timeline,
+)
+from placer.schema.graph import ProfileRequest
+
+from .connection import RETRIES, TIMEOUT_S, headers_of, timeout_of, url_of
+from .dialogue import Dialogue, Health
+from .exchange import Call, Exchange, Outcome, Pause
+from .following import SILENCE_S, Following
+
+__all__ = ["AsyncClient"]
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """``Client`` for asyncio; close it with ``aclose``, or use it in an ``async with`` statement.
+
+    Args:
+        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
+        timeout: how long connecting, sending or an answer that is due may take, in seconds.
+        retries: how often a call is repeated that failed on the way, or that the service was too busy for.
+        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if None.
+        transport: carries the HTTP requests, for tests; the network if None.
+
+    Raises:
+        InputError: no server is given, it is no URL, or the key cannot be sent.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        timeout: float = TIMEOUT_S,
+        retries: int = RETRIES,
+        *,
+        key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = url_of(server)
+        self._dialogue = Dialogue(self.url, retries)
+        self._timeout_s = timeout
+        self._http = httpx.AsyncClient(base_url=self.url, headers=headers_of(key), transport=transport)
+
+    async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
+        """See ``Client.place``."""
+        return await self._carry_out(self._dialogue.place(request, wait))
+
+    async def place_many(
+        self, requests: Sequence[PlacementRequest], wait: float | None = None
+    ) -> list[Placement | PlacerError]:
+        """See ``Client.place_many``."""
+        return await self._carry_out(self._dialogue.place_many(requests, wait))
+
+    async def submit(self, request: PlacementRequest) -> Placement | Progress:
+        """See ``Client.submit``."""
+        return await self._carry_out(self._dialogue.submit(request))
+
+    async def events(self, id: str) -> AsyncIterator[Progress | Placement]:
+        """See ``Client.events``."""
+        following = Following(self._dialogue, id)
+        while not following.ended:
+            try:
+                async with self._http.stream("GET", following.path, timeout=self._stream_timeout()) as reply:
+                    if not reply.is_success:
+                        await reply.aread()
+                        await asyncio.sleep(following.refused(reply))
+                        continue
+                    async for line in reply.aiter_lines():
+                        if (told := following.line(line)) is not None:
+                            yield told
+                if not following.ended:
+                    await asyncio.sleep(following.lost(None))
+            except httpx.RequestError as error:
+                await asyncio.sleep(following.lost(error))
+
+    async def placement(self, id: str, wait: float | None = None) -> Placement:
+        """See ``Client.placement``."""
+        return await self._carry_out(self._dialogue.placement(id, wait))
+
+    async def stop(self, id: str) -> Placement:
+        """See ``Client.stop``."""
+        return await self._carry_out(self._dialogue.stop(id))
+
+    async def evaluate(
+        self, layer_devices: Mapping[str, str], request: PlacementRequest | None = None, *, id: str | None = None
+    ) -> Evaluation:
+        """See ``Client.evaluate``."""
+        return await self._carry_out(self._dialogue.evaluate(layer_devices, request, id))
+
+    async def compare(
+        self,
+        maps: Mapping[str, Mapping[str, str]] | None = None,
+        ids: Sequence[str] = (),
+        request: PlacementRequest | None = None,
+    ) -> Comparison:
+        """See ``Client.compare``."""
+        return await self._carry_out(self._dialogue.compare(maps or {}, ids, request))
+
+    async def page(
+        self,
+        query: str = "",
+        *,
+        status: Status | None = None,
+        objective: Objective | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> PlacementPage:
+        """See ``Client.page``."""
+        filters = {"q": query, "status": status, "objective": objective, "limit": limit, "cursor": cursor}
+        return await self._carry_out(self._dialogue.page(filters))
+
+    async def history(
+        self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
+    ) -> AsyncIterator[Summary]:
+        """See ``Client.history``."""
+        cursor: str | None = None
+        while True:
+            found = await self.page(query, status=status, objective=objective, limit=200, cursor=cursor)
+            for summary in found.placements:
+                yield summary
+            if (cursor := found.next) is None:
+                return
+
+    async def request(self, id: str) -> PlacementRequest:
+        """See ``Client.request``."""
+        return await self._carry_out(self._dialogue.request(id))
+
+    async def timeline(self, id: str) -> Timeline:
+        """See ``Client.timeline``."""
+        return await self._carry_out(self._dialogue.timeline(id))
+
+    async def trace(self, id: str) -> str:
+        """See ``Client.trace``."""
+        return await self._carry_out(self._dialogue.text(id, "trace"))
+
+    async def report(self, id: str) -> str:
+        """See ``Client.report``."""
+        return await self._carry_out(self._dialogue.text(id, "report"))
+
+    async def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
+        """See ``Client.profile``."""
+        return await self._carry_out(self._dialogue.profile(request, wait))
+
+    async def stored_profile(self, id: str) -> Profile:
+        """See ``Client.stored_profile``."""
+        return await self._carry_out(self._dialogue.stored_profile(id))
+
+    async def cluster(self) -> Cluster:
+        """See ``Client.cluster``."""
+        return await self._carry_out(self._dialogue.cluster())
+
+    async def measure_cluster(self) -> Cluster:
+        """See ``Client.measure_cluster``."""
+        return await self._carry_out(self._dialogue.measure_cluster())
+
+    async def health(self) -> Health:
+        """See ``Client.health``."""
+        return await self._carry_out(self._dialogue.health())
+
+    async def aclose(self) -> None:
+        """See ``Client.close``."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _carry_out(self, exchange: Exchange[T]) -> T:
+        outcome: Outcome | None = None
+        while True:
+            try:
+                step = exchange.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            outcome = await self._perform(step)
+
+    async def _perform(self, step: Call | Pause) -> Outcome | None:
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
+            return None
+        try:
+            return await self._http.request(
+                step.method, step.path, content=step.content, timeout=timeout_of(step, self._timeout_s)
+            )
+        except httpx.RequestError as error:
+            return error
+
+    def _stream_timeout(self) -> httpx.Timeout:
+        return httpx.Timeout(self._timeout_s, read=max(self._timeout_s, SILENCE_S))

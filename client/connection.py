@@ -1,0 +1,58 @@
+"""How a client connects: to which URL, with what headers and timeouts."""
+
+from __future__ import annotations
+
+import os
+
+import httpx
+
+from placer.errors import InputError
+from placer.schema import SCHEMA_VERSION
+
+from .exchange import Call
+
+TIMEOUT_S = 10.0
+RETRIES = 4
+
+HEADERS = {
+    "Content-Type": "application/json",
+    "Accept": "application/json, application/problem+json, text/event-stream;q=0.9, text/html;q=0.8",
+    "Placer-Schema-Version": SCHEMA_VERSION,
+}
+
+
+def headers_of(key: str | None) -> dict[str, str]:
+    """What every request carries.
+
+    Raises:
+        InputError: the key cannot be sent.
+    """
+    given = os.environ.get("PLACER_KEY", "") if key is None else key
+    if not given:
+        return HEADERS
+    if not given.isascii() or not given.isprintable():
+        raise InputError("the key has characters that cannot be sent; give what was shown when it was made")
+    return {**HEADERS, "Authorization": f"Bearer {given}"}
+
+
+def url_of(server: str | None) -> str:
+    """The service's URL, without a slash at its end.
+
+    Raises:
+        InputError: none is given, or it is none.
+    """
+    given = server or os.environ.get("PLACER_URL", "")
+    if not given:
+        raise InputError("no server is given: pass server='http://host:8080', or set PLACER_URL")
+    try:
+        url = httpx.URL(given)
+    except httpx.InvalidURL as error:
+        raise InputError(f"server {given!r} is no URL: {error}; an example is 'http://host:8080'") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise InputError(f"server {given!r} is no URL of a service; an example is 'http://host:8080'")
+    return given.rstrip("/")
+
+
+def timeout_of(call: Call, timeout_s: float) -> httpx.Timeout:
+    """What the service waits on purpose counts on top."""
+    return httpx.Timeout(timeout_s, read=timeout_s + call.wait_s)

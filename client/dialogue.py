@@ -1,0 +1,295 @@
+"""The exchanges with a service: what is asked, in what order, until an answer is there."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode
+
+import httpx
+from pydantic import BaseModel
+
+from placer.errors import InputError, PlacerError, ServerError, TimeoutExceeded, UnreachableError
+from placer.schema import (
+    BatchAnswers,
+    Cluster,
+    Comparison,
+    Evaluation,
+    Placement,
+    PlacementPage,
+    PlacementRequest,
+    Profile,
+    Progress,
+    Timeline,
+)
+from placer.schema.batch import MAX_REQUESTS
+from placer.schema.graph import ProfileRequest
+
+from . import errors
+from .exchange import NOTHING_SENT, RETRIED, Call, Exchange, Pause, Sender
+
+LONGEST_POLL_S = 20.0
+MEASURING_S = 300.0
+
+Map = Mapping[str, str]
+Wire = TypeVar("Wire", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a service says of itself.
+
+    Attributes:
+        status: ``ok``.
+        version: of its Placer.
+    """
+
+    status: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Dialogue(Sender):
+    """The exchanges with one service.
+
+    Nearly every call may be repeated: a placement is asked for by its content, so asking twice is asking once.
+    """
+
+    def place(self, request: PlacementRequest, wait: float | None) -> Exchange[Placement]:
+        """Ask, and ask again until the answer is there."""
+        deadline = _Deadline(wait)
+        reply = yield from self.send(_waiting("POST", "/v1/placements", deadline, _body(request)))
+        return (yield from self._await_placement(reply, deadline))
+
+    def submit(self, request: PlacementRequest) -> Exchange[Placement | Progress]:
+        """Ask, and take what is there at once."""
+        reply = yield from self.send(Call("POST", "/v1/placements?wait=0", _body(request)))
+        return self.read(Progress, reply) if reply.status_code == 202 else self.read(Placement, reply)
+
+    def place_many(
+        self, requests: Sequence[PlacementRequest], wait: float | None
+    ) -> Exchange[list[Placement | PlacerError]]:
+        """Ask in batches; what the queue had no room for is asked again, what goes on is waited for one by one."""
+        deadline = _Deadline(wait)
+        found: dict[int, Placement | PlacerError] = {}
+        bodies = [_content(request) for request in requests]
+        for first in range(0, len(bodies), MAX_REQUESTS):
+            numbers = list(range(first, min(first + MAX_REQUESTS, len(bodies))))
+            yield from self._batch(bodies, numbers, found, deadline)
+        return [found[number] for number in range(len(bodies))]
+
+    def _batch(
+        self,
+        bodies: Sequence[dict[str, Any]],
+        numbers: list[int],
+        found: dict[int, Placement | PlacerError],
+        deadline: _Deadline,
+    ) -> Exchange[None]:
+        idle = 0
+        while numbers:
+            content = _batch_body([bodies[number] for number in numbers])
+            reply = yield from self.send(_waiting("POST", "/v1/placements:batch", deadline, content))
+            refused: dict[int, tuple[float, ServerError]] = {}
+            for number, answer in zip(numbers, self.read(BatchAnswers, reply).answers, strict=True):
+                if answer.placement is not None:
+                    found[number] = answer.placement
+                elif answer.status == 202 and answer.id is not None:
+                    found[number] = yield from self._awaited(answer.id, deadline)
+                else:
+                    error = errors.from_problem(answer.status, answer.problem or {}, self.url)
+                    found[number] = error
+                    if answer.status in RETRIED and isinstance(error, ServerError):
+                        refused[number] = answer.retry_after_s or 0.0, error
+            idle = 0 if len(refused) < len(numbers) else idle + 1
+            pause_s = max((after_s for after_s, _ in refused.values()), default=0.0)
+            if idle > self.retries or pause_s > deadline.left_s():
+                return
+            numbers = list(refused)
+            if numbers:
+                yield Pause(pause_s)
+
+    def _awaited(self, key: str, deadline: _Deadline) -> Exchange[Placement | PlacerError]:
+        try:
+            return (yield from self.placement(key, max(0.0, deadline.left_s())))
+        except PlacerError as error:
+            return error
+
+    def placement(self, key: str, wait: float | None) -> Exchange[Placement]:
+        """Ask for a placement that was asked for before."""
+        deadline = _Deadline(wait)
+        reply = yield from self.send(_waiting("GET", _path(key), deadline))
+        return (yield from self._await_placement(reply, deadline))
+
+    def stop(self, key: str) -> Exchange[Placement]:
+        """End a solve with the best so far.
+
+        Where the answer was lost it is looked for, not stopped again: another client may have asked anew meanwhile.
+        """
+        call = Call("DELETE", _path(key), wait_s=LONGEST_POLL_S, repeatable=False)
+        for attempt in range(self.retries + 1):
+            try:
+                reply = yield from self.send(call)
+            except (UnreachableError, TimeoutExceeded) as error:
+                if attempt == self.retries or isinstance(error.__cause__, NOTHING_SENT):
+                    raise
+                reply = yield from self.send(Call("GET", f"{_path(key)}?wait=2", wait_s=2.0))
+            if reply.status_code != 202:
+                break
+        return self.read(Placement, reply)
+
+    def evaluate(self, where: Map, request: PlacementRequest | None, key: str | None) -> Exchange[Evaluation]:
+        """Have a map judged."""
+        if (request is None) == (key is None):
+            raise InputError("a map is judged by one question: give its request, or the id of a placement")
+        content: dict[str, Any] = {"layer_devices": dict(where)}
+        if request is not None:
+            content["request"] = _content(request)
+        query = f"?id={quote(key, safe='')}" if key is not None else ""
+        return (yield from self._ask(Evaluation, f"/v1/placements:evaluate{query}", content))
+
+    def compare(
+        self, maps: Mapping[str, Map], ids: Sequence[str], request: PlacementRequest | None
+    ) -> Exchange[Comparison]:
+        """Have maps held against each other."""
+        content: dict[str, Any] = {"maps": {name: dict(where) for name, where in maps.items()}}
+        if request is not None:
+            content["request"] = _content(request)
+        query = f"?{urlencode([('id', one) for one in ids])}" if ids else ""
+        return (yield from self._ask(Comparison, f"/v1/placements:compare{query}", content))
+
+    def page(self, filters: Mapping[str, str | int | None]) -> Exchange[PlacementPage]:
+        """Ask for some past placements."""
+        given = {name: value for name, value in filters.items() if value not in (None, "")}
+        return (yield from self._get(PlacementPage, f"/v1/placements?{urlencode(given)}"))
+
+    def request(self, key: str) -> Exchange[PlacementRequest]:
+        """Ask for a placement's question."""
+        return (yield from self._get(PlacementRequest, f"{_path(key)}/request"))
+
+    def timeline(self, key: str) -> Exchange[Timeline]:
+        """Ask for a placement's timeline."""
+        return (yield from self._get(Timeline, f"{_path(key)}/timeline"))
+
+    def text(self, key: str, what: str) -> Exchange[str]:
+        """Ask for what the service makes of a placement: ``trace`` or ``report``."""
+        reply = yield from self.send(Call("GET", f"{_path(key)}/{what}"))
+        return str(reply.text)
+
+    def stored_profile(self, key: str) -> Exchange[Profile]:
+        """Ask for a profile that the service has."""
+        return (yield from self._get(Profile, f"/v1/profiles/{quote(key, safe='')}"))
+
+    def cluster(self) -> Exchange[Cluster]:
+        """Ask for the service's own devices; measuring them the first time takes a while."""
+        reply = yield from self.send(Call("GET", "/v1/cluster", wait_s=MEASURING_S))
+        return self.read(Cluster, reply)
+
+    def measure_cluster(self) -> Exchange[Cluster]:
+        """Have them measured anew; each time that this is asked takes the devices for a while."""
+        reply = yield from self.send(Call("POST", "/v1/cluster:measure", wait_s=MEASURING_S, repeatable=False))
+        return self.read(Cluster, reply)
+
+    def profile(self, request: ProfileRequest, wait: float | None) -> Exchange[Profile]:
+        """Have a graph measured, and ask again until its profile is there."""
+        deadline = _Deadline(wait)
+        content = request.model_dump_json(exclude_defaults=True).encode()
+
+        def post() -> Call:
+            return _waiting("POST", "/v1/profiles", deadline, content)
+
+        reply = yield from self.send(post())
+        while reply.status_code == 202:
+            progress = self.read(_Measuring, reply)
+            if deadline.left_s() <= 0:
+                raise TimeoutExceeded(
+                    f"profile {progress.id} is {progress.status} after {deadline.wait_s:g} s; it goes on: ask again"
+                )
+            try:
+                reply = yield from self.send(_waiting("GET", f"/v1/profiles/{progress.id}", deadline))
+            except ServerError as error:
+                if error.status != 404:
+                    raise
+                reply = yield from self.send(post())  # the service was killed meanwhile, and knows of it no more
+        return self.read(Profile, reply)
+
+    def health(self) -> Exchange[Health]:
+        """Ask whether the service lives."""
+        found = yield from self._get(_Health, "/healthz")
+        return Health(found.status, found.version)
+
+    def _get(self, kind: type[Wire], path: str) -> Exchange[Wire]:
+        reply = yield from self.send(Call("GET", path))
+        return self.read(kind, reply)
+
+    def _ask(self, kind: type[Wire], path: str, content: dict[str, Any]) -> Exchange[Wire]:
+        reply = yield from self.send(Call("POST", path, json.dumps(content).encode(), wait_s=LONGEST_POLL_S))
+        return self.read(kind, reply)
+
+    def _await_placement(self, reply: httpx.Response, deadline: _Deadline) -> Exchange[Placement]:
+        while reply.status_code == 202:
+            progress = self.read(Progress, reply)
+            if deadline.left_s() <= 0:
+                raise _still_running(progress, deadline)
+            reply = yield from self.send(_waiting("GET", _path(progress.id), deadline))
+        return self.read(Placement, reply)
+
+
+class _Health(BaseModel):
+    status: str
+    version: str
+
+
+class _Measuring(BaseModel):
+    id: str
+    status: str
+
+
+class _Deadline:
+    """When to give up waiting; never, without a time to wait."""
+
+    def __init__(self, wait_s: float | None) -> None:
+        self.wait_s = wait_s if wait_s is not None else float("inf")
+        self._end = time.monotonic() + self.wait_s
+
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+
+def _path(key: str) -> str:
+    return f"/v1/placements/{quote(key, safe='')}"
+
+
+def _waiting(method: str, path: str, deadline: _Deadline, content: bytes | None = None) -> Call:
+    wait_s = max(0.0, min(LONGEST_POLL_S, deadline.left_s()))
+    return Call(method, f"{path}?wait={wait_s:.3f}", content, wait_s)
+
+
+def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
+    found = "nothing" if progress.incumbent is None else f"{progress.incumbent:g}, bound {progress.bound}"
+    return TimeoutExceeded(
+        f"placement {progress.id} is {progress.status} after {deadline.wait_s:g} s, found so far: {found}. It goes on:"
+        f" ask for it later with placement({progress.id!r}), or take the best so far with stop({progress.id!r})"
+    )
+
+
+def _content(request: PlacementRequest) -> dict[str, Any]:
+    """The request without what is default, but with its versions, so that a reader of another version can tell."""
+    content = request.model_dump(mode="json", exclude_defaults=True)
+    content["schema_version"] = request.schema_version
+    content["profile"]["schema_version"] = request.profile.schema_version
+    return content
+
+
+def _body(request: PlacementRequest) -> bytes:
+    return json.dumps(_content(request)).encode()
+
+
+def _batch_body(requests: Sequence[dict[str, Any]]) -> bytes:
+    """What all have in common is said once."""
+    first, rest = requests[0], requests[1:]
+    shared = {name: value for name, value in first.items() if all(name in one and one[name] == value for one in rest)}
+    own = [{name: value for name, value in one.items() if name not in shared} for one in requests]
+    return json.dumps({"shared": shared, "requests": own}).encode()

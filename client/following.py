@@ -1,0 +1,91 @@
+"""A solve as it goes, read from the service's event stream, which is taken up again where it breaks off."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from placer.errors import ServerError
+from placer.schema import Placement, Progress
+
+from . import errors
+from .exchange import RETRIED, Sender, backoff_s, retry_after_s
+
+SILENCE_S = 25.0
+"""The service sends something every 10 s; after so long without, the connection is gone."""
+
+
+class Following:
+    """What a stream brings, line by line, and what to do when it ends.
+
+    Args:
+        sender: of the service.
+        key: the placement's id.
+
+    Attributes:
+        path: of the stream.
+        ended: whether the placement came.
+    """
+
+    def __init__(self, sender: Sender, key: str) -> None:
+        self.path = f"/v1/placements/{quote(key, safe='')}/events"
+        self.ended = False
+        self._sender = sender
+        self._failures = 0
+        self._fields: dict[str, str] = {}
+
+    def line(self, text: str) -> Progress | Placement | None:
+        """What a line of the stream tells; None if it takes another.
+
+        Raises:
+            PlacerError: the solve failed.
+        """
+        name, _, value = text.partition(": ")
+        if text:
+            self._fields[name] = value
+            return None
+        fields, self._fields = self._fields, {}
+        return self._event(fields.get("event", ""), fields.get("data", ""))
+
+    def _event(self, kind: str, data: str) -> Progress | Placement | None:
+        """An event that is whole: its empty line has come."""
+        if kind == "done":
+            self.ended = True
+            return self._sender.parse(Placement, data)
+        if kind == "failed":
+            problem: dict[str, Any] = json.loads(data)
+            raise errors.from_problem(int(problem.get("status", 500)), problem, self._sender.url)
+        if kind != "progress":
+            return None
+        self._failures = 0
+        return self._sender.parse(Progress, data)
+
+    def refused(self, reply: httpx.Response) -> float:
+        """How long to pause before the stream is asked for again, in seconds.
+
+        Raises:
+            PlacerError: asking again does not help.
+        """
+        if reply.status_code not in RETRIED or self._failures >= self._sender.retries:
+            raise errors.from_reply(reply)
+        return max(retry_after_s(reply), self._pause_s())
+
+    def lost(self, error: httpx.RequestError | None) -> float:
+        """The same where the stream broke off, or ended without an answer because the service stops.
+
+        Raises:
+            ServerError: it broke off too often in a row.
+        """
+        if self._failures < self._sender.retries and not isinstance(error, httpx.UnsupportedProtocol):
+            return self._pause_s()
+        if error is None:
+            raise ServerError(f"the service at {self._sender.url} ended the stream without an answer")
+        raise errors.from_transport(error, self._sender.url, self._failures + 1) from error
+
+    def _pause_s(self) -> float:
+        self._failures += 1
+        self._fields = {}
+        return backoff_s(self._failures - 1)
