@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class Weights:
     aliases: dict[tuple[str, torch.device], Tensor]
     parameters: dict[str, nn.Parameter]
     _reached: set[int] = field(default_factory=set)
+    _handles: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, graph: LayerGraph) -> Weights:
@@ -63,7 +65,7 @@ class Weights:
         alias = devices.move(parameter.detach(), place).requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             alias.grad = torch.zeros_like(alias, requires_grad=False)
-            alias.register_post_accumulate_grad_hook(self.reach)  # type: ignore[no-untyped-call]
+            self._handles.append(alias.register_post_accumulate_grad_hook(self.reach))  # type: ignore[no-untyped-call]
         self.aliases[name, place] = alias
         return alias
 
@@ -123,6 +125,8 @@ class Weights:
     @torch.no_grad()
     def finish(self) -> None:
         """Add the gradients of replicas up, and hand every parameter its gradient."""
+        while self._handles:  # one batch has shown which of them a captured graph reaches
+            self._handles.pop().remove()
         for held in self._held.values():
             for parameter, alias in held.own:
                 if id(alias) in self._reached:
