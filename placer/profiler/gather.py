@@ -105,7 +105,9 @@ def _send(receiver: int, group: dist.ProcessGroup) -> tuple[Rate, int]:
         times[size] = min(_round_trip(sent, receiver, group)[0] for _ in range(_REPEATS))
     changed = _round_trip(pattern(HOST_SIZES[-1]), receiver, group)[1]
     back_s = times.pop(1) / 2
-    latency_s, bandwidth = fit(list(times), [max(1e-9, there_and_back - back_s) for there_and_back in times.values()])
+    # The way there carries more than the way back; on a busy host the one byte may by chance have been the slower.
+    one_way = [max(there_and_back / 2, there_and_back - back_s) for there_and_back in times.values()]
+    latency_s, bandwidth = fit(list(times), one_way)
     return Rate(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth), changed
 
 
