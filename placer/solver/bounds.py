@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placer.solver import memory_rules
 from placer.solver.knots import knot_bound
+from placer.solver.least_memory import least_of_all, least_of_nodes
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -30,10 +30,9 @@ def _fair_share_of_work(problem: Problem, nodes: Reduction) -> float:
 
 
 def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
-    """What the largest node needs for its state, and the state of all shared by the devices."""
-    state = [memory_rules.state_bytes(problem, layer) for layer in problem.layers]
-    largest = max(sum(state[layer] for layer in layers) for layers in nodes.nodes)
-    return float(max(largest, -(-sum(state) // problem.most_devices)))
+    """What the largest node needs at the least, and what all need shared by the devices."""
+    shared = -(-least_of_all(problem) // problem.most_devices)
+    return float(max(*least_of_nodes(problem, nodes), shared))
 
 
 def _critical_path(problem: Problem) -> float:

@@ -24,7 +24,7 @@ from placer.solver.cpsat import Answer
 from placer.solver.infeasible import CONTRADICTION
 from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
-from placer.solver.reduce import reduced
+from placer.solver.reduce import Reduction, reduced
 from placer.solver.words import listed, readable
 
 AMPLE_BYTES = 2**60
@@ -40,7 +40,8 @@ class Requirement:
 
     Attributes:
         words: it, for people.
-        kind: ``pin``, ``ban``, ``group``, ``limit``, ``contiguous``, ``most``, ``least``, ``layers`` or ``links``.
+        kind: ``pin``, ``ban``, ``group``, ``limit``, ``contiguous``, ``most``, ``least``, ``layers``, ``links`` or
+            ``bottleneck``.
         layers: the layers that it is about.
         device: the device that it is about; -1 for none.
     """
@@ -100,6 +101,8 @@ def _of_numbers(problem: Problem) -> Iterator[Requirement]:
         yield Requirement(f"min_devices = {problem.least_devices}", "least")
     if problem.most_layers is not None:
         yield Requirement(f"max_layers = {problem.most_layers}", "layers")
+    if problem.request.bottleneck_ms is not None:
+        yield Requirement(f"bottleneck_ms = {problem.request.bottleneck_ms:g}", "bottleneck")
 
 
 def _of_devices(problem: Problem) -> Iterator[Requirement]:
@@ -137,7 +140,7 @@ class Conflict:
                 return [self.all[number] for number in sorted(group)]
             correction = self._everyone - self._grown(met)
             if not correction:
-                return []  # it is something else that cannot be: a bottleneck
+                return []  # all can be met: what was said to be infeasible is not, or is so for another reason
             self._corrections.append(correction)
         return []
 
@@ -165,12 +168,19 @@ class Conflict:
                 continue
             if not worth_building(easier, nodes):
                 return None
-            answer = self._search(PlacementModel(easier, nodes, any_will_do=True))
+            answer = self._search(self._model(easier, nodes, numbers))
             if answer.devices is not None:
                 met = self._met_by(answer.devices, easier)
                 return met if met >= numbers else None  # where devices may recompute, the program allows too much
             known = known and answer.infeasible
         return frozenset() if known else None
+
+    def _model(self, easier: Problem, nodes: Reduction, numbers: Numbers) -> PlacementModel:
+        most_ms = easier.request.bottleneck_ms
+        if most_ms is None or not any(self.all[number].kind == "bottleneck" for number in numbers):
+            return PlacementModel(easier, nodes, any_will_do=True)
+        timed = replace(easier, request=easier.request.model_copy(update={"objective": "throughput"}))
+        return PlacementModel(timed, nodes, upper=most_ms * (1 + costs.ROUNDING))
 
     def _only(self, numbers: Numbers, contiguous: bool) -> Problem:
         """The problem with no other requirements than these."""
@@ -218,6 +228,7 @@ class Conflict:
             "least": lambda _: len(layers) >= problem.least_devices,
             "layers": lambda _: max(layers) <= (problem.most_layers or len(devices)),
             "links": lambda _: costs.passable(problem, devices),
+            "bottleneck": lambda _: max(result.load_ms) <= (problem.request.bottleneck_ms or 0) * (1 + costs.ROUNDING),
             "limit": lambda r: use[r.device] <= problem.devices[r.device].usable_bytes,
         }
         return frozenset(number for number, asked in enumerate(self.all) if holds[asked.kind](asked))

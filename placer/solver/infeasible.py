@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from placer.schema import Infeasibility
-from placer.solver import costs, memory, memory_rules
+from placer.solver import costs, memory_rules
 from placer.solver.cpsat import Answer, Limits, Meter
+from placer.solver.least_memory import least_of_all, least_of_nodes
 from placer.solver.model import PlacementModel
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
@@ -83,12 +84,8 @@ def _one_group(problem: Problem, layers: tuple[int, ...]) -> bool:
 
 def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None:
     """A node that no device which it may be on can hold."""
-    touching: list[list[int]] = [[] for _ in problem.layers]
-    for index, value in enumerate(problem.values):
-        for layer in {value.source, *value.readers}:
-            touching[layer].append(index)
-    for node, layers in enumerate(nodes.nodes):
-        need = _least_use(problem, layers, {index for layer in layers for index in touching[layer]})
+    for node, need in enumerate(least_of_nodes(problem, nodes)):
+        layers = nodes.nodes[node]
         short = {device: need - problem.devices[device].usable_bytes for device in nodes.allowed[node]}
         if min(short.values()) > 0:
             nearest = min(short, key=lambda device: (short[device], device))
@@ -105,25 +102,9 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
     return None
 
 
-def _least_use(problem: Problem, layers: tuple[int, ...], touching: set[int]) -> int:
-    """What these layers alone need on a device, at the least, with the values that they make or read."""
-    held = memory.Held(list(layers), [problem.values[index] for index in sorted(touching)])
-    return memory.footprint(problem, held).total_bytes(_least_flight(problem))
-
-
-def _least_flight(problem: Problem) -> int:
-    request = problem.request
-    few = request.schedule != "fill-drain" and problem.contiguous
-    return 1 if few or problem.may_recompute else request.chunks
-
-
 def _too_large_together(problem: Problem) -> Infeasibility | None:
     """More state and saved activations than all the limits together."""
-    flight = _least_flight(problem)
-    need = sum(memory_rules.state_bytes(problem, layer) for layer in problem.layers)
-    if problem.training:
-        need += flight * sum(layer.saved_bytes for layer in problem.layers)
-        need += flight * sum(value.held_bytes for value in problem.values if value.keepers)
+    need = least_of_all(problem)
     able = sorted(frozenset.union(*problem.allowed), key=lambda d: (-problem.devices[d].usable_bytes, d))
     able = able[: problem.most_devices]
     there = sum(problem.devices[device].usable_bytes for device in able)

@@ -61,6 +61,12 @@ def test_a_throughput_that_no_placement_reaches_says_how_near_one_comes(chain):
     )
 
 
+def test_a_bottleneck_is_one_of_the_requirements_that_cannot_hold_together(chain):
+    rules = Constraints(max_devices=2, pinned={"l0": "d0"})
+    why = solve(chain([1] * 8, devices=4, objective="devices", bottleneck_ms=2, constraints=rules)).infeasible
+    assert why.requirements == ("max_devices = 2", "bottleneck_ms = 2")
+
+
 def test_the_number_of_devices_may_be_bounded_too(chain):
     rules = Constraints(max_devices=2)
     assert solve(chain([1] * 8, devices=4, objective="devices", bottleneck_ms=2, constraints=rules)).infeasible

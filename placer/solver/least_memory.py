@@ -1,0 +1,43 @@
+"""What must be held whatever the placement: lower bounds of memory, in bytes.
+
+What a device holds grows with its layers and with the micro-batches in flight. So no device holds less than a node of
+its alone would with as few micro-batches as there may be, and all devices together hold at least the state and what
+those micro-batches keep, each value once.
+"""
+
+from __future__ import annotations
+
+from placer.solver import memory, memory_rules
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+
+def least_of_nodes(problem: Problem, nodes: Reduction) -> list[int]:
+    """By node, what its device holds at the least."""
+    touching: list[list[int]] = [[] for _ in problem.layers]
+    for index, value in enumerate(problem.values):
+        for layer in {value.source, *value.readers}:
+            touching[layer].append(index)
+    flight, least = _least_flight(problem), []
+    for layers in nodes.nodes:
+        values = sorted({index for layer in layers for index in touching[layer]})
+        held = memory.Held(list(layers), [problem.values[index] for index in values])
+        least.append(memory.footprint(problem, held).total_bytes(flight))
+    return least
+
+
+def least_of_all(problem: Problem) -> int:
+    """What all devices hold together at the least."""
+    need = sum(memory_rules.state_bytes(problem, layer) for layer in problem.layers)
+    if problem.training:
+        flight = _least_flight(problem)
+        need += flight * sum(layer.saved_bytes for layer in problem.layers)
+        need += flight * sum(value.held_bytes for value in problem.values if value.keepers)
+    return need
+
+
+def _least_flight(problem: Problem) -> int:
+    """The fewest micro-batches in flight that a device may have."""
+    request = problem.request
+    few = request.schedule != "fill-drain" and problem.contiguous
+    return 1 if few or problem.may_recompute else request.chunks
