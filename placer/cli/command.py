@@ -12,7 +12,7 @@ from rich.markup import escape
 
 import placer
 from placer import errors
-from placer.cli import caching, machine, measuring, profiling, showing, solving
+from placer.cli import caching, machine, measuring, profiling, serving, showing, solving
 from placer.cli.terminal import err
 from placer.errors import PlacerError
 
@@ -37,7 +37,7 @@ for command in (
     showing.show,
     showing.compare,
     caching.cache,
-    machine.serve,
+    serving.serve,
     machine.doctor,
     machine.demo,
 ):
