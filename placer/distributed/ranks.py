@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from placer import devices as hardware
 from placer.errors import PlacementError
 
 SEPARATOR = "/"
@@ -42,7 +42,7 @@ class Process(NamedTuple):
     def here(cls, rank: int) -> Process:
         """This process, by what torchrun tells it; without torchrun all processes of a machine are one node."""
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        return cls(socket.gethostname(), int(os.environ.get("GROUP_RANK", 0)), local_rank)
+        return cls(hardware.host_name(), int(os.environ.get("GROUP_RANK", 0)), local_rank)
 
 
 class Seat(NamedTuple):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from placer import distributed
+import placer
+from placer import devices, distributed
 from placer.errors import InputError
 from placer.graph.structure import flatten
+from placer.profiler.gather import gather_profile
+from placer.schema import PlacementRequest
 
 Make = Callable[[], tuple[nn.Module, Any, Any, Callable[[Any, Any], Tensor]]]
 """Makes a model, a batch, its target and the loss; the same in every process."""
@@ -216,19 +219,50 @@ def left_over(make: Make, places: Mapping[str, str]) -> dict[str, list[str]]:
     return {"alive": [name for name, parameter in alive.items() if parameter() is not None], "own": own}
 
 
-def on_hosts(make: Make, places: Mapping[str, str], nodes: list[int], hosts: list[str]) -> tuple[str, float | None]:
-    """A step, where each process is told to be on that node of that name; its device's stage, and the loss."""
+@contextmanager
+def on_node(nodes: list[int], hosts: list[str]) -> Iterator[None]:
+    """Tell this process that it is on that node, of that name."""
     rank = dist.get_rank()
+    name, devices.host_name = devices.host_name, lambda: hosts[rank]
     os.environ |= {"GROUP_RANK": str(nodes[rank]), "LOCAL_RANK": str(nodes[:rank].count(nodes[rank]))}
-    name, socket.gethostname = socket.gethostname, lambda: hosts[rank]
     try:
-        pipeline, inputs, target, _ = built(make, places, 4)
-        loss = pipeline.step(inputs, target)
+        yield
     finally:
-        socket.gethostname = name
+        devices.host_name = name
         os.environ["LOCAL_RANK"] = str(rank)
         del os.environ["GROUP_RANK"]
+
+
+def on_hosts(make: Make, places: Mapping[str, str], nodes: list[int], hosts: list[str]) -> tuple[str, float | None]:
+    """A step, where each process is told to be on that node of that name; its parameters, and the loss."""
+    with on_node(nodes, hosts):
+        pipeline, inputs, target, _ = built(make, places, 4)
+        loss = pipeline.step(inputs, target)
     return ",".join(name for name, _ in pipeline.named_parameters()), None if loss is None else loss.item()
+
+
+def from_profile_to_step(make: Make, nodes: list[int], hosts: list[str], pinned: dict[str, str]) -> dict[str, Any]:
+    """Profiles of every host gathered, one placement solved for all of them, and a step on it."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    example = micro_batches(inputs, 4)[0]
+    with on_node(nodes, hosts):
+        profile = gather_profile(
+            lambda: placer.profile(
+                model, example, ["cpu:0", "cpu:1"], granularity="submodule", training=True, cache=False, progress=False
+            )
+        )
+        request = PlacementRequest(profile=profile, chunks=4, constraints=placer.Constraints(pinned=pinned))
+        solved = [placer.solve(request) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(solved)
+        pipeline = distributed.build(model, solved[0], example, loss_fn)
+        loss = pipeline.step(inputs, target)
+    return {
+        "losses": [] if loss is None else [loss.item()],
+        "gradients": gradients(pipeline),
+        "owner": {name: hosts[dist.get_rank()] for name, _ in pipeline.named_parameters()},
+        "links": len(profile.cluster.links),
+    }
 
 
 def refusal(make: Make, places: Any, options: dict[str, Any]) -> str:

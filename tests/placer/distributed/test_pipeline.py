@@ -139,6 +139,20 @@ def test_a_placement_for_two_hosts_runs_on_the_processes_of_two_nodes(ranks: Ran
     assert reported([loss for _, loss in parts]) == pytest.approx(losses[0], abs=1e-10)
 
 
+def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> None:
+    pinned = {"0": "node9/cpu:1", "2": "node7/cpu:0", "5": "node9/cpu:0", "7": "node7/cpu:1"}
+    hosts = ["node7", "node7", "node9", "node9"]
+    parts = ranks.run(ranked.from_profile_to_step, models.chain, [0, 0, 1, 1], hosts, pinned)
+    assert {part["links"] for part in parts} == {12}  # between every two of four devices, both ways
+    owner = ranked.joined(parts, "owner")
+    assert all(owner[f"{layer}.1.weight"] == device.split("/")[0] for layer, device in pinned.items())
+    losses, gradients, _ = ranked.unsplit_step(models.chain, 4)
+    assert reported([part["losses"] for part in parts]) == pytest.approx(losses, abs=1e-10)
+    found = ranked.joined(parts, "gradients")
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-10, rtol=1e-10, msg=name)
+
+
 @pytest.mark.parametrize(
     ("places", "options", "message"),
     [
