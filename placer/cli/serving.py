@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "client_share": "how much of the queue one client may fill; default: 0.75",
     },
     "What it keeps": {
-        "database": "the file, :memory: or postgresql://... that keeps placements; default: in the user's state directory",
+        "database": "the file, :memory: or postgresql://... that keeps placements; default: in your home",
         "keep": "how many placements; the oldest go first; default: 10000",
         "lease_s": "a replica without a sign of life for so long loses its jobs to others; default: 10",
     },
