@@ -17,6 +17,7 @@ from . import serving
 from .body import Checker, Intake
 from .cluster import NodeCluster
 from .database import StoreError
+from .gpus import watch_gpus
 from .guard import Guard
 from .handlers import handle_errors
 from .jobs import Jobs
@@ -122,13 +123,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         Checker(),
         jobs,
         Judge(settings),
-        Profiling(settings, store),
+        Profiling(settings, store, app.state.metrics),
         NodeCluster(settings),
     )
     app.state.service = service
     jobs.resume()
     warming = asyncio.create_task(_warm_up(service))
-    upkeep_tasks = [asyncio.create_task(mend_forever(store))]
+    upkeep_tasks = [asyncio.create_task(mend_forever(store)), asyncio.create_task(watch_gpus(app.state.metrics))]
     if settings.register_url:
         upkeep_tasks.append(asyncio.create_task(register_forever(settings, service)))
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from placer.schema import Placement
 
 from .job import Job
@@ -37,6 +39,17 @@ def stopping() -> Problem:
     """What is told of a job that comes too late."""
     detail = "the service is stopping; ask again in a moment"
     return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
+
+
+def is_proven(job: Job) -> bool:
+    """Whether no longer solve would find anything else."""
+    return job.solved is not None and json.loads(job.solved.summary)["status"] in ("optimal", "infeasible")
+
+
+def gap_of(job: Job) -> float | None:
+    """The gap of the placement that was found, if one was."""
+    gap: float | None = json.loads(job.solved.summary)["gap"] if job.solved is not None else None
+    return gap
 
 
 def how_it_ended(job: Job) -> str:

@@ -8,7 +8,6 @@ submit ──▶ queued ──▶ running ──▶ done | failed
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import time
@@ -21,7 +20,7 @@ import placer
 
 from .body import Question
 from .database import StoreError
-from .ends import Elsewhere, how_it_ended, nothing_found, problem_of, stopping, told_of
+from .ends import Elsewhere, gap_of, how_it_ended, is_proven, nothing_found, problem_of, stopping, told_of
 from .job import Job
 from .metrics import Metrics
 from .peers import Peers
@@ -343,8 +342,7 @@ class Jobs:
 
     def _keep(self, job: Job) -> None:
         assert job.answer is not None
-        proven = job.solved is not None and json.loads(job.solved.summary)["status"] in ("optimal", "infeasible")
-        complete = proven or not (job.stopped or job.handed_on)
+        complete = is_proven(job) or not (job.stopped or job.handed_on)
         answer = Answer(job.answer, complete=complete, version=placer.__version__)
         asked_again = self._queued.get(job.question.id) is not None  # after it was stopped
         asked = Asked(*job.solved[1:]) if job.solved is not None else None
@@ -358,8 +356,9 @@ class Jobs:
         if self._running.get(key) is job:
             del self._running[key]
             self._metrics.solve_seconds.observe(time.monotonic() - (job.started_s or job.created_s))
-        job.payload = b""
-        job.solved = None
+        if (gap := gap_of(job)) is not None:
+            self._metrics.solve_gap.observe(gap)
+        job.payload, job.solved = b"", None
         if job.handed_on and job.answer is None:
             self._hand_on(job)
             return

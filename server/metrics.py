@@ -19,6 +19,7 @@ MEDIA_TYPE = CONTENT_TYPE_LATEST
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 _SOLVE_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0)
+_GAP_BUCKETS = (0.0, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 _REQUEST_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
 
@@ -37,10 +38,24 @@ class Metrics:
         self.solve_seconds = Histogram(
             "placer_solve_seconds", "Time from a solve's start to its end", buckets=_SOLVE_BUCKETS, registry=registry
         )
+        self.solve_gap = Histogram(
+            "placer_solve_gap", "Gap of placements, a share of 1", buckets=_GAP_BUCKETS, registry=registry
+        )
         self.cache_hits = Counter("placer_cache_hits", "Requests answered from the store", registry=registry)
         self.rejections = Counter("placer_rejections", "Requests refused because the queue was full", registry=registry)
         self.running = Gauge("placer_solves_running", "Solves that run now", registry=registry)
         self.queued = Gauge("placer_solves_queued", "Solves that wait for a worker", registry=registry)
+        self.profiles = Counter("placer_profiles", "Graphs that were measured, by how", ["status"], registry=registry)
+        gpu = ["uuid", "name"]
+        self.gpu_memory_used = Gauge("placer_gpu_memory_used_bytes", "Memory in use", gpu, registry=registry)
+        self.gpu_memory_total = Gauge("placer_gpu_memory_bytes", "Memory of the GPU", gpu, registry=registry)
+        self.gpu_busy = Gauge("placer_gpu_busy", "Share of time in which a kernel ran", gpu, registry=registry)
+        self.gpu_celsius = Gauge("placer_gpu_celsius", "Temperature", gpu, registry=registry)
+
+    def forget_gpus(self) -> None:
+        """The state of the GPUs is not known any more."""
+        for gauge in (self.gpu_memory_used, self.gpu_memory_total, self.gpu_busy, self.gpu_celsius):
+            gauge.clear()
 
     def render(self) -> bytes:
         """All of them in Prometheus' text format."""

@@ -15,6 +15,7 @@ from placer.errors import MissingExtraError
 from placer.schema.graph import ProfileRequest
 
 from .database import StoreError
+from .metrics import Metrics
 from .problem import Problem, invalid_body
 from .settings import Settings
 from .spans import span
@@ -54,7 +55,8 @@ class Profiling:
     What is under way is lost when the service is killed; the client, which holds the graph, asks again.
     """
 
-    def __init__(self, settings: Settings, store: Store) -> None:
+    def __init__(self, settings: Settings, store: Store, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._settings = settings
         self._store = store
         self._free = asyncio.Lock()
@@ -107,6 +109,7 @@ class Profiling:
                 await self._end(measuring, body)
                 if measuring.problem is not None:
                     told["error"] = measuring.problem.title
+        self._metrics.profiles.labels("failed" if measuring.problem else "answered").inc()
         del self._open[measuring.id]
         self._ended[measuring.id] = measuring
         if len(self._ended) > ENDED_KEPT:
