@@ -52,17 +52,24 @@ class DeferWeights(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._splits(func, args, kwargs):
             return func(*args, **kwargs)
+        if not torch.is_autocast_enabled(args[0].device.type):
+            return self._split(func, *args)
         x, *rest = args
         x = autocast.cast(x)
         with autocast.off(x.device):
-            if func is _aten.linear.default:
-                return _Linear.apply(self._queue, x, *rest, *[None] * (3 - len(args)))  # type: ignore[no-untyped-call]
-            return _Convolution.apply(self._queue, func, x, *rest)  # type: ignore[no-untyped-call]
+            return self._split(func, x, *rest)
+
+    def _split(self, func: Any, *args: Any) -> Any:
+        if func is _aten.linear.default:
+            return _Linear.apply(self._queue, *args, *[None] * (3 - len(args)))  # type: ignore[no-untyped-call]
+        return _Convolution.apply(self._queue, func, *args)  # type: ignore[no-untyped-call]
 
     def _splits(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the operation has weights whose gradients can wait."""
         if (func is not _aten.linear.default and func not in _CONVOLUTIONS) or kwargs or not torch.is_grad_enabled():
             return False
+        if args[0].dtype != args[1].dtype and not torch.is_autocast_enabled(args[0].device.type):
+            return False  # the operation itself refuses them
         bias = args[2] if len(args) > 2 else None
         return _is_weight(args[1]) and (bias is None or not bias.requires_grad or _is_weight(bias))
 
@@ -92,6 +99,8 @@ class _Linear(torch.autograd.Function):
 
 def _like(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
     """Weights in the type of what they meet; under autocast it is another than their own."""
+    if tensors[0] is not None and tensors[0].dtype == x.dtype:
+        return list(tensors)
     return [None if tensor is None else tensor.to(x.dtype) for tensor in tensors]
 
 
