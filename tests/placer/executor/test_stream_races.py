@@ -13,6 +13,8 @@ from splitting import scatter_layers, twins
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
+from placer.executor import stream
+from placer.executor.stream import Streams
 from placer.testing import logical_devices
 from placer.zoo import unet
 
@@ -23,20 +25,37 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def _stream(
-    monkeypatch: pytest.MonkeyPatch, name: str, seed: int | None, deaf: Site | None = None, batches: int = 6
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    seed: int | None,
+    deaf: Site | None = None,
+    batches: int = 6,
+    rows: tuple[int, ...] = (4,),
 ) -> Races:
     """A caller who writes to all that is his as soon as he may: inputs, results, and weights."""
     make, shape = MODELS[name]
     model, _ = twins(make, training=False)
     with logical_devices(3) as places, watched(monkeypatch, deaf) as races:
         flow = _flow(model, seed)
+        remove = Streams._remove
+
+        def removed(self: Streams, key: Any) -> None:
+            pipeline = self._pipelines[key][1]
+            remove(self, key)
+            for stage in pipeline.stages:
+                for slot in stage.slots:
+                    made = [*slot.inputs.values(), *slot.outputs.values()]
+                    touch("next use of memory that a shape gave back", stage.device, *made)
+
+        monkeypatch.setattr(Streams, "_remove", removed)
 
         def touch(what: str, place: torch.device, *tensors: Any) -> None:
             races.run([("caller", place)], [], tensors, f"the caller's {what}")
 
         def source() -> Iterator[Tensor]:
-            for _ in range(batches):
-                batch = devices.copy(torch.randn(shape, dtype=torch.float64), places[0])
+            for number in range(batches):
+                size = (rows[number % len(rows)], *shape[1:])
+                batch = devices.copy(torch.randn(size, dtype=torch.float64), places[0])
                 touch("making of a batch", places[0], batch)
                 yield batch
                 touch("next use of a batch's memory", places[0], batch)
@@ -72,6 +91,14 @@ def test_every_two_accesses_to_one_tensor_have_an_order(
     races = _stream(monkeypatch, name, seed)
     assert races.found == []
     assert len(races.sites) >= 6
+
+
+def test_shapes_that_give_way_to_others_give_their_memory_back_when_nothing_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "_KEPT_SHAPES", 2)
+    races = _stream(monkeypatch, "skips", 0, batches=18, rows=(4, 4, 3, 3, 2, 2))
+    assert races.found == []
 
 
 def test_every_place_in_the_code_that_waits_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
