@@ -128,3 +128,42 @@ def test_a_tied_weight_on_two_devices_trains_over_a_bad_link(monkeypatch: pytest
         assert first.weight.grad is not None
         assert torch.allclose(first.weight.grad.to("cpu"), gradient, rtol=1e-10)
     assert spoilt() == 0
+
+
+def test_a_stream_over_a_bad_link_gives_the_unsplit_models_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt = corrupt(monkeypatch, ("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double().eval()
+    batches = [torch.randn(3, 4).double() for _ in range(5)]
+    expected = [model(batch) for batch in batches]
+    devices.take_detours([("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")])
+    with logical_devices(2):
+        flow = placer.DataFlow(model, device_ids=["cpu:0", "cpu:1"], inference_only=True)
+        flow.layer_gpus.update({"0": 0, "1": 1})
+        flow.update_flow()
+        results = [result.to("cpu") for result in flow.stream(batches)]
+    for result, wanted in zip(results, expected, strict=True):
+        assert torch.allclose(result, wanted, rtol=1e-12)
+    assert spoilt() == 0
+
+
+def test_a_model_that_runs_through_hooks_takes_the_detour(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Branching(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            result: torch.Tensor = self.last(2 * y if y.sum().item() > 0 else y)
+            return result
+
+    spoilt = corrupt(monkeypatch, ("cpu:0", "cpu:1"))
+    model, x = Branching().double(), torch.randn(3, 4).double()
+    expected = model(x)
+    devices.take_detours([("cpu:0", "cpu:1")])
+    with logical_devices(2):
+        flow = placer.DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+        flow.layer_gpus.update(first=0, last=1)
+        flow.update_flow()
+        assert torch.allclose(flow(x).to("cpu"), expected, rtol=1e-12)
+    assert spoilt() == 0
