@@ -1,7 +1,8 @@
-"""Local search for placements that need not be contiguous: one node moves to another device at a time.
+"""Local search for placements that need not be contiguous: nodes move to another device, one or a few together.
 
-A move is judged by the eighth norm of the loads, which falls with the busiest device's load and sees the others too;
-worse ones are taken with a chance that falls to nothing (simulated annealing).
+A move is judged by a high norm of the loads, which falls with the busiest device's load and sees the others too; worse
+ones are taken with a chance that falls to nothing (simulated annealing), round after round, warmer and cooler in turn,
+each from the best so far.
 
 Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983.
 """
@@ -17,20 +18,29 @@ from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
-MOVES = 60_000
-"""How many moves are looked at: some seconds."""
+MOVES = 40_000
+"""How many moves a round looks at, at the most: a fraction of a second."""
+
+MOVES_AN_OPTION = 100
+"""How many a round looks at for every node and device."""
 
 MOVES_A_LOOK = 512
 WORK = 0.05
 """Of so many moves, in the measure of ``cpsat.Meter``."""
 
-NORM = 8
-WARM = 0.03
-"""At first a move that makes the norm worse by this share is taken with a chance of 1/e."""
+PATIENCE = 16
+"""So many rounds in a row that bring nothing better end the search."""
+
+NORM = 16
+WARM = (0.03, 0.01, 0.003, 0.001)
+"""By round in turn: at first a move that makes the norm worse by this share is taken with a chance of 1/e."""
+
+TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
+"""How many nodes move at once: any of these, with those that they exchange values with."""
 
 
 def applies(problem: Problem) -> bool:
-    """Whether moves can be judged by loads alone: transfers added, links alike, and no limit in the way."""
+    """Whether moves can be judged by loads alone, and by the state that devices hold: transfers added, links alike."""
     request = problem.request
     return (
         not problem.contiguous
@@ -40,40 +50,67 @@ def applies(problem: Problem) -> bool:
         and problem.most_devices == len(problem.devices)
         and problem.least_devices == 1
         and problem.most_layers is None
-        and not memory_rules.can_bind(problem)
+        and (not memory_rules.can_bind(problem) or _holds_state_alone(problem))
     )
 
 
-def improved(problem: Problem, nodes: Reduction, start: Sequence[int], over: Callable[[], bool]) -> list[int]:
+def _holds_state_alone(problem: Problem) -> bool:
+    """Whether nothing but the state of layers takes memory."""
+    layers = problem.layers
+    passing = sum(la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers)
+    waiting = sum(value.held_bytes + value.gradient_bytes for value in problem.values)
+    return passing + waiting == 0
+
+
+def improved(
+    problem: Problem, nodes: Reduction, start: Sequence[int], over: Callable[[], bool], enough: float = 0.0
+) -> list[int]:
     """The best assignment met on the way from one.
 
     Args:
         problem: what is asked, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
-        start: by layer, its device.
+        start: by layer, its device; it meets all requirements.
         over: asked now and then; ends the search.
+        enough: a bottleneck that ends it too, as none is smaller.
 
     Returns:
         By layer, its device.
     """
-    state = _State(problem, nodes, [start[layers[0]] for layers in nodes.nodes])
     random = Random(problem.request.seed)
+    best = [start[layers[0]] for layers in nodes.nodes]
+    load, idle, turn, ended = max(_State(problem, nodes, list(best)).load), 0, 0, False
+    while idle < PATIENCE and load > enough and not ended:
+        found, found_load, ended = _anneal(_State(problem, nodes, list(best)), random, WARM[turn % len(WARM)], over)
+        idle, turn = idle + 1, turn + 1
+        if found_load < load * (1 - 1e-12):
+            best, load, idle = found, found_load, 0
+    return nodes.spread(best)
+
+
+def _anneal(state: _State, random: Random, warm: float, over: Callable[[], bool]) -> tuple[list[int], float, bool]:
+    """One round: the best devices met, the busiest load there, and whether time is over."""
     best, best_load = list(state.device), max(state.load)
-    for move in range(MOVES):
+    moves = min(MOVES, MOVES_AN_OPTION * len(state.device) * len(state.load))
+    for move in range(moves):
         if move % MOVES_A_LOOK == 0 and over():
-            break
+            return best, best_load, True
         node, device = state.pick(random)
         if device is None:
             continue
         before, old = state.norm(), state.device[node]
-        state.move(node, device)
+        together = state.together(node, device, random.choice(TOGETHER))
+        if not state.has_room(together, device):
+            continue
+        for moved in together:
+            state.move(moved, device)
         worse = state.norm() / before - 1 if before else 0.0
-        heat = WARM * (1 - move / MOVES) ** 2 + 1e-9
-        if worse > 0 and random.random() >= exp(-worse / heat):
-            state.move(node, old)
+        if worse > 0 and random.random() >= exp(-worse / (warm * (1 - move / moves) ** 2 + 1e-9)):
+            for moved in together:
+                state.move(moved, old)
         elif max(state.load) < best_load * (1 - 1e-12):
             best, best_load = list(state.device), max(state.load)
-    return nodes.spread(best)
+    return best, best_load, False
 
 
 class _State:
@@ -92,14 +129,20 @@ class _State:
         for net in self._nets:
             for node in (net.source, *net.readers):
                 self._of[node].append(net)
+        self._state = [
+            sum(memory_rules.state_bytes(problem, problem.layers[layer]) for layer in layers) for layers in nodes.nodes
+        ]
+        self._limited = memory_rules.can_bind(problem)
+        self._room = [device.usable_bytes for device in problem.devices]
         self.load = [0.0] * len(self._devices)
         for node, place in enumerate(device):
             self.load[place] += self._work[node][place]
+            self._room[place] -= self._state[node]
         for net in self._nets:
             self._add(net, 1.0)
 
     def norm(self) -> float:
-        """The eighth norm of the loads."""
+        """A high norm of the loads."""
         top = max(self.load)
         return float(top * sum((load / top) ** NORM for load in self.load) ** (1 / NORM)) if top > 0 else 0.0
 
@@ -114,10 +157,27 @@ class _State:
             device = random.choice(able)
         return node, device if device != self.device[node] and device in able else None
 
+    def together(self, node: int, device: int, most: int) -> list[int]:
+        """A node with others that are where it is, may be on a device too, and exchange values with it or with them."""
+        found, old = [node], self.device[node]
+        for one in found:
+            for net in self._of[one] if len(found) < most else ():
+                for other in (net.source, *net.readers):
+                    near = self.device[other] == old and other not in found
+                    if near and len(found) < most and device in self._able[other]:
+                        found.append(other)
+        return found
+
+    def has_room(self, nodes: Sequence[int], device: int) -> bool:
+        """Whether a device can hold the state of some nodes more."""
+        return not self._limited or sum(self._state[node] for node in nodes) <= self._room[device]
+
     def move(self, node: int, device: int) -> None:
         """Bring a node to a device."""
         for net in self._of[node]:
             self._add(net, -1.0)
+        self._room[self.device[node]] += self._state[node]
+        self._room[device] -= self._state[node]
         self.load[self.device[node]] -= self._work[node][self.device[node]]
         self.device[node] = device
         self.load[device] += self._work[node][device]

@@ -247,7 +247,8 @@ class Search:
             self.meter.done += local.WORK
             return self._over(LOCAL_SHARE)
 
-        self._offer(local.improved(self.problem, self.nodes, start, over), "local search")
+        enough = self.bound * (1 + answer.PROVEN_GAP / 2)
+        self._offer(local.improved(self.problem, self.nodes, start, over, enough), "local search")
 
     def _climb(self) -> None:
         """Many more cuts, where the integer program was slow."""

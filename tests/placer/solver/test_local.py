@@ -44,6 +44,25 @@ def test_everything_on_one_device_is_shared_out(chain):
     assert costs.evaluate(problem, devices).objective_value == 2.0
 
 
+def test_layers_go_together_where_one_alone_would_make_it_worse(chain):
+    """Two pairs that exchange much: each alone pays for the transfer, both together halve the bottleneck."""
+    request = chain([1.0] * 4, devices=2, value_bytes=0, constraints=Constraints(contiguous=False))
+    edges = [edge.model_copy(update={"bytes": 9}) for edge in (request.profile.edges[0], request.profile.edges[2])]
+    profile = request.profile.model_copy(update={"edges": tuple(edges)})
+    problem = Problem.from_request(request.model_copy(update={"profile": profile}))
+    devices = local.improved(problem, reduced(problem), [0] * 4, over=lambda: False)
+    assert costs.evaluate(problem, devices).objective_value == 2.0
+
+
+def test_no_device_gets_more_than_it_can_hold(chain):
+    """The one device that is fast enough for all has room for two of the six layers."""
+    request = chain([1.0] * 6, devices=3, param_bytes=10, memory_bytes=25, constraints=Constraints(contiguous=False))
+    problem = Problem.from_request(request)
+    assert local.applies(problem)
+    devices = local.improved(problem, reduced(problem), [0, 0, 1, 1, 2, 2], over=lambda: False)
+    assert costs.fits(problem, costs.evaluate(problem, devices))
+
+
 def test_a_search_that_is_over_returns_its_start(chain):
     problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=Constraints(contiguous=False)))
     assert local.improved(problem, reduced(problem), [0] * 8, over=lambda: True) == [0] * 8
