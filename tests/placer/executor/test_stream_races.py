@@ -97,7 +97,7 @@ def test_shapes_that_give_way_to_others_give_their_memory_back_when_nothing_uses
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream, "_KEPT_SHAPES", 2)
-    races = _stream(monkeypatch, "skips", 0, batches=18, rows=(4, 4, 3, 3, 2, 2))
+    races = _stream(monkeypatch, "skips", 0, batches=10, rows=(6, 5, 4, 3, 2))
     assert races.found == []
 
 
