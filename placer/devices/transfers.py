@@ -13,6 +13,7 @@ from torch import Tensor
 
 from placer.devices import moving
 from placer.devices.lanes import Lane, Mark
+from placer.devices.recording import recorder
 
 _ASLEEP_CYCLES = 4_000_000  # about two milliseconds: the queues fill before the first copy begins
 _SIDE = 4096  # of the matrices that keep a device busy
@@ -113,17 +114,20 @@ def _host_copy_s(item: Shipment, repeats: int) -> float:
 
 
 def _multiply(device: torch.device, lasting_s: float) -> None:
-    """Keep a GPU busy for about so long, in a queue of its own, without waiting for it."""
-    lane = Lane(device)
-    with torch.cuda.device(device), lane:
+    """Keep a GPU busy for about so long, without waiting for it.
+
+    On the stream that recordings use: every further one would take a workspace of cuBLAS for good.
+    """
+    with torch.cuda.device(device), torch.cuda.stream(recorder(device).stream):
         side = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=device)
         product = torch.empty_like(side)
-        torch.mm(side, side, out=product)
-        began = lane.mark(timed=True)
-        torch.mm(side, side, out=product)
-        ended = lane.mark(timed=True)
+        marks = []
+        for _ in range(3):
+            torch.mm(side, side, out=product)
+            marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            marks[-1].record()
         torch.cuda.synchronize(device)
-        once_s = max(1e-6, began.elapsed_time(ended) / 1e3)
+        once_s = max(1e-6, marks[1].elapsed_time(marks[2]) / 1e3)
         for _ in range(min(_MOST_PRODUCTS, 2 + math.ceil(1.5 * (lasting_s + 0.005) / once_s))):
             torch.mm(side, side, out=product)
 

@@ -57,6 +57,7 @@ def measure(
     """As ``measure_cluster``, on devices that are known to be there."""
     with hardware.unobserved(), hardware.keep_random_state(found):
         measured = measure_links(found, step, cache)  # first, as access to peers takes memory too
+        hardware.release_cache()
         described = [_describe(device, found, limits.get(device), measured.ports.get(device)) for device in found]
         return Cluster(devices=tuple(described), links=tuple(measured.links))
 
