@@ -82,7 +82,7 @@ def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> byte
     """The task of ``:evaluate``: an ``Asking`` to an Evaluation as JSON, or what is wrong with the body."""
     asking: Asking = pickle.loads(payload)  # made by this service, from bytes that are not unpickled
     try:
-        body = EvaluateBody.model_validate_json(asking.body)
+        body = EvaluateBody.model_validate_json(asking.body, strict=True)
     except ValidationError as error:
         return invalid_body(error, EvaluateBody)
     request = body.request or _request_of(asking.stored)
@@ -93,7 +93,7 @@ def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes
     """The task of ``:compare``: an ``Asking`` to a Comparison as JSON, or what is wrong with the body."""
     asking: Asking = pickle.loads(payload)
     try:
-        body = CompareBody.model_validate_json(asking.body or b"{}")
+        body = CompareBody.model_validate_json(asking.body or b"{}", strict=True)
     except ValidationError as error:
         return invalid_body(error, CompareBody)
     request = body.request or _request_of(asking.stored)
@@ -146,7 +146,7 @@ def judge(request: PlacementRequest, where: Map, best: Placement | None = None) 
     from placer.solver import costs
     from placer.solver.answer import device_loads, single_device
     from placer.solver.problem import Problem as Indexed
-    from placer.solver.step_time import best_for
+    from placer.solver.step_choices import best_for
 
     faults = [*_names(request, where)]
     if faults:

@@ -124,8 +124,6 @@ class PlacementRequest(Wire):
         self._check_sizes()
         if self.break_ties and self.objective in ("step", "devices"):
             raise ValueError(f"break_ties: objective {self.objective!r} does not break ties")
-        if self.work_limit is not None and self.objective == "step":
-            raise ValueError("work_limit: objective 'step' is limited by time_limit_s alone")
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
             needs = "needs one" if self.objective == "devices" else "takes none"
             raise ValueError(f"bottleneck_ms is {self.bottleneck_ms}: objective {self.objective!r} {needs}")

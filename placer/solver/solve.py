@@ -93,7 +93,7 @@ def solve(
     began = monotonic()
     meter = Meter(request.work_limit or inf)
     if request.objective == "step":
-        placement = _step_search(request, progress, stop).answer()
+        placement = _step_search(request, progress, stop, meter).answer()
     elif request.objective == "devices":
         placement = _fewest_search(request, progress, stop, meter).answer()
     else:
@@ -125,14 +125,19 @@ def _conflict(
     return conflict.explained(Problem.from_request(request), reason, search, over)
 
 
-def _step_search(request: PlacementRequest, progress: Progress | None, stop: threading.Event | None) -> StepSearch:
+def _step_search(
+    request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
+) -> StepSearch:
     """The search over micro-batches, schedules and maps, told as the others are."""
+
+    def bottleneck(problem: Problem, allowed: Meter) -> Placement:
+        return Search(problem, None, stop, meter=allowed).answer()
 
     def tell(value: float, bound: float, time_s: float) -> None:
         if progress is not None:
             progress(Incumbent(value, bound, time_s))
 
-    return StepSearch(request, lambda problem: Search(problem, None, stop).answer(), tell, stop)
+    return StepSearch(request, bottleneck, tell, stop, meter)
 
 
 def _fewest_search(

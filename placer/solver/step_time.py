@@ -12,25 +12,26 @@ The bound of the answer is the lowest of its choices' (see ``step_bounds``).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
 from random import Random
 from time import monotonic
+from typing import NamedTuple
 
 from placer import schedule
-from placer.schema import Infeasibility, Placement, PlacementRequest, Profile, Schedule, SingleDevice, Step, StepChoice
+from placer.schema import Placement, PlacementRequest, SingleDevice, Step
 from placer.solver import answer, costs, pipelines, step_bounds, step_moves
+from placer.solver.cpsat import Meter
 from placer.solver.problem import Problem
-from placer.solver.reduce import Reduction, reduced
+from placer.solver.step_choices import Choice, choice_of, judged, questions, said
 
-BottleneckSearch = Callable[[Problem], Placement]
+BottleneckSearch = Callable[[Problem, Meter], Placement]
+"""Answers a question with objective ``throughput``, within some work."""
+
 Found = Callable[[float, float, float], None]
 """Called with the step of a better placement, the bound so far, and the time in seconds."""
-
-TRAINING: tuple[Schedule, ...] = ("1f1b", "zero-bubble", "fill-drain")
-"""The schedules of contiguous placements."""
 
 SHORTEST_MS = 1e-9
 """Of a shorter step it is not said how many samples it does in a second."""
@@ -38,6 +39,9 @@ SHORTEST_MS = 1e-9
 MOST_ROUNDS = 4
 STARTS = 16
 """Cuts of a row from which small changes start."""
+
+EVALUATION = 0.005
+"""Of one assignment, in the measure of ``cpsat.Meter``."""
 
 PATIENCE = 4
 """So many climbs in a row that bring nothing better end the search of a choice that is no row."""
@@ -49,88 +53,11 @@ SEARCH_SHARE = 0.3
 """How much of a choice's time the search for the smallest bottleneck may take."""
 
 
-@dataclass
-class Choice:
-    """One micro-batch size, schedule and kind of placement.
+class Share(NamedTuple):
+    """Until when one part of the search may go on: the time in seconds, and the work."""
 
-    Attributes:
-        problem: the question with these.
-        nodes: its layers in nodes.
-        bound: no step of it is shorter, in ms.
-        devices: by layer, the device in the best placement found.
-        value: its step, in ms.
-        reason: why there is none, where that is proven.
-        cuts: those of a row that were not looked at yet, with their bounds; None where the model is none.
-    """
-
-    problem: Problem
-    nodes: Reduction
-    bound: float
-    devices: list[int] | None = None
-    value: float = inf
-    reason: Infeasibility | None = None
-    cuts: Iterator[tuple[float, list[int]]] | None = None
-
-    @property
-    def bottleneck(self) -> Problem:
-        """The same question with objective ``throughput``."""
-        asked = self.problem.request.model_copy(update={"objective": "throughput", "transfers": "overlapped"})
-        if asked.schedule == "interleaved" and not self.problem.contiguous:
-            asked = asked.model_copy(update={"chunks": 1})  # at least one is in flight: infeasible is infeasible
-        return replace(self.problem, request=asked)
-
-
-def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:
-    """What is asked, with one profile, number of micro-batches, schedule and kind of placement at a time."""
-    for profile, chunks in request.micro_batches():
-        for contiguous, order in _kinds(request):
-            yield question(request, profile, chunks, order, contiguous)
-
-
-def question(
-    request: PlacementRequest, profile: Profile, chunks: int, order: Schedule, contiguous: bool
-) -> PlacementRequest:
-    """What is asked, with all that objective ``step`` chooses chosen, but the map."""
-    fixed = {
-        "profile": profile,
-        "profiles": (),
-        "batch_size": None,
-        "cluster": request.placed_on,
-        "chunks": chunks,
-        "schedule": order,
-        "constraints": request.constraints.model_copy(update={"contiguous": contiguous}),
-        "explain": False,
-    }
-    return request.model_copy(update=fixed)
-
-
-def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRequest:
-    """What is asked, with the micro-batches and the schedule chosen that make the step of a map shortest.
-
-    Args:
-        request: the question.
-        where: by layer, its device.
-    """
-
-    def rank(asked: PlacementRequest) -> tuple[bool, float]:
-        problem = Problem.from_request(asked)
-        index = {device.name: number for number, device in enumerate(problem.devices)}
-        result = costs.evaluate(problem, [index[where[layer.name]] for layer in problem.layers])
-        return (True, inf) if result is None else (not costs.fits(problem, result), result.objective_value)
-
-    return min(questions(request), key=rank)
-
-
-def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
-    """Whether placements are contiguous, and the schedule."""
-    asked, may_be_free = request.schedule, request.constraints.contiguous is not True
-    if not request.is_training:
-        yield True, "fill-drain" if asked == "auto" else asked
-        return
-    for order in TRAINING if asked == "auto" else (asked,):
-        yield True, order
-    if may_be_free and asked in ("auto", "interleaved"):
-        yield False, "interleaved"
+    time_s: float
+    work: float
 
 
 @dataclass
@@ -142,61 +69,63 @@ class StepSearch:
         search: answers a question with objective ``throughput``.
         found: told of better placements.
         stop: set it to end the search with the best so far.
+        meter: counts the work, and ends the search when all is done that may be.
     """
 
     request: PlacementRequest
     search: BottleneckSearch
     found: Found | None = None
     stop: threading.Event | None = None
+    meter: Meter = field(default_factory=Meter)
     began: float = field(default_factory=monotonic)
 
     def answer(self) -> Placement:
         """The best placement of the best choice; not yet checked."""
-        self.choices = sorted(map(_choice, questions(self.request)), key=lambda choice: choice.bound)
+        self.choices = sorted(map(choice_of, questions(self.request)), key=lambda choice: choice.bound)
         self.best: Choice = self.choices[0]
         self.method = "one device"
         for choice in self.choices:
             for device in range(len(choice.problem.devices)):
                 self._offer(choice, [device] * len(choice.problem.layers), "one device")
         for number, choice in enumerate(self.choices):
-            self._work(choice, self._time_s() + FIRST_SHARE * self._left_s() / (len(self.choices) - number))
+            self._work(choice, self._share(FIRST_SHARE / (len(self.choices) - number)))
         rows = [choice for choice in self.choices if choice.cuts is not None]
         for number, choice in enumerate(rows):
-            self._all_cuts(choice, self._time_s() + self._left_s() / (len(rows) - number))
+            self._all_cuts(choice, self._share(1 / (len(rows) - number)))
         return self._placement() if self.best.devices is not None else self._nothing()
 
-    def _work(self, choice: Choice, until: float) -> None:
+    def _work(self, choice: Choice, share: Share) -> None:
         """Search one choice, if it may be better."""
         if self._closed(choice):
             return
 
-        self._start(choice, until)
+        self._start(choice, share)
         if choice.devices is not None:
-            self._climb(choice, choice.devices, until)
+            self._climb(choice, choice.devices, share)
         if choice.cuts is None:
-            self._climb_again(choice, until)
-        self._all_cuts(choice, until)
+            self._climb_again(choice, share)
+        self._all_cuts(choice, share)
 
-    def _climb(self, choice: Choice, start: list[int], until: float) -> None:
+    def _climb(self, choice: Choice, start: list[int], share: Share) -> None:
         """Small changes that shorten the step, as long as there are any."""
 
         def over() -> bool:
-            return self._over(choice, until)
+            return self._over(choice, share)
 
-        climbed = step_moves.climb(choice.problem, choice.nodes, start, _step_of(choice), over)
+        climbed = step_moves.climb(choice.problem, choice.nodes, start, self._step_of(choice), over)
         self._offer(choice, climbed, "small changes")
 
-    def _climb_again(self, choice: Choice, until: float) -> None:
+    def _climb_again(self, choice: Choice, share: Share) -> None:
         """The same from near the best, until that has not helped for a while."""
         random = Random(self.request.seed)
         idle = 0
-        while choice.devices is not None and idle < PATIENCE and not self._over(choice, until):
+        while choice.devices is not None and idle < PATIENCE and not self._over(choice, share):
             before = choice.value
             start = step_moves.kicked(choice.problem, choice.nodes, choice.devices, random)
-            self._climb(choice, start, until)
+            self._climb(choice, start, share)
             idle = 0 if choice.value < before else idle + 1
 
-    def _start(self, choice: Choice, until: float) -> None:
+    def _start(self, choice: Choice, share: Share) -> None:
         """Placements to change: maps of other choices, the lowest cuts of a row, the smallest bottleneck, rounds."""
         for other in self.choices:
             if other.devices is not None:
@@ -207,20 +136,23 @@ class StepSearch:
             for bound, devices in islice(choice.cuts, STARTS):
                 choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
                 self._offer(choice, devices, "cuts of a row")
-                if self._over(choice, until):
+                if self._over(choice, share):
                     return
         if table is None or choice.devices is None:
-            for devices in self._by_bottleneck(choice, until):
+            for devices in self._by_bottleneck(choice, share):
                 self._offer(choice, devices, "smallest bottleneck")
         for devices in self._rounds(choice):
             self._offer(choice, devices, "rounds")
 
-    def _by_bottleneck(self, choice: Choice, until: float) -> Iterator[list[int]]:
+    def _by_bottleneck(self, choice: Choice, share: Share) -> Iterator[list[int]]:
         """The map of the smallest bottleneck; or the proof that there is none at all."""
         asked = choice.bottleneck
-        limit_s = max(0.01, SEARCH_SHARE * (until - self._time_s()))
+        allowed = Meter(SEARCH_SHARE * (share.work - self.meter.done))
+        by_work = self.meter.limit < inf  # then the clock must not decide
+        limit_s = max(0.01, self._left_s() if by_work else SEARCH_SHARE * (share.time_s - self._time_s()))
         limited = replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
-        placement = self.search(limited)
+        placement = self.search(limited, allowed)
+        self.meter.done += allowed.done
         choice.reason = placement.infeasible
         if placement.layer_devices:
             index = {device.name: number for number, device in enumerate(choice.problem.devices)}
@@ -239,9 +171,9 @@ class StepSearch:
                 if len(used) <= choice.problem.most_devices and len(used) * times <= len(choice.nodes.nodes):
                     yield step_moves.rounds(choice.problem, choice.nodes, used, times)
 
-    def _all_cuts(self, choice: Choice, until: float) -> None:
+    def _all_cuts(self, choice: Choice, share: Share) -> None:
         """Try every cut of a row that may be better, the lowest bound first: none that follows is below it."""
-        while choice.cuts is not None and not self._over(choice, until):
+        while choice.cuts is not None and not self._over(choice, share):
             bound, devices = next(choice.cuts, (inf, None))
             choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
             if devices is None:
@@ -249,12 +181,32 @@ class StepSearch:
             else:
                 self._offer(choice, devices, "cuts of a row")
 
-    def _over(self, choice: Choice, until: float) -> bool:
-        return self._stopped() or self._time_s() > until or self._closed(choice)
+    def _over(self, choice: Choice, share: Share) -> bool:
+        spent = self._time_s() > share.time_s or self.meter.done > share.work
+        return spent or self._stopped() or self._closed(choice)
+
+    def _share(self, part: float) -> Share:
+        """A part of the time and of the work that are left."""
+        by_work = self.meter.limit < inf
+        time_s = self._time_s() + self._left_s() * (1.0 if by_work else part)
+        return Share(time_s, self.meter.done + part * max(0.0, self.meter.left))
+
+    def _judged(self, choice: Choice, devices: list[int]) -> costs.Costs | None:
+        self.meter.done += EVALUATION
+        return judged(choice.problem, devices)
+
+    def _step_of(self, choice: Choice) -> Callable[[list[int]], float]:
+        """What an assignment's step takes; infinite if it breaks a requirement."""
+
+        def step_ms(devices: list[int]) -> float:
+            result = self._judged(choice, devices)
+            return inf if result is None else result.objective_value
+
+        return step_ms
 
     def _offer(self, choice: Choice, devices: list[int], method: str) -> None:
         """Keep an assignment if it meets every requirement and is better."""
-        result = _judged(choice.problem, devices)
+        result = self._judged(choice, devices)
         if result is None or result.objective_value >= choice.value:
             return
         before = self.best.value
@@ -319,44 +271,5 @@ class StepSearch:
             samples_per_s=1e3 * self.request.whole_batch_size / best.value if best.value > SHORTEST_MS else None,
             bubble=min(1.0, max(0.0, timeline.bubble)),
             optimizer_ms=pipelines.optimizer_ms(problem, best.devices),
-            choices=tuple(map(_said, self.choices)),
+            choices=tuple(map(said, self.choices)),
         )
-
-
-def _choice(asked: PlacementRequest) -> Choice:
-    problem = Problem.from_request(asked)
-    nodes = reduced(problem)
-    bound = step_bounds.any_placement(problem, nodes) if all(nodes.allowed) else 0.0
-    return Choice(problem, nodes, bound)
-
-
-def _judged(problem: Problem, devices: list[int]) -> costs.Costs | None:
-    """What an assignment costs; None if it breaks a requirement."""
-    if not costs.allowed(problem, devices):
-        return None
-    result = costs.evaluate(problem, devices)
-    return result if result is not None and costs.fits(problem, result) else None
-
-
-def _step_of(choice: Choice) -> Callable[[list[int]], float]:
-    """What an assignment's step takes; infinite if it breaks a requirement."""
-
-    def step_ms(devices: list[int]) -> float:
-        result = _judged(choice.problem, devices)
-        return inf if result is None else result.objective_value
-
-    return step_ms
-
-
-def _said(choice: Choice) -> StepChoice:
-    request = choice.problem.request
-    assert request.schedule != "auto"
-    found = choice.devices is not None
-    return StepChoice(
-        batch_size=request.profile.batch_size,
-        chunks=request.chunks,
-        schedule=request.schedule,
-        contiguous=choice.problem.contiguous,
-        objective_value=choice.value if found else None,
-        bound=min(choice.bound, choice.value) if choice.reason is None else None,
-    )

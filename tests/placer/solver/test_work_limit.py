@@ -3,7 +3,6 @@
 from random import Random
 
 import pytest
-from pydantic import ValidationError
 
 from placer.schema import Constraints
 from placer.solver.cpsat import Limits, Meter
@@ -52,6 +51,19 @@ def test_searches_share_what_they_may_do(chain):
     assert PlacementModel(problem, reduced(problem)).solve(Limits(60, meter=meter)).devices is None
 
 
-def test_objective_step_refuses_a_limit_of_work(chain):
-    with pytest.raises(ValidationError, match="work_limit"):
-        chain([1, 1], objective="step", work_limit=1.0)
+def test_a_whole_batch_is_searched_for_within_the_same_work(chain):
+    """Six unlike devices and a graph that is no row, so that nothing is proven and the work is used up."""
+
+    def ask(work):
+        request = chain([5.0, 3.0, 4.0, 1.0, 6.0, 2.0, 3.5] * 3, devices=4, value_bytes=2, chunks=6)
+        edges = [
+            edge.model_copy(update={"targets": (f"l{index + 2}",)})
+            for index, edge in enumerate(request.profile.edges[:-1])
+        ]
+        profile = request.profile.model_copy(update={"edges": tuple(edges)})
+        asked = {"objective": "step", "schedule": "auto", "work_limit": work, "time_limit_s": 3600.0}
+        return request.model_copy(update={"profile": profile, **asked})
+
+    one, other, much = solve(ask(0.4)), solve(ask(0.4)), solve(ask(4.0))
+    assert one.model_copy(update={"solve_time_s": 0.0}) == other.model_copy(update={"solve_time_s": 0.0})
+    assert much.objective_value <= one.objective_value
