@@ -13,6 +13,7 @@ from placer.cli.options import AsJson
 from placer.errors import InputError
 from placer.report.comparing import compare as compare_both
 from placer.report.comparing import comparison_table
+from placer.report.comparison_page import comparison_report
 from placer.report.explain import table
 from placer.report.page import html_report
 from placer.report.pictures import picture
@@ -47,10 +48,15 @@ def show(
 def compare(
     first: Annotated[str, typer.Argument(metavar="FILE", help="a profile or a placement")],
     second: Annotated[str, typer.Argument(metavar="FILE|-", help="another one")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write a report with pictures, all in one file, too")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Hold two profiles or two placements against each other: time, memory, and what moved."""
     found = compare_both(*(_without_request(load(file)) for file in (first, second)))
+    if html is not None:
+        _write(html, comparison_report(found))
     if json:
         print(found.model_dump_json(indent=1))
     else:

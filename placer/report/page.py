@@ -14,7 +14,7 @@ from placer.report.pictures import device_bars, layer_charts, placed_chart
 from placer.report.units import bytes_text, ms_text
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
 
-__all__ = ["html_report"]
+__all__ = ["html_report", "legend", "page"]
 
 _MOST_ROWS = 5_000
 
@@ -51,13 +51,14 @@ def html_report(subject: Profile | Placement | PlacementRequest | Cluster, profi
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
     if isinstance(subject, Placement):
-        return _page(f"Placement of {subject.model or 'model'}", _placement(subject, profile))
+        return page(f"Placement of {subject.model or 'model'}", _placement(subject, profile))
     if isinstance(subject, Profile):
-        return _page(f"Profile of {subject.model or 'model'}", _profile(subject))
-    return _page("Devices and links", _cluster(subject))
+        return page(f"Profile of {subject.model or 'model'}", _profile(subject))
+    return page("Devices and links", _cluster(subject))
 
 
-def _page(title: str, sections: Iterable[str]) -> str:
+def page(title: str, sections: Iterable[str]) -> str:
+    """A whole document around sections that are HTML already."""
     return _PAGE.format(title=escape(title), body="".join(sections), style=STYLE)
 
 
@@ -81,7 +82,7 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
     sections = [_list([*facts, *segment_texts(placement)])]
     for title, rows, text in device_bars(placement):
         names = dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value)
-        sections.append(f"<h2>{escape(title)}</h2>{_legend(list(names))}{drawing(title, *bars(rows, text))}")
+        sections.append(f"<h2>{escape(title)}</h2>{legend(list(names))}{drawing(title, *bars(rows, text))}")
     if profile is not None:
         sections.append(_columns(placed_chart(placement, profile)))
     sections.append("<h2>Layers</h2>" + _table(["layer", "device"], list(placement.layer_devices.items())))
@@ -89,11 +90,12 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
 
 
 def _columns(chart: Chart) -> str:
-    keys = _legend([(part.name, part.color) for part in chart.parts])
+    keys = legend([(part.name, part.color) for part in chart.parts])
     return f"<h2>{escape(chart.title)}</h2>{keys}{drawing(chart.title, *columns(chart))}"
 
 
-def _legend(parts: Sequence[tuple[str, int]]) -> str:
+def legend(parts: Sequence[tuple[str, int]]) -> str:
+    """The name of each colour."""
     square = '<svg viewBox="0 0 1 1" aria-hidden="true"><rect class="c{}" width="1" height="1"/></svg>'
     return "".join(f'<span class="key">{square.format(color)}{escape(name)}</span>' for name, color in parts)
 

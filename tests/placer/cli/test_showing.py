@@ -58,6 +58,11 @@ def test_compare_tells_what_differs(run: Run, chain_file: Path) -> None:
     assert "0.50" in run("compare", chain_file, "-", stdin=faster).out
 
 
+def test_compare_writes_a_report(run: Run, chain_file: Path, tmp_path: Path) -> None:
+    run("compare", chain_file, "-", "--html", tmp_path / "both.html", stdin=chain([1.5, 1.0, 1.0, 1.0]).to_json())
+    assert "Time on fast, largest changes" in (tmp_path / "both.html").read_text()
+
+
 def test_compare_refuses_what_is_of_different_kinds(run: Run, chain_file: Path) -> None:
     answer = run("compare", chain_file, "-", stdin=run("solve", chain_file).out)
     assert answer.code == 2

@@ -7,6 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from placer.report.comparing import compare
+from placer.report.comparison_page import comparison_report
 from placer.report.page import html_report
 from placer.report.pictures import layer_charts, picture, placed_chart
 from placer.schema import Infeasibility, Placement, PlacementRequest, Profile
@@ -134,3 +136,20 @@ def test_the_charts_add_up_to_the_profile(make_profile: Make) -> None:
     time, memory = layer_charts(make_profile({"a": 1.0, "b": 2.0}))
     assert sum(sum(part.values) for part in time.parts) == 3 * (1 + 2)
     assert sum(sum(part.values) for part in memory.parts) == 2 * (4 + 1 + 3) * 1024
+
+
+def test_a_comparison_shows_what_changed_most_first(make_profile: Make) -> None:
+    first, second = make_profile({"a": 1.0, "b": 1.0, "c": 1.0}), make_profile({"a": 1.0, "b": 1.5, "c": 3.0})
+    text = _Reader(comparison_report(compare(first, second))).text
+    shown = text[text.index("Time on H200") : text.index("Memory, largest changes")]
+    assert shown.index("c: first 3.00 ms") < shown.index("b: first 3.00 ms")
+    assert "a: first" not in shown
+    assert "3.00 of the first" in shown
+    assert "nothing changed" in text  # of memory
+
+
+def test_a_comparison_of_placements_fetches_nothing(make_placement: Place) -> None:
+    both = [make_placement({"<a>": "cuda:0"}, {"cuda:0": load}) for load in (4.0, 3.0)]
+    page = _Reader(comparison_report(compare(*both)))
+    assert page.references == []
+    assert "Two placements" in page.text and "0.75 of the first" in page.text

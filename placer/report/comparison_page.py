@@ -1,0 +1,69 @@
+"""Two profiles or placements side by side, as one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from html import escape
+
+from rich.console import Console
+
+from placer.report.charts import Bar, bars, drawing
+from placer.report.comparing import Change, Comparison, ProfileComparison, comparison_table
+from placer.report.page import legend, page
+from placer.report.units import bytes_text, ms_text
+
+__all__ = ["comparison_report"]
+
+_SHOWN = 12
+
+
+def comparison_report(found: Comparison) -> str:
+    """A report for people: what changed most as bars, then the whole table.
+
+    Args:
+        found: from ``compare``.
+
+    Returns:
+        One HTML document, which refers to nothing outside itself.
+    """
+    if isinstance(found, ProfileComparison):
+        title = "Two profiles"
+        drawn = [
+            _bars(
+                f"Time on {kind}, largest changes", {layer.name: layer.time_ms[kind] for layer in found.layers}, ms_text
+            )
+            for kind in found.time_ms
+        ]
+        memory = {layer.name: layer.memory_bytes for layer in found.layers}
+        drawn.append(_bars("Memory, largest changes", memory, bytes_text))
+    else:
+        title = "Two placements"
+        drawn = [
+            _bars("Time per micro-batch", found.load_ms, ms_text),
+            _bars("Memory", found.memory_bytes, bytes_text),
+        ]
+    return page(title, [*drawn, _table(found)])
+
+
+def _bars(title: str, changes: Mapping[str, Change], text: Callable[[float], str]) -> str:
+    """Two bars for each of those that changed most; nothing where nothing did."""
+    moved = {name: change for name, change in changes.items() if change.first != change.second}
+    largest = sorted(moved, key=lambda name: -abs((moved[name].second or 0.0) - (moved[name].first or 0.0)))[:_SHOWN]
+    if not largest:
+        return f"<h2>{escape(title)}</h2><p>nothing changed</p>"
+    rows = []
+    for name in largest:
+        change = moved[name]
+        ratio = "" if change.ratio is None else f", {change.ratio:.2f} of the first"
+        for which, color, value in (("first", 0, change.first), ("second", 1, change.second)):
+            figure = "-" if value is None else text(value)
+            label = name if which == "first" else ""
+            rows.append(Bar(label, [(which, color, value or 0.0)], figure + (ratio if which == "second" else "")))
+    return f"<h2>{escape(title)}</h2>{legend([('first', 0), ('second', 1)])}{drawing(title, *bars(rows, text))}"
+
+
+def _table(found: Comparison) -> str:
+    console = Console(width=110, no_color=True, force_terminal=False)
+    with console.capture() as captured:
+        console.print(comparison_table(found))
+    return f"<h2>All</h2><pre>{escape(captured.get())}</pre>"
