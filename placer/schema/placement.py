@@ -118,8 +118,8 @@ class Infeasibility(Wire):
         layers: the layers concerned.
         devices: the devices concerned.
         short_bytes: the bytes missing, where memory is the reason.
-        requirements: in words, a smallest group of requirements that cannot hold together: without any one of them, the
-            others of the group can. Empty where it was not found in time.
+        requirements: in words, a group of requirements that cannot hold together. Empty where none was found in time.
+        smallest: whether there is no smaller group; else the time ended before that was known.
     """
 
     reason: str
@@ -127,6 +127,7 @@ class Infeasibility(Wire):
     devices: tuple[Name, ...] = ()
     short_bytes: Bytes = 0
     requirements: tuple[str, ...] = ()
+    smallest: bool = False
 
     @property
     def text(self) -> str:

@@ -1,5 +1,6 @@
 """The smallest group of requirements that cannot hold together, in words.
 
+First requirements are left out one by one, as long as those that stay cannot hold. Then a smaller group is looked for.
 Of a set of requirements it can be tried whether some placement meets them all. What a placement leaves unmet is a
 correction: every group that cannot hold has one of its requirements in it. So a smallest set that has one of every
 correction known is looked for; if no placement meets it, it is the group, else what meets it gives another correction.
@@ -17,11 +18,11 @@ from dataclasses import dataclass, replace
 
 from ortools.sat.python import cp_model
 
-from placer.schema import Infeasibility, Link
-from placer.solver import costs, memory_rules
+from placer.schema import Infeasibility, Link, PlacementRequest
+from placer.solver import costs, exact, memory_rules
 from placer.solver.components import closed_groups
 from placer.solver.cpsat import Answer
-from placer.solver.infeasible import CONTRADICTION
+from placer.solver.infeasible import CONTRADICTION, plain_reason
 from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
@@ -31,6 +32,8 @@ AMPLE_BYTES = 2**60
 FREE = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
 
 Numbers = frozenset[int]
+IMPOSSIBLE: Numbers = frozenset({-1})
+"""In place of what a placement meets: there is none."""
 Search = Callable[[PlacementModel], Answer]
 
 
@@ -61,13 +64,16 @@ def explained(problem: Problem, reason: Infeasibility, search: Search, over: Cal
         search: looks for a placement.
         over: whether the time is over.
     """
-    group = Conflict(problem, search, over).smallest()
-    if not group:
+    conflict = Conflict(problem, search, over)
+    group = conflict.irreducible()
+    smallest = conflict.smallest(group) if group else None
+    words = tuple(conflict.all[number].words for number in sorted(group if smallest is None else smallest))
+    if not words:
         return reason
-    words = tuple(requirement.words for requirement in group)
+    found = {"requirements": words, "smallest": smallest is not None}
     if reason.reason == CONTRADICTION:  # nothing else is known
-        return reason.model_copy(update={"reason": f"cannot hold together: {'; '.join(words)}", "requirements": words})
-    return reason.model_copy(update={"requirements": words})
+        found["reason"] = f"cannot hold together: {'; '.join(words)}"
+    return reason.model_copy(update=found)
 
 
 def requirements(problem: Problem) -> list[Requirement]:
@@ -129,20 +135,34 @@ class Conflict:
         self.all = requirements(problem)
         self._corrections: list[Numbers] = []
 
-    def smallest(self) -> list[Requirement]:
-        """The smallest group, of those the first; nothing if the time does not suffice."""
+    def irreducible(self) -> Numbers:
+        """A group of which none can be left out, as far as time allows; empty if all of it is not known to conflict."""
+        group = self._everyone
+        if self._met_with(group) != IMPOSSIBLE:
+            return frozenset()
+        for number in sorted(group):
+            met = None if self._over() else self._met_with(group - {number})
+            if met == IMPOSSIBLE:
+                group -= {number}
+            elif met is not None:
+                self._corrections.append(self._everyone - met)
+        return group
+
+    def smallest(self, known: Numbers) -> Numbers | None:
+        """A smallest group; None if the time does not suffice.
+
+        Args:
+            known: a group, which is taken if none is smaller.
+        """
         while not self._over():
             group = _hitting_set(len(self.all), self._corrections)
+            if len(group) >= len(known):
+                return known
             met = self._met_with(group)
-            if met is None:
-                return []
-            if not met >= group:
-                return [self.all[number] for number in sorted(group)]
-            correction = self._everyone - self._grown(met)
-            if not correction:
-                return []  # all can be met: what was said to be infeasible is not, or is so for another reason
-            self._corrections.append(correction)
-        return []
+            if met is None or met == IMPOSSIBLE:
+                return None if met is None else group
+            self._corrections.append(self._everyone - self._grown(met))
+        return None
 
     @property
     def _everyone(self) -> Numbers:
@@ -152,11 +172,11 @@ class Conflict:
         """As many requirements as one placement can be found to meet, with these among them."""
         for number in sorted(self._everyone - met):
             more = self._met_with(met | {number}) if number not in met and not self._over() else None
-            met = more if more is not None and more > met else met
+            met = met if more is None or more == IMPOSSIBLE else more
         return met
 
     def _met_with(self, numbers: Numbers) -> Numbers | None:
-        """What a placement that meets some requirements meets in all; nothing if there is none, None if not known."""
+        """What a placement that meets some requirements meets in all; None if it is not known."""
         contiguous = [number for number in numbers if self.all[number].kind == "contiguous"]
         # One that need not be contiguous may be: fewer micro-batches are in flight then.
         shapes = [True] if contiguous else [True, False] if self._problem.contiguous else [False]
@@ -164,8 +184,12 @@ class Conflict:
         for shape in shapes:
             easier = self._only(numbers, shape)
             nodes = reduced(easier)
-            if not all(nodes.allowed):
+            if plain_reason(easier, nodes) is not None:
                 continue
+            for devices in self._quick(easier, nodes):
+                met = self._met_by(devices, easier)
+                if met >= numbers:
+                    return met
             if not worth_building(easier, nodes):
                 return None
             answer = self._search(self._model(easier, nodes, numbers))
@@ -173,14 +197,23 @@ class Conflict:
                 met = self._met_by(answer.devices, easier)
                 return met if met >= numbers else None  # where devices may recompute, the program allows too much
             known = known and answer.infeasible
-        return frozenset() if known else None
+        return IMPOSSIBLE if known else None
+
+    @staticmethod
+    def _quick(easier: Problem, nodes: Reduction) -> Iterator[list[int]]:
+        """Placements that are found without a search."""
+        if easier.contiguous:
+            cut = exact.best_cut(replace(easier, request=_timed(easier)), nodes)
+            if cut.devices is not None and costs.evaluate(easier, cut.devices) is not None:
+                yield cut.devices
+        for alike in easier.alike_devices():
+            yield [alike[0]] * len(easier.layers)
 
     def _model(self, easier: Problem, nodes: Reduction, numbers: Numbers) -> PlacementModel:
         most_ms = easier.request.bottleneck_ms
         if most_ms is None or not any(self.all[number].kind == "bottleneck" for number in numbers):
             return PlacementModel(easier, nodes, any_will_do=True)
-        timed = replace(easier, request=easier.request.model_copy(update={"objective": "throughput"}))
-        return PlacementModel(timed, nodes, upper=most_ms * (1 + costs.ROUNDING))
+        return PlacementModel(replace(easier, request=_timed(easier)), nodes, upper=most_ms * (1 + costs.ROUNDING))
 
     def _only(self, numbers: Numbers, contiguous: bool) -> Problem:
         """The problem with no other requirements than these."""
@@ -192,7 +225,7 @@ class Conflict:
         return replace(
             problem,
             allowed=self._allowed(asked),
-            groups=closed_groups(requirement.layers for requirement in asked if requirement.kind == "group"),
+            groups=closed_groups(_together(asked)),
             contiguous=contiguous,
             most_devices=problem.most_devices if "most" in kinds else min(count, len(problem.layers)),
             least_devices=problem.least_devices if "least" in kinds else 1,
@@ -232,6 +265,20 @@ class Conflict:
             "limit": lambda r: use[r.device] <= problem.devices[r.device].usable_bytes,
         }
         return frozenset(number for number, asked in enumerate(self.all) if holds[asked.kind](asked))
+
+
+def _together(asked: Sequence[Requirement]) -> Iterator[tuple[int, ...]]:
+    """Layers that share a device: colocated, or pinned to one."""
+    for device in {requirement.device for requirement in asked if requirement.kind == "pin"}:
+        yield tuple(r.layers[0] for r in asked if r.kind == "pin" and r.device == device)
+    for requirement in asked:
+        if requirement.kind == "group":
+            yield requirement.layers
+
+
+def _timed(problem: Problem) -> PlacementRequest:
+    """What is asked, but for the smallest bottleneck."""
+    return problem.request.model_copy(update={"objective": "throughput"})
 
 
 def _hitting_set(count: int, sets: Sequence[Numbers]) -> Numbers:

@@ -146,9 +146,9 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
     if answer.infeasible:
         return None
     short = int(answer.bound)
-    reason = f"whatever the placement, some device is {readable(short)} or more over its limit" if short else "memory"
     if answer.devices is None:
-        return Infeasibility(reason=f"no placement keeps every device within its memory: {reason}", short_bytes=short)
+        least = f": whatever the placement, some device is {readable(short)} or more over its limit" if short else ""
+        return Infeasibility(reason=f"no placement keeps every device within its memory{least}", short_bytes=short)
     result = costs.evaluate(problem, answer.devices)
     assert result is not None  # the model refuses missing links and cycles
     excess = {

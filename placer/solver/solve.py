@@ -99,7 +99,7 @@ def solve(
     else:
         placement = Search(Problem.from_request(request), progress, stop, meter=meter).answer()
     if placement.infeasible is not None and request.objective != "step":
-        why = _conflict(request, placement.infeasible, stop, meter)
+        why = _conflict(request, placement.infeasible, stop, meter, began)
         placement = placement.model_copy(update={"infeasible": why})
     if request.explain and request.objective not in ("memory", "devices") and placement.layer_devices:
         left_s = request.time_limit_s - (monotonic() - began)
@@ -110,10 +110,10 @@ def solve(
 
 
 def _conflict(
-    request: PlacementRequest, reason: Infeasibility, stop: threading.Event | None, meter: Meter
+    request: PlacementRequest, reason: Infeasibility, stop: threading.Event | None, meter: Meter, began: float
 ) -> Infeasibility:
     """The reason, with the smallest group of requirements that cannot hold together where there is time to find it."""
-    until = monotonic() + CONFLICT_SHARE * request.time_limit_s
+    until = min(monotonic() + CONFLICT_SHARE * request.time_limit_s, began + request.time_limit_s)
 
     def left_s() -> float:
         return until - monotonic()
@@ -341,7 +341,8 @@ class Search:
         return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
 
     def _searcher(self) -> Searcher:
-        return Searcher(self.left_s, self.request.workers, self.request.seed, self.stop, self.meter)
+        """For reasons: half of the time that is left, the other half is for the requirements that conflict."""
+        return Searcher(lambda: self.left_s() / 2, self.request.workers, self.request.seed, self.stop, self.meter)
 
     def _nothing(self, reason: Infeasibility | None, method: str) -> Placement:
         return answer.nothing(self.problem, reason, self.bound, method, self._time_s())

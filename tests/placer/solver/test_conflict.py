@@ -61,7 +61,7 @@ def test_nothing_meets_the_group_and_something_meets_every_smaller_one(data, str
     asked = conflict.requirements(Problem.from_request(request))
     words = [requirement.words for requirement in asked]
     group = [words.index(text) for text in placement.infeasible.requirements]
-    assert group
+    assert group and placement.infeasible.smallest
     met = met_sets(request, asked, placement.contiguous, enumeration)
     assert not any(numbers >= set(group) for numbers in met)
     for smaller in itertools.combinations(range(len(asked)), len(group) - 1):
