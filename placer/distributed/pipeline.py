@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -117,8 +118,7 @@ class Pipeline:
         goal = self._goals(target)
         self._weights.refresh()
         self._weights.begin()
-        self._allocate()
-        with torch.enable_grad():
+        with self._allocated(), torch.enable_grad():
             self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
         self._weights.reduce()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
@@ -257,13 +257,32 @@ class Pipeline:
         self._head.targets = [structure.unflatten(part) for part in scatter(here, self.chunks, size)]
         return torch.arange(self.chunks)
 
-    def _allocate(self) -> None:
-        """Where weight gradients are a pass of their own, they are added to what must be there."""
-        for stage in self.stages:
-            if isinstance(stage.submod, StageModule) and stage.submod.plan.deferred is not None:
-                for parameter in stage.submod.parameters():
-                    if parameter.requires_grad and parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
+    @contextmanager
+    def _allocated(self) -> Iterator[None]:
+        """Where weight gradients are a pass of their own, they are added to what must be there, and goes if none is."""
+        made: dict[int, nn.Parameter] = {}
+        queues = [stage.submod.plan.deferred for stage in self.stages if isinstance(stage.submod, StageModule)]
+        reached = set[int]()
+
+        def note(parameter: Tensor) -> None:
+            reached.add(id(parameter))
+
+        for stage, queue in zip(self.stages, queues, strict=True):
+            if queue is not None:
+                queue.reached.clear()
+                parameters = stage.submod.parameters()
+                made |= {id(item): item for item in parameters if item.requires_grad and item.grad is None}
+        watches = [item.register_post_accumulate_grad_hook(note) for item in made.values()]  # type: ignore[no-untyped-call]
+        for item in made.values():
+            item.grad = torch.zeros_like(item)
+        try:
+            yield
+        finally:
+            for watch in watches:
+                watch.remove()
+        reached.update(*(queue.reached for queue in queues if queue is not None))
+        for key in made.keys() - reached:
+            made[key].grad = None
 
 
 def _own(output: Any, stage: nn.Module) -> Any:

@@ -21,6 +21,23 @@ from placer.executor.deferred import DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
 
 
+class Deferred(Queue):
+    """Weight gradients for later, and whose they are.
+
+    Attributes:
+        reached: the identities of all weights that a backward pass has reached.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached: set[int] = set()
+
+    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
+        """Leave something for later that adds to the gradients of weights."""
+        super().put(add, *weights)
+        self.reached.update(map(id, weights))
+
+
 @dataclass(frozen=True)
 class Work:
     """One layer, where its state is found, and the values that nothing reads after it."""
@@ -53,7 +70,7 @@ class Plan:
     is_last: bool
     copied: bool
     device: torch.device
-    deferred: Queue | None
+    deferred: Deferred | None
     recomputes: bool
 
 
@@ -108,7 +125,7 @@ class StageModule(nn.Module):
             is_last=index == count - 1,
             copied=copied,
             device=device,
-            deferred=Queue() if split else None,
+            deferred=Deferred() if split else None,
             recomputes=recomputes,
         )
 
@@ -232,9 +249,8 @@ def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
         value if isinstance(value, Tensor) else parcel.pack(value, plan.device)
         for parcel, value in zip(plan.leaves, made, strict=True)
     ]
-    flowing = [index for index, value in enumerate(outputs) if value.requires_grad]
-    for index, value in zip(flowing, leave(token, [outputs[index] for index in flowing]), strict=True):
-        outputs[index] = value
+    # Each by itself: one that the loss does not use lets nothing flow back to what made it.
+    outputs = [leave(token, [value])[0] if value.requires_grad else value for value in outputs]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 

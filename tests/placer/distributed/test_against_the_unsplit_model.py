@@ -134,7 +134,13 @@ def test_bert_runs_with_keyword_arguments_and_its_own_result(ranks: RankPool) ->
 
 def test_an_output_that_the_loss_does_not_use_is_no_hindrance(ranks: RankPool) -> None:
     check(ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:1", "back": "cpu:2"}, 2, "1f1b")
-    check(ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:2", "back": "cpu:1"}, 2, "1f1b")
+    check(ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:2", "back": "cpu:1"}, 2, "zero-bubble")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_what_the_loss_does_not_reach_in_the_last_stage_has_no_gradient(ranks: RankPool, schedule: str) -> None:
+    parts = check(ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:1", "back": "cpu:1"}, 2, schedule)
+    assert parts[1]["gradients"]["aside.weight"] is None and parts[1]["gradients"]["back.weight"] is not None
 
 
 def test_masks_whole_numbers_sizes_and_complex_numbers_cross(ranks: RankPool) -> None:
