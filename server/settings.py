@@ -21,6 +21,7 @@ def _state_directory() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "placer"
 
 
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 NODE_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 
 
@@ -29,11 +30,15 @@ def _host_name() -> str:
 
 
 def _machine_bytes() -> int:
-    """What this machine has; 0, so no limit, where it does not say."""
+    """What this machine, or its container, has; 0, so no limit, where it does not say."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):  # Windows
         return 0
+    try:
+        return min(physical, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no container, or "max"
+        return physical
 
 
 class Settings(BaseSettings):

@@ -69,3 +69,13 @@ def test_the_image_starts_with_keys_alone():
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
     assert "placer_keys" in compose["services"]["solver"]["secrets"]
     assert compose["services"]["solver"]["read_only"]
+
+
+def test_a_node_registers_at_the_service_that_solves():
+    node = pods()[0]["containers"][0]
+    given = {entry["name"]: entry for entry in node["env"]}
+    services = [d.values[0] for d in DOCUMENTS if d.values[0]["kind"] == "Service"]
+    (port,) = services[0]["spec"]["ports"]
+    assert given["PLACER_REGISTER_URL"]["value"] == f"http://{services[0]['metadata']['name']}:{port['port']}"
+    assert int(given["PLACER_PROFILE_MEMORY_BYTES"]["value"]) < 16 * 2**30
+    assert node["resources"]["limits"]["memory"] == "16Gi"

@@ -50,6 +50,15 @@ def test_a_graph_is_measured_and_its_profile_placed_and_had_again(serve, graph_b
     assert again.post("/v1/profiles?wait=0", json=graph_body()).content == reply.content
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_node_a_graph_is_measured_on_its_gpus_within_the_default_limit_of_memory(serve, graph_body):
+    reply = serve().post("/v1/profiles?wait=60", json=graph_body())
+    assert reply.status_code == 200, reply.text
+    assert [device["name"] for device in reply.json()["cluster"]["devices"]] == ["cuda:0"]
+    (kind,) = reply.json()["layers"][0]["forward_ms"]
+    assert "NVIDIA" in kind
+
+
 def test_a_graph_that_takes_longer_than_wait_is_202_and_then_there(serve, graph_body):
     client = serve()
     first = client.post("/v1/profiles?wait=0", json=graph_body())

@@ -29,3 +29,14 @@ def test_a_setting_that_cannot_be_used_is_an_input_error_that_names_it(monkeypat
 def test_the_database_is_in_the_users_state_directory_by_default(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert Settings().database == str(tmp_path / "placer" / "placements.db")
+
+
+def test_a_graph_may_take_half_of_what_the_container_has(tmp_path, monkeypatch):
+    from placer_server import settings
+
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(settings, "CGROUP_LIMIT", limit)
+    limit.write_text("2097152\n")
+    assert Settings().profile_memory_bytes == 2**20
+    limit.write_text("max\n")
+    assert Settings().profile_memory_bytes > 2**20
