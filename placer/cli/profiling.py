@@ -21,7 +21,7 @@ from placer.cli.options import (
     Optimizer,
     Output,
 )
-from placer.cli.terminal import extra
+from placer.cli.terminal import extra, told
 from placer.errors import InputError
 from placer.request_spec import limited
 from placer.schema import Profile
@@ -111,13 +111,9 @@ def measure_sizes(
         "granularity": int(granularity) if granularity.isdecimal() else granularity,
         "cache": cache,
     }
-    measured = profile_here(
-        module,
-        parse_inputs(inputs) if inputs else _carried(module),
-        _devices(devices),
-        **common,
-        batch_sizes=sizes,
-    )
+    example = parse_inputs(inputs) if inputs else _carried(module)
+    with told():
+        measured = profile_here(module, example, _devices(devices), **common, batch_sizes=sizes)
     return [_limited(one, memory) for one in (measured if isinstance(measured, list) else [measured])]
 
 

@@ -23,12 +23,12 @@ def progress_bar(shown: Shown, total: int) -> Iterator[Step]:
 
     Args:
         shown: whether and where.
-        total: the number of steps.
+        total: the number of steps; nothing is shown for none.
 
     Yields:
         What is called as each step begins, with its description.
     """
-    if not shown or not (shown == "always" or sys.stderr.isatty()):
+    if not total or not shown or not (shown == "always" or sys.stderr.isatty()):
         yield lambda _: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

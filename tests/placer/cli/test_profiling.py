@@ -170,3 +170,10 @@ def test_under_torchrun_the_profile_is_that_of_all_hosts(run: Run, monkeypatch: 
     answer = run("profile", *TOY, "--gather", "--memory", "cpu:1=2MiB")
     assert answer.code == 0, answer.err
     assert [device.usable_bytes for device in answer.profile.cluster.devices][1] == 2 * MIB
+
+
+def test_a_terminal_is_told_what_came_from_the_cache(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = run("profile", *TOY, "--cache", tmp_path)
+    assert quiet.err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert "0 layers were measured, 3 taken from the cache" in run("profile", *TOY, "--cache", tmp_path).err
