@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from placer.schema import Batch, Objective, PlacementRequest
+from placer.schema.graph import ProfileRequest
 
 from .problem import Problem, clip, invalid_body
 from .settings import Settings
@@ -158,6 +159,14 @@ class Checker:
         """
         return await self._run(split, body)
 
+    async def check_graph(self, body: bytes) -> None:
+        """See that a body is a ProfileRequest; what its operations are is looked at where they run.
+
+        Raises:
+            Problem: it is none; it names the fault.
+        """
+        await self._run(_check_graph, body)
+
     async def _run(self, work: Callable[[bytes], T], body: bytes) -> T:
         return work(body) if len(body) <= INLINE_BYTES else await self._run_elsewhere(work, body)
 
@@ -194,10 +203,17 @@ def check(body: bytes) -> Question:
         Problem: the body is no PlacementRequest; it names the fault.
     """
     try:
-        request = PlacementRequest.model_validate_json(body)
+        request = PlacementRequest.model_validate_json(body, strict=True)
     except ValidationError as error:
         raise invalid_body(error) from None
     return Question(request.content_hash(), request.objective, request.time_limit_s)
+
+
+def _check_graph(body: bytes) -> None:
+    try:
+        ProfileRequest.model_validate_json(body, strict=True)
+    except ValidationError as error:
+        raise invalid_body(error, ProfileRequest) from None
 
 
 def split(body: bytes) -> list[bytes]:
@@ -207,7 +223,7 @@ def split(body: bytes) -> list[bytes]:
         Problem: the body is no batch, or much larger when written out; it names the fault.
     """
     try:
-        batch = Batch.model_validate_json(body)
+        batch = Batch.model_validate_json(body, strict=True)
     except ValidationError as error:
         raise invalid_body(error, Batch) from None
     bodies, left = [], MOST_WRITTEN_OUT

@@ -25,6 +25,13 @@ from .service import OnDisconnect, Service, Serving, checked_id
 router = APIRouter()
 
 EVENTS = "text/event-stream"
+EVENT = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {"event": {"enum": ["progress", "done", "failed", "handed-on"]}, "data": {}},
+}
+"""What the OpenAPI document says of each."""
+
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 SHORTEST_S = 0.05
 """Between two events; a solver that finds much is told of in its latest."""
@@ -36,7 +43,7 @@ BEAT_S = 10.0
 @router.get(
     "/v1/placements/{id}/events",
     response_class=StreamingResponse,
-    responses={200: {"content": {EVENTS: {"schema": {"type": "string"}}}, "description": "A stream of events."}},
+    responses={200: {"content": {EVENTS: {"schema": EVENT}}, "description": "A stream of events."}},
 )
 async def get_events(request: Request, id: str, service: Serving, on_disconnect: OnDisconnect = "keep") -> Response:
     """Incumbent, bound and time of a solve as they change, and its end, as server-sent events."""

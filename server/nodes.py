@@ -206,7 +206,7 @@ async def _register(client: httpx.AsyncClient, where: str, service: Service) -> 
 
 def _read(body: bytes) -> Cluster:
     try:
-        cluster = Cluster.model_validate_json(body)
+        cluster = Cluster.model_validate_json(body, strict=True)
     except ValidationError as error:
         raise invalid_body(error, Cluster) from None
     if any("/" in device.name for device in cluster.devices):

@@ -45,8 +45,17 @@ async def post_profile(request: Request, service: Serving, wait: Wait = None) ->
         key = hashlib.sha256(body).hexdigest()[:32]
         if (known := await service.store.ask(service.store.measured, key)) is not None:
             return _measured(request, key, known)
+        if service.profiling.find(key) is None:
+            await service.checker.check_graph(body)
         measuring = service.profiling.submit(key, body)
     await _wait(measuring, service.settings.default_wait_s if wait is None else wait)
+    if measuring.written is not None and not measuring.ended.is_set():
+        await asyncio.wait([measuring.written])
+        if measuring.written.exception() is not None:
+            detail = (
+                "the graph could not be written to the store, so a crash would lose it; it is measured all the same"
+            )
+            raise Problem(503, "not-kept", "The graph could not be kept", detail, headers={"Retry-After": "2"})
     return _reply(request, measuring)
 
 
