@@ -18,7 +18,7 @@ the other. Times are those of the fastest devices, transfers are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from placer.solver.bounds import fastest_ms, longest_paths
 from placer.solver.problem import Problem, arcs_of
@@ -76,8 +76,9 @@ def _blocks(arcs: Arcs, count: int) -> list[int]:
     for source, reader in arcs:
         passed[source + 1] += 1
         passed[reader] -= 1
-    alone = [number == 0 for number in accumulate(passed[:count])]
-    return list(accumulate(int(here or before) for here, before in zip(alone, [False, *alone[:-1]], strict=True)))
+    alone = [number == 0 for number in accumulate(passed[:count])]  # the first one is
+    begins = [here or before for here, before in pairwise([False, *alone])]
+    return list(accumulate(map(int, begins[1:]), initial=0))
 
 
 def _by_node(nodes: Reduction, time_ms: Sequence[float]) -> list[float]:
