@@ -36,6 +36,7 @@ class Measuring:
         id: the hash of the request.
         created_s: when it was asked, by the monotonic clock.
         running: whether a worker has it.
+        written: done when it is in the store; the exception is why it could not be written.
         profile: the Profile as JSON, once done.
         problem: why there is none, once failed.
         ended: set at the end.
@@ -44,6 +45,7 @@ class Measuring:
     id: str
     created_s: float = field(default_factory=time.monotonic)
     running: bool = False
+    written: asyncio.Future[None] | None = None
     profile: bytes | None = None
     problem: Problem | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,7 +54,7 @@ class Measuring:
 class Profiling:
     """Measures graphs, one after another, so that they do not disturb each other's times.
 
-    What is under way is lost when the service is killed; the client, which holds the graph, asks again.
+    What is accepted is in the store until it is measured: the next start on this node goes on with it.
     """
 
     def __init__(self, settings: Settings, store: Store, metrics: Metrics) -> None:
@@ -79,14 +81,26 @@ class Profiling:
         if (known := self._open.get(key)) is not None:
             return known
         if self._closing:
-            raise Problem(
-                503, "stopping", "The service is stopping", "ask again in a moment", headers={"Retry-After": "5"}
-            )
+            raise _stopping()
         if len(self._open) > MOST_WAITING:
             detail = (
                 f"{len(self._open)} graphs are measured or wait, which is all that this node takes; try again in 10 s"
             )
             raise Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": "10"})
+        measuring = self._take(key, body)
+        writing = asyncio.to_thread(self._store.accept_graph, key, self._settings.node_name, body)
+        measuring.written = asyncio.ensure_future(writing)
+        return measuring
+
+    async def resume(self) -> None:
+        """Take up what an earlier start on this node accepted and did not measure."""
+        if not self._store.database.alone:
+            return
+        for key, body in await asyncio.to_thread(self._store.graphs, self._settings.node_name):
+            log.info("graph %s was accepted before this start and goes on", key)
+            self._take(key, body)
+
+    def _take(self, key: str, body: bytes) -> Measuring:
         self._ended.pop(key, None)
         measuring = self._open[key] = Measuring(key)
         task = asyncio.create_task(self._run(measuring, body))
@@ -118,20 +132,31 @@ class Profiling:
 
     async def _end(self, measuring: Measuring, body: bytes) -> None:
         """Measure, and keep what came of it."""
+        node = self._settings.node_name
+        if measuring.written is not None:
+            await asyncio.wait([measuring.written])  # else it could be written after its end, and stay
         try:
             measuring.profile = await self._measure(body)
-            await asyncio.to_thread(self._store.keep_measured, measuring.id, measuring.profile)
+            await asyncio.to_thread(self._store.keep_measured, measuring.id, node, measuring.profile)
         except Problem as problem:
             measuring.problem = problem
+            if not self._closing:  # else the next start goes on with it
+                await self._drop(measuring.id, node)
         except StoreError as error:
             log.error("profile %s could not be written, and is kept in memory: %s", measuring.id, error)
         except Exception as error:
             log.exception("graph %s could not be measured", measuring.id)
             measuring.problem = _not_measured(str(error))
 
+    async def _drop(self, key: str, node: str) -> None:
+        try:
+            await asyncio.to_thread(self._store.drop_graph, key, node)
+        except StoreError as error:
+            log.error("the end of graph %s could not be written: %s", key, error)
+
     async def _measure(self, body: bytes) -> bytes:
         if self._closing:
-            raise _not_measured("the service was stopped")
+            raise _stopping()
         settings = self._settings
         self._worker = Worker(
             profile_graph,
@@ -149,7 +174,7 @@ class Profiling:
             raise Problem(422, "invalid-graph", "The graph cannot be measured", str(error)) from error
         except Killed as error:
             if self._closing:
-                raise _not_measured("the service was stopped") from error
+                raise _stopping() from error
             limit = f"{settings.profile_timeout_s:g} s (PLACER_PROFILE_TIMEOUT_S)"
             detail = f"the graph took more than {limit}; send a smaller one"
             raise Problem(422, "too-slow", "The graph takes too long", detail) from error
@@ -186,6 +211,11 @@ def profile_graph(payload: bytes, report: Report, stop: threading.Event) -> byte
             " target, or pip install 'torch-placer[torch]'"
         ) from error
     return replay(request).to_json().encode()
+
+
+def _stopping() -> Problem:
+    detail = "the service is stopping; its next start goes on with what was accepted: ask again in a moment"
+    return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
 
 
 def _not_measured(reason: str) -> Problem:

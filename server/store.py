@@ -23,7 +23,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from .database import StoreError, open_database
 from .recent import Recent
-from .tables import failures, jobs, measured, nodes, placements, profiles
+from .tables import failures, graphs, jobs, measured, nodes, placements, profiles
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -231,10 +231,26 @@ class Store:
         row = self._one(_PROFILE, key)
         return row[0] if row else None
 
-    def keep_measured(self, key: str, profile: bytes) -> None:
-        """Keep a profile that was measured here, the newest thousand of them."""
+    def accept_graph(self, key: str, node: str, body: bytes) -> None:
+        """Write down a graph before its client is told that it was accepted."""
+        new = self._insert(graphs).inline().on_conflict_do_nothing(index_elements=["id", "node"])
+        self.database.write_one(lambda connection: connection.execute(new, {"id": key, "node": node, "body": body}))
+
+    def graphs(self, node: str) -> list[tuple[str, bytes]]:
+        """The ids and bodies of what a node accepted and did not measure, in the order in which they came."""
+        query = sa.select(graphs.c.id, graphs.c.body).where(graphs.c.node == node).order_by(graphs.c.row)
+        return [(key, body) for key, body in self.database.read(lambda connection: connection.execute(query).all())]
+
+    def drop_graph(self, key: str, node: str) -> None:
+        """A graph cannot be measured, and is not tried again."""
+        done = sa.delete(graphs).where(graphs.c.id == key, graphs.c.node == node)
+        self.database.write_one(lambda connection: connection.execute(done))
+
+    def keep_measured(self, key: str, node: str, profile: bytes) -> None:
+        """Keep a profile that a node measured, the newest thousand of them."""
 
         def write(connection: sa.Connection) -> None:
+            connection.execute(sa.delete(graphs).where(graphs.c.id == key, graphs.c.node == node))
             connection.execute(sa.delete(measured).where(measured.c.id == key))
             connection.execute(sa.insert(measured), {"id": key, "profile": profile})
             last = sa.select(measured.c.row).order_by(measured.c.row.desc()).offset(MEASURED_KEPT).limit(1)

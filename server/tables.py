@@ -14,11 +14,12 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    UniqueConstraint,
     false,
     text,
 )
 
-HEAD = "0004"
+HEAD = "0005"
 """The revision that these tables are; in SQLite, ``PRAGMA user_version`` is its number too."""
 
 METADATA = MetaData()
@@ -95,4 +96,14 @@ nodes = Table(  # the devices of the nodes that registered
     Column("name", Text, primary_key=True),
     Column("created_s", Double, nullable=False),
     Column("cluster", LargeBinary, nullable=False),
+)
+
+graphs = Table(  # accepted, and not measured yet
+    "graphs",
+    METADATA,
+    Column("row", ORDER, primary_key=True),
+    Column("id", Text, nullable=False),
+    Column("node", Text, nullable=False),  # whose devices it is for
+    Column("body", LargeBinary, nullable=False),
+    UniqueConstraint("id", "node"),
 )

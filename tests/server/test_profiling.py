@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 import sys
 import time
 
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from placer.schema import Profile
 from placer_server import examples, profiling
+from placer_server.database import StoreError
 from placer_server.problem import MAX_BYTES
+from placer_server.store import Store
 from placer_server.worker import default_solver
 
 
@@ -79,6 +82,45 @@ def test_a_hostile_operation_is_422_and_named(serve, graph_body, step, said):
     assert reply.status_code == 422
     assert said in reply.json()["detail"]
     assert "/etc" not in reply.text and len(reply.content) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+def test_what_a_service_accepted_is_measured_by_its_next_start(start, graph_body, sig):
+    first = start("quick")
+    where = first.client.post("/v1/profiles?wait=0", json=graph_body()).headers["Location"]
+    assert first.end(sig) == (0 if sig == signal.SIGTERM else -sig)
+    again = start("quick")
+    reply = again.client.get(where, params={"wait": 60})
+    assert (reply.status_code, reply.json()["model"]) == (200, "Example")
+
+
+def test_a_graph_for_another_node_is_left_to_that(database):
+    store = Store(database, keep=1)
+    for node in ("a", "b", "a"):
+        store.accept_graph("k", node, b"body")
+    store.keep_measured("k", "a", b"profile")
+    assert (store.graphs("a"), store.graphs("b"), store.measured("k")) == ([], [("k", b"body")], b"profile")
+    store.drop_graph("k", "b")
+    assert store.graphs("b") == []
+    store.close()
+
+
+def test_a_graph_that_cannot_be_written_is_not_said_to_be_accepted(serve, graph_body, monkeypatch):
+    def full(*_):
+        raise StoreError("no space left on device")
+
+    client = serve()
+    monkeypatch.setattr(client.app.state.service.store, "accept_graph", full)
+    reply = client.post("/v1/profiles?wait=0", json=graph_body())
+    assert (reply.status_code, reply.json()["type"]) == (503, "urn:placer:problem:not-kept")
+
+
+def test_a_graph_that_cannot_be_measured_is_not_tried_again(serve, graph_body, tmp_path):
+    client = serve(database=str(tmp_path / "p.db"))
+    bad = operations(graph_body(), {"op": "os.system", "args": ["true"]})
+    assert client.post("/v1/profiles?wait=60", json=bad).status_code == 422
+    service = client.app.state.service
+    assert service.store.graphs(service.settings.node_name) == []
 
 
 def test_a_graph_that_takes_more_memory_than_allowed_is_422_and_the_service_goes_on(serve, graph_body):
