@@ -38,9 +38,9 @@ def use_of_all(problem: Problem) -> int:
     return footprint(problem, everything).total_bytes(problem.request.chunks)
 
 
-def byte_sizes(problem: Problem) -> list[int]:
-    """Every size that the model adds up, as often as it may be added."""
-    often = problem.request.chunks if problem.training else 1
+def byte_sizes(problem: Problem, chunks: int) -> list[int]:
+    """Every size that the model adds up, as often as it may be added with so many micro-batches."""
+    often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
     for layer in problem.layers:
         sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes]

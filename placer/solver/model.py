@@ -98,8 +98,9 @@ class PlacementModel:
         timed = self.objective in ("throughput", "latency")
         largest = upper if timed and upper is not None else longest_ms(self.problem)
         self.steps_per_ms = TIME_STEPS / largest if largest > 0 else 1.0
-        sizes = memory_rules.byte_sizes(self.problem)
-        common = gcd(*sizes) if sizes and not self.relaxed else 1  # an excess need not be a multiple of it
+        sizes = memory_rules.byte_sizes(self.problem, self.problem.request.chunks)
+        single = memory_rules.byte_sizes(self.problem, 1)
+        common = gcd(*single) if single and not self.relaxed else 1  # an excess need not be a multiple of it
         self.byte_unit = max(common, -(-sum(sizes) // BYTE_STEPS), 1)
         if not timed:
             self.upper = floor(upper / self.byte_unit) if upper is not None else sum(sizes) // self.byte_unit + 1

@@ -5,9 +5,11 @@ from random import Random
 
 import pytest
 
+from placer.schema import Cluster, Device, Layer, PlacementRequest, Profile
 from placer.solver import costs
 from placer.solver.cpsat import Limits
 from placer.solver.model import PlacementModel
+from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.stages import StageModel
 
@@ -33,6 +35,19 @@ def test_the_smallest_memory_over_nodes_and_devices_is_that_of_the_assignment(se
         problem, result = pinned(training_problem(random), random)
         answer = PlacementModel(problem, reduced(problem)).solve(Limits(60))
         assert answer.bound == max(use.total_bytes for use in result.memory)
+
+
+def test_sizes_keep_their_bytes_though_their_multiples_have_a_common_divisor():
+    """A byte that 3 micro-batches save and a workspace of 3 bytes: in units of 3 bytes the one saved would be none."""
+    layers = [
+        Layer(name=name, forward_ms={"t": 1}, backward_ms={"t": 1}, saved_bytes=saved, backward_workspace_bytes=3)
+        for name, saved in (("a", 1), ("b", 0))
+    ]
+    cluster = Cluster(devices=[Device(name="x", type="t", memory_bytes=10)])
+    profile = Profile(layers=layers, training=True, cluster=cluster)
+    asked = PlacementRequest(profile=profile, objective="memory", chunks=3, schedule="fill-drain")
+    problem = Problem.from_request(asked)
+    assert PlacementModel(problem, reduced(problem)).solve(Limits(60)).bound == 2 * 1 + 1 + 3
 
 
 @pytest.mark.parametrize("seed", range(10))
