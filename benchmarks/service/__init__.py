@@ -1,4 +1,8 @@
-"""The service under load, on loopback: what a request, a start and a stop cost."""
+"""The service under load, on loopback: what a request, a start and a stop cost; and what becomes of it under attack.
+
+``PLACER_SERVICE_SOAK_S``, ``PLACER_SERVICE_BODIES`` and ``PLACER_SERVICE_CONTRACT_S`` make the soak, the hostile bodies
+and the run of schemathesis longer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.record import row
 
-from . import measure
+from . import hostile, measure, soak
 
 
 class Asked(NamedTuple):
@@ -37,7 +41,30 @@ ROWS = [
 
 def run() -> list[dict[str, Any]]:
     """Measure every row: the median of its samples, and the smallest and the largest as its spread."""
-    return [_measured(asked) for asked in ROWS]
+    return [*map(_measured, ROWS), *_hostile_rows(), *_soak_rows()]
+
+
+def _hostile_rows() -> list[dict[str, Any]]:
+    sent, (runs, findings) = hostile.send(), hostile.fuzz()
+    contract = hostile.contract_findings()
+    case = f"{sent.sent:,} hostile bodies"
+    return [
+        row(case, "answered with a 5xx", "", sent.failures, target=0),
+        row(case, "largest problem", "B", sent.largest_bytes, target=4096),
+        row(case, "memory, after all against after a fifth", "%", round(sent.growth_percent, 2), target=5),
+        row(f"{runs:,} bodies of a coverage-guided fuzzer", "findings", "", findings, target=0),
+        row(f"schemathesis, all checks, {contract.cases:,} cases", "findings", "", contract.findings, target=0),
+    ]
+
+
+def _soak_rows() -> list[dict[str, Any]]:
+    found = soak.soak()
+    case = f"{soak.SECONDS:g} s of mixed load, {found.requests:,} requests"
+    return [
+        row(case, "answered with a 5xx", "", found.failures, target=0),
+        row(case, f"of {found.accepted:,} accepted jobs, not answered once", "", found.unanswered, target=0),
+        row(case, "memory, at the end against a quarter through", "%", round(found.growth_percent, 2), target=5),
+    ]
 
 
 def _measured(asked: Asked) -> dict[str, Any]:

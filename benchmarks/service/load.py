@@ -37,6 +37,10 @@ class Connection:
     def delete(self, path: str) -> Reply:
         return self.send(message("DELETE", path))
 
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
     def send(self, raw: bytes) -> Reply:
         self._socket.sendall(raw)
         status = int(self._file.readline().split()[1])

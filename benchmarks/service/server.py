@@ -33,6 +33,11 @@ class Server:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def memory_bytes(self) -> int:
+        """What the main process has in memory for itself."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()
+        return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
 
 @contextmanager
 def serving(solver: str = "", **settings: object) -> Iterator[Server]:

@@ -1,0 +1,58 @@
+"""The service against its own OpenAPI document: schemathesis with all its checks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+CONFIGURATION = Path(__file__).parent / "schemathesis.toml"
+
+
+class Contract(NamedTuple):
+    """What schemathesis found.
+
+    Attributes:
+        cases: how many requests it made.
+        findings: how many of them broke a check, each kind once.
+        log: all that it said.
+    """
+
+    cases: int
+    findings: int
+    log: str
+
+
+def check(url: str, seconds: float, examples: int, phases: str = "examples,coverage,fuzzing,stateful") -> Contract:
+    """Let schemathesis make up requests to every path, valid ones and others.
+
+    Args:
+        url: of the service.
+        seconds: for how long at most.
+        examples: for each path and phase, at most.
+        phases: of schemathesis.
+
+    Raises:
+        RuntimeError: it did not run.
+    """
+    program = shutil.which("st", path=str(Path(sys.executable).parent)) or shutil.which("st")
+    if program is None:
+        raise RuntimeError("schemathesis is not installed: pip install 'torch-placer[test]'")
+    asked = f"run {url}/openapi.json --checks all --continue-on-failure --generation-deterministic --no-color"
+    limits = ["--max-time", str(seconds), "--max-examples", str(examples), "--phases", phases]
+    done = subprocess.run(
+        [program, "--config-file", str(CONFIGURATION), *asked.split(), *limits],
+        capture_output=True,
+        text=True,
+        timeout=seconds + 300,
+    )
+    log = done.stdout + done.stderr
+    cases = re.search(r"(\d+) generated", log)
+    if done.returncode not in (0, 1) or cases is None:
+        raise RuntimeError(f"schemathesis ended with {done.returncode}: {log[-2000:]}")
+    found = re.search(r"(\d+) unique failures?", log)
+    findings = int(found[1]) if found else 0
+    return Contract(int(cases[1]), max(findings, done.returncode), log)

@@ -1,0 +1,131 @@
+"""Mixed load for a while: what is valid, what is not, what is stopped, and clients that go away in the midst of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from random import Random
+from typing import Any, NamedTuple
+
+from . import bodies
+from .load import Connection, Reply, message, request_body
+from .server import Server, serving
+
+SECONDS = float(os.environ.get("PLACER_SERVICE_SOAK_S", "60"))
+CLIENTS = 4
+SETTLED = 0.25
+"""Of the time, after which memory is held to be what it stays: imports, caches and pools are there by then."""
+
+LAYERS = 12
+
+
+class Soak(NamedTuple):
+    """What became of the load.
+
+    Attributes:
+        requests: how many there were.
+        accepted: jobs that the service took.
+        unanswered: of those, the ones with no placement at the end, or more than one.
+        failures: answers of 500 and more.
+        growth_percent: memory of the service at the end against when it had settled.
+    """
+
+    requests: int
+    accepted: int
+    unanswered: int
+    failures: int
+    growth_percent: float
+
+
+class Client:
+    """One of several that ask at the same time, each in its own thread."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        self._server, self._connection = server, server.connect()
+        self._random = Random(number)
+        self._hostile = bodies.bodies(number)
+        self._number, self._turn = number, 0
+        self.accepted: set[str] = set()
+        self.statuses: Counter[int] = Counter()
+
+    def run(self, until: float) -> None:
+        """Ask in turn, until it is time."""
+        deeds: list[Callable[[], None]] = [self._new, self._new, self._again, self._faulty, self._stopped, self._gone]
+        while time.monotonic() < until:
+            self._random.choice([*deeds, self._listed, self._judged])()
+
+    def _note(self, reply: Reply) -> Reply:
+        self.statuses[reply.status] += 1
+        if reply.status in (200, 202) and b'"id"' in reply.body:
+            self.accepted.add(json.loads(reply.body)["id"])
+        return reply
+
+    def _body(self, **fields: Any) -> bytes:
+        self._turn += 1
+        return request_body(LAYERS, seed=self._number * 10_000_000 + self._turn, time_limit_s=2, workers=1, **fields)
+
+    def _new(self) -> None:
+        self._note(self._connection.post("/v1/placements?wait=5", self._body()))
+
+    def _again(self) -> None:
+        self._note(
+            self._connection.post("/v1/placements?wait=5", request_body(LAYERS, seed=self._random.randrange(20)))
+        )
+
+    def _faulty(self) -> None:
+        path, body = next(islice(self._hostile, 1))
+        self.statuses[self._connection.post(path, body).status] += 1
+
+    def _stopped(self) -> None:
+        reply = self._note(self._connection.post("/v1/placements?wait=0", self._body()))
+        if reply.status == 202:
+            self._note(self._connection.delete(f"/v1/placements/{reply.json()['id']}"))
+
+    def _gone(self) -> None:
+        """Leave in the midst of the body, or while the answer is waited for."""
+        raw = message("POST", "/v1/placements?wait=5&on_disconnect=stop", self._body())
+        with socket.create_connection(("127.0.0.1", self._server.port)) as leaving:
+            leaving.sendall(raw if self._random.random() < 0.5 else raw[: len(raw) // 2])
+
+    def _listed(self) -> None:
+        self.statuses[self._connection.get("/v1/placements?limit=20").status] += 1
+        self.statuses[self._connection.get("/readyz").status] += 1
+
+    def _judged(self) -> None:
+        if self.accepted and self._random.random() < 0.2:
+            key = self._random.choice(sorted(self.accepted)[:50])
+            self.statuses[self._connection.get(f"/v1/placements/{key}/timeline").status] += 1
+
+
+def soak(seconds: float = SECONDS) -> Soak:
+    """Load a service with Placer's own solver, and look at what is left."""
+    with serving(workers=1, queue=16, keep=1_000_000) as server:
+        clients = [Client(server, number) for number in range(CLIENTS)]
+        began = time.monotonic()
+        threads = [threading.Thread(target=client.run, args=(began + seconds,)) for client in clients]
+        for thread in threads:
+            thread.start()
+        time.sleep(SETTLED * seconds)
+        settled = server.memory_bytes()
+        for thread in threads:
+            thread.join()
+        grown = server.memory_bytes()
+        accepted = set().union(*(client.accepted for client in clients))
+        unanswered = sum(not _answered(server.connect(), key) for key in accepted)
+    statuses = sum((client.statuses for client in clients), Counter())
+    failures = sum(count for status, count in statuses.items() if status >= 500)
+    return Soak(statuses.total(), len(accepted), unanswered, failures, 100 * (grown / settled - 1))
+
+
+def _answered(connection: Connection, key: str) -> bool:
+    """Whether the service has one placement of that id, once its solve has ended."""
+    reply = connection.get(f"/v1/placements/{key}?wait=60")
+    found = connection.get(f"/v1/placements?q={key}").json()["placements"]
+    connection.close()
+    return reply.status == 200 and reply.json()["id"] == key and len(found) == 1

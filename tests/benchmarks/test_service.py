@@ -1,0 +1,79 @@
+"""The service's benchmark at its shortest: what it looks for is not there, and would be found."""
+
+from __future__ import annotations
+
+import importlib
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+
+from placer_server.app import background
+from placer_server.body import check, split
+from placer_server.problem import MAX_BYTES, Problem
+from placer_server.serving import serve_in_thread
+from placer_server.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def part(monkeypatch):
+    """A module of the benchmark by its name."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"benchmarks.service.{name}")
+
+
+def test_schemathesis_finds_nothing(part):
+    pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install 'torch-placer[test]'")
+    settings = Settings(port=0, database=":memory:", workers=1, default_wait_s=1, log_level="error")
+    with background(settings) as url:
+        found = part("contract").check(url, seconds=6, examples=3, phases="coverage")
+    assert found.cases > 5
+    assert not found.findings, found.log
+
+
+def test_schemathesis_finds_what_breaks_the_document(part):
+    pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install 'torch-placer[test]'")
+    app = FastAPI()
+
+    @app.get("/number", response_model=None)
+    def number(value: int = 0) -> str:
+        return str(1 // value)
+
+    with serve_in_thread(app, Settings(port=0, log_level="critical")) as url:
+        assert part("contract").check(url, seconds=6, examples=5, phases="coverage").findings
+
+
+def test_hostile_bodies_are_questions_or_small_problems(part):
+    refused = 0
+    for _, body in islice(part("bodies").bodies(seed=5), 4000):
+        for read in (check, split):
+            try:
+                read(body)
+            except Problem as problem:
+                refused += 1
+                assert problem.status < 500
+                assert len(problem.content()) <= MAX_BYTES
+    assert refused > 4000  # most are hostile indeed
+
+
+def test_a_running_service_answers_hostile_bodies_without_5xx(part):
+    found = part("hostile").send(250, seed=1)
+    assert (found.sent, found.failures) == (250, 0)
+    assert 0 < found.largest_bytes <= MAX_BYTES
+
+
+def test_the_fuzzer_finds_nothing_in_a_few_thousand_bodies(part):
+    pytest.importorskip("atheris", reason="atheris is not installed: pip install 'torch-placer[test]'")
+    runs, findings = part("hostile").fuzz(3000)
+    assert runs >= 3000
+    assert findings == 0
+
+
+def test_every_job_of_a_short_soak_is_answered_once(part):
+    found = part("soak").soak(3.0)
+    assert found.requests > 10
+    assert found.accepted > 0
+    assert (found.unanswered, found.failures) == (0, 0)
