@@ -191,7 +191,7 @@ def test_a_solve_can_be_watched_and_stopped_at_another_replica(serve, solvers, r
     where = first.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
     wait_until(lambda: second.get(where).json()["incumbent"] == 7.0)
     assert second.delete(where).json()["objective_value"] == 7.0
-    assert first.get(where).json()["objective_value"] == 7.0
+    assert first.get(where, params={"wait": 30}).json()["objective_value"] == 7.0
     assert '"objective_value":7.0' in second.get(f"{where}/events").text
 
 
