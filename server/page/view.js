@@ -11,6 +11,8 @@ export function show(article, placement, request, options) {
   if (placement.infeasible) {
     parts.push(element("p", { class: "why" }, element("strong", {}, "No placement is possible. "), placement.infeasible.reason));
     if (placement.infeasible.short_bytes) parts.push(element("p", {}, `${bytes(placement.infeasible.short_bytes)} are short.`));
+    const words = placement.infeasible.requirements || [];
+    if (words.length) parts.push(element("p", {}, "These cannot hold together:"), element("ul", {}, ...words.map((text) => element("li", {}, text))));
   } else if (placement.devices.length) {
     const devices = placement.devices.map((load) => load.device);
     parts.push(
@@ -50,7 +52,7 @@ function facts(placement) {
   const kind = placement.objective;
   const rows = [
     ["Status", { optimal: "optimal, proven", feasible: "best found so far", infeasible: "infeasible", unknown: "none found in time" }[placement.status]],
-    [{ throughput: "Bottleneck", step: "Whole batch", latency: "One sample", memory: "Largest use" }[kind] || kind, amount(placement.objective_value, kind)],
+    [{ throughput: "Bottleneck", step: "Whole batch", latency: "One sample", memory: "Largest use", devices: "Devices used" }[kind] || kind, amount(placement.objective_value, kind)],
     ["Proven bound", amount(placement.bound, kind)],
     ["Gap", placement.gap === null || placement.gap === undefined ? "none" : percent(placement.gap)],
     ["Against one device", placement.speedup ? `${placement.speedup.toFixed(2)} ×` : "none"],
