@@ -281,11 +281,35 @@ def test_each_of_two_placements_has_its_own_timeline(page):
 
 
 @needs_chromium
+def test_whatever_can_be_used_or_seen_has_a_name_for_those_who_hear_the_page(page):
+    ask_example(page)
+    page.until("document.querySelector('#current .lanes')")
+    tree = page.call("goog/cdp/execute", cmd="Accessibility.getFullAXTree", params={})["nodes"]
+    shown = [node for node in tree if not node["ignored"]]
+    roles = {
+        "button",
+        "textbox",
+        "searchbox",
+        "combobox",
+        "spinbutton",
+        "checkbox",
+        "slider",
+        "image",
+        "link",
+        "region",
+    }
+    named = [(node["role"]["value"], node["name"]["value"]) for node in shown if node["role"]["value"] in roles]
+    assert {role for role, _ in named} >= {"button", "combobox", "spinbutton", "checkbox", "slider", "image", "region"}
+    assert [role for role, name in named if not name.strip()] == []
+
+
+@needs_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_at_phone_width_nothing_is_wider_than_the_page_and_text_can_be_read(page, dark):
     page.dark(dark)
     page.resize(390, 844)
     ask_example(page)
+    page.until("document.querySelector('#current .lanes')")
     assert page.run("return document.documentElement.scrollWidth") == 390
     contrast = (
         "const luminance = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(v => v / 255)"
