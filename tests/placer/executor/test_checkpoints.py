@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from alive import Alive
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,6 @@ from placer import DataFlow
 from placer.executor.checkpointed import CheckpointedSegment
 from placer.executor.train import Order
 from placer.testing import logical_devices
-from tests.helpers.alive import Alive
 
 
 class _Block(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Faults
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,7 +16,6 @@ from placer import DataFlow
 from placer.errors import MixedDevicesError, StageError
 from placer.executor.train import Order
 from placer.testing import logical_devices
-from tests.helpers.faults import Faults
 
 CHUNKS = 4
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from alive import Alive
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,7 +20,6 @@ from placer.executor.train import Order
 from placer.schema import Placement
 from placer.testing import logical_devices
 from placer.zoo import gpt
-from tests.helpers.alive import Alive
 
 SCHEDULES: tuple[Order, ...] = ("1f1b", "fill-drain", "zero-bubble", "interleaved")
 CHUNKS = 4
