@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from math import inf, isclose
+from math import inf
 
 from placer.errors import PlacementError
 from placer.schema import Device, DeviceLoad, Edge, Link, Placement, PlacementRequest
 from placer.solver import check_recompute, check_step
+from placer.solver.check_claims import close, equal, near, require
 from placer.solver.check_latency import latency_ms
 from placer.solver.check_memory import Flight, Memory
-
-RELATIVE = 1e-9
-"""Two computations of one time may differ by so much."""
 
 PROVEN_GAP = 1e-6
 """A placement is optimal if its bound is so close."""
@@ -38,7 +36,7 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     Raises:
         PlacementError: what is claimed, and what is true.
     """
-    _equal("id", placement.id, request.content_hash())
+    equal("id", placement.id, request.content_hash())
     asked = check_step.chosen(request, placement) if request.objective == "step" else request
     if asked is None:
         raise PlacementError(f"{placement.chunks} micro-batches under {placement.schedule!r} cannot be chosen")
@@ -54,7 +52,7 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     _check_rules(asked, where, placement.contiguous)
     _check_stages(asked, where, placement)
     _check_loads(asked, where, placement)
-    _require(_within_bottleneck(asked, where), f"a device is busy for more than {request.bottleneck_ms} ms")
+    require(_within_bottleneck(asked, where), f"a device is busy for more than {request.bottleneck_ms} ms")
     _check_objective(asked, where, placement)
     _check_single_device(request, placement)
     _check_ties(request, placement)
@@ -63,20 +61,20 @@ def check(request: PlacementRequest, placement: Placement) -> None:
 
 
 def _check_header(request: PlacementRequest, placement: Placement) -> None:
-    _equal("objective", placement.objective, request.objective)
-    _equal("training", placement.training, request.is_training)
-    _equal("chunks", placement.chunks, request.chunks)
-    _equal("schedule", placement.schedule, request.schedule)
-    _equal("granularity", placement.granularity, request.profile.granularity)
-    _equal("batch_size", placement.batch_size, request.profile.batch_size)
+    equal("objective", placement.objective, request.objective)
+    equal("training", placement.training, request.is_training)
+    equal("chunks", placement.chunks, request.chunks)
+    equal("schedule", placement.schedule, request.schedule)
+    equal("granularity", placement.granularity, request.profile.granularity)
+    equal("batch_size", placement.batch_size, request.profile.batch_size)
     if request.constraints.contiguous is not None:
-        _equal("contiguous", placement.contiguous, request.constraints.contiguous)
+        equal("contiguous", placement.contiguous, request.constraints.contiguous)
 
 
 def _check_nothing_claimed(placement: Placement) -> None:
     for name in ("layer_devices", "devices", "objective_value", "gap", "speedup"):
-        _require(not getattr(placement, name), f"status is {placement.status!r}, but {name} is given")
-    _require((placement.status == "infeasible") == (placement.infeasible is not None), "infeasible needs its reason")
+        require(not getattr(placement, name), f"status is {placement.status!r}, but {name} is given")
+    require((placement.status == "infeasible") == (placement.infeasible is not None), "infeasible needs its reason")
 
 
 def _check_infeasible(request: PlacementRequest, placement: Placement) -> None:
@@ -132,25 +130,25 @@ def _order_matters(request: PlacementRequest) -> bool:
 
 def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> None:
     rules = request.constraints
-    _equal("layers", list(where), [layer.name for layer in request.profile.layers])
+    equal("layers", list(where), [layer.name for layer in request.profile.layers])
     known = {device.name for device in request.devices}
     for layer, device in where.items():
-        _require(device in known, f"layer {layer!r} is on {device!r}, which is no device of the cluster")
+        require(device in known, f"layer {layer!r} is on {device!r}, which is no device of the cluster")
     for layer, device in rules.pinned.items():
-        _require(where[layer] == device, f"layer {layer!r} is pinned to {device!r}, but is on {where[layer]!r}")
+        require(where[layer] == device, f"layer {layer!r} is pinned to {device!r}, but is on {where[layer]!r}")
     for name, banned in rules.forbidden.items():
         for layer in where if name == "*" else (name,):
-            _require(where[layer] not in banned, f"layer {layer!r} must not be on {where[layer]!r}")
+            require(where[layer] not in banned, f"layer {layer!r} must not be on {where[layer]!r}")
     for group in (*request.profile.colocated, *rules.colocated):
-        _require(len({where[layer] for layer in group}) <= 1, f"colocated layers {group} are on several devices")
+        require(len({where[layer] for layer in group}) <= 1, f"colocated layers {group} are on several devices")
     used = set(where.values())
     if rules.max_devices is not None:
-        _require(len(used) <= rules.max_devices, f"{len(used)} devices are used, {rules.max_devices} are allowed")
+        require(len(used) <= rules.max_devices, f"{len(used)} devices are used, {rules.max_devices} are allowed")
     if rules.min_devices is not None:
-        _require(len(used) >= rules.min_devices, f"{len(used)} devices are used, {rules.min_devices} are demanded")
+        require(len(used) >= rules.min_devices, f"{len(used)} devices are used, {rules.min_devices} are demanded")
     for device in used if rules.max_layers is not None else ():
         held = sum(other == device for other in where.values())
-        _require(held <= (rules.max_layers or 0), f"{device!r} holds {held} layers, {rules.max_layers} are allowed")
+        require(held <= (rules.max_layers or 0), f"{device!r} holds {held} layers, {rules.max_layers} are allowed")
     _check_links(request, where)
     if contiguous:
         _check_contiguous(request, where)
@@ -159,9 +157,9 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
 def _check_links(request: PlacementRequest, where: Where) -> None:
     links = _links(request)
     for edge, source, target in _crossings(request, where):
-        _require((source, target) in links, f"the value of {edge.source!r} has no link from {source!r} to {target!r}")
+        require((source, target) in links, f"the value of {edge.source!r} has no link from {source!r} to {target!r}")
         if request.is_training and edge.gradient_bytes:
-            _require((target, source) in links, f"the gradient of {edge.source!r} has no link back to {source!r}")
+            require((target, source) in links, f"the gradient of {edge.source!r} has no link back to {source!r}")
 
 
 def _check_contiguous(request: PlacementRequest, where: Where) -> None:
@@ -170,14 +168,14 @@ def _check_contiguous(request: PlacementRequest, where: Where) -> None:
     left = set(where.values())
     while left:
         first = {device for device in left if not any((other, device) in feeds for other in left)}
-        _require(bool(first), f"the stages are not contiguous: values go round between {sorted(left)}")
+        require(bool(first), f"the stages are not contiguous: values go round between {sorted(left)}")
         left -= first
 
 
 def _check_stages(request: PlacementRequest, where: Where, placement: Placement) -> None:
-    _equal("stages", sorted(placement.stages), sorted(set(where.values())))
+    equal("stages", sorted(placement.stages), sorted(set(where.values())))
     if placement.contiguous:
-        _require(
+        require(
             _runs_forwards(request, where, placement.stages),
             f"stages {placement.stages} are no pipeline order: a value runs backwards",
         )
@@ -191,32 +189,32 @@ def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ..
 def _check_recompute(request: PlacementRequest, where: Where, placement: Placement) -> None:
     """Only devices that hold layers recompute, and only where it is asked for."""
     for device in placement.recompute:
-        _require(device in where.values(), f"{device!r} recomputes, but holds no layer")
+        require(device in where.values(), f"{device!r} recomputes, but holds no layer")
         flight = _flight(request, where, placement.stages, placement.contiguous, device)
-        _require(check_recompute.may(request, flight), f"{device!r} recomputes, which was not asked for")
+        require(check_recompute.may(request, flight), f"{device!r} recomputes, which was not asked for")
 
 
 # Loads and memory
 
 
 def _check_loads(request: PlacementRequest, where: Where, placement: Placement) -> None:
-    _equal("devices", [load.device for load in placement.devices], [device.name for device in request.devices])
+    equal("devices", [load.device for load in placement.devices], [device.name for device in request.devices])
     largest = max(load.load_ms for load in placement.devices)
     memory = Memory(request, where)
     for device, load in zip(request.devices, placement.devices, strict=True):
         _check_load(request, where, device, load)
         _check_memory(request, memory, placement, device, load)
-        _equal(f"bottleneck of {device.name}", load.bottleneck, _close(load.load_ms, largest))
+        equal(f"bottleneck of {device.name}", load.bottleneck, close(load.load_ms, largest))
 
 
 def _check_load(request: PlacementRequest, where: Where, device: Device, load: DeviceLoad) -> None:
     compute, send, receive = _times(request, where, device)
     name = device.name
-    _equal(f"layers of {name}", load.layers, sum(other == name for other in where.values()))
-    _near(f"compute_ms of {name}", load.compute_ms, compute)
-    _near(f"send_ms of {name}", load.send_ms, send)
-    _near(f"receive_ms of {name}", load.receive_ms, receive)
-    _near(f"load_ms of {name}", load.load_ms, _load(request, compute, send, receive))
+    equal(f"layers of {name}", load.layers, sum(other == name for other in where.values()))
+    near(f"compute_ms of {name}", load.compute_ms, compute)
+    near(f"send_ms of {name}", load.send_ms, send)
+    near(f"receive_ms of {name}", load.receive_ms, receive)
+    near(f"load_ms of {name}", load.load_ms, _load(request, compute, send, receive))
 
 
 def _times(request: PlacementRequest, where: Where, device: Device) -> tuple[float, float, float]:
@@ -240,7 +238,7 @@ def _within_bottleneck(request: PlacementRequest, where: Where) -> bool:
     if request.bottleneck_ms is None:
         return True
     busiest = max(_load(request, *_times(request, where, device)) for device in request.devices)
-    return busiest <= request.bottleneck_ms or _close(busiest, request.bottleneck_ms)
+    return busiest <= request.bottleneck_ms or close(busiest, request.bottleneck_ms)
 
 
 def _load(request: PlacementRequest, compute: float, send: float, receive: float) -> float:
@@ -257,15 +255,15 @@ def _check_memory(
     for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
         counts = request.is_training or kind in ("param_bytes", "buffer_bytes")
         true = sum(getattr(layer, kind) for layer in mine) * counts
-        _equal(f"{kind} of {device.name}", getattr(load.memory, kind), true)
-    _equal(f"memory of {device.name}", load.memory.total_bytes, total)
+        equal(f"{kind} of {device.name}", getattr(load.memory, kind), true)
+    equal(f"memory of {device.name}", load.memory.total_bytes, total)
     split, splits = (
         (load.memory.activation_bytes, load.memory.workspace_bytes),
         memory.splits(device.name, flight, again),
     )
-    _require(split in splits, f"activation_bytes, workspace_bytes of {device.name}: {split} is not one of {splits}")
-    _equal(f"limit_bytes of {device.name}", load.limit_bytes, device.memory_bytes - device.reserve_bytes)
-    _require(total <= load.limit_bytes, f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}")
+    require(split in splits, f"activation_bytes, workspace_bytes of {device.name}: {split} is not one of {splits}")
+    equal(f"limit_bytes of {device.name}", load.limit_bytes, device.memory_bytes - device.reserve_bytes)
+    require(total <= load.limit_bytes, f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}")
 
 
 def _flight(request: PlacementRequest, where: Where, stages: tuple[str, ...], contiguous: bool, device: str) -> Flight:
@@ -285,10 +283,10 @@ def _check_objective(request: PlacementRequest, where: Where, placement: Placeme
     value, bound, gap = placement.objective_value, placement.bound, placement.gap
     if value is None or bound is None or gap is None:
         raise PlacementError("a placement comes with objective_value, bound and gap")
-    _near("objective_value", value, _objective(request, where, placement))
-    _require(bound <= value, f"bound {bound} is above objective_value {value}")
-    _near("gap", gap, (value - bound) / value if value else 0.0, absolute=1e-9)
-    _require((gap <= PROVEN_GAP) == (placement.status == "optimal"), f"status is {placement.status!r} at gap {gap}")
+    near("objective_value", value, _objective(request, where, placement))
+    require(bound <= value, f"bound {bound} is above objective_value {value}")
+    near("gap", gap, (value - bound) / value if value else 0.0, absolute=1e-9)
+    require((gap <= PROVEN_GAP) == (placement.status == "optimal"), f"status is {placement.status!r} at gap {gap}")
 
 
 def _objective(request: PlacementRequest, where: Where, placement: Placement) -> float:
@@ -308,7 +306,7 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
 
 def _check_single_device(request: PlacementRequest, placement: Placement) -> None:
     if request.objective == "devices":
-        _require(placement.single_device is None, "objective 'devices' says nothing of one device")
+        require(placement.single_device is None, "objective 'devices' says nothing of one device")
         return
     single, value = placement.single_device, placement.objective_value
     if single is None or value is None:
@@ -316,14 +314,14 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
     choices = [one for asked, contiguous in _whole(request, placement) for one in _alone(asked, placement, contiguous)]
     fitting = [choice for choice in choices if not choice[0]] or choices
     best = min(value for _, value, _ in fitting)
-    _near("single_device.objective_value", single.objective_value, best)
-    _require(
-        any((s, d) == (single.short_bytes, single.device) and _close(v, best) for s, v, d in fitting),
+    near("single_device.objective_value", single.objective_value, best)
+    require(
+        any((s, d) == (single.short_bytes, single.device) and close(v, best) for s, v, d in fitting),
         f"single_device {single.device!r} with {single.short_bytes} bytes short is not the best of {choices}",
     )
-    _equal("single_device.fits", single.fits, single.short_bytes == 0)
+    equal("single_device.fits", single.fits, single.short_bytes == 0)
     if value and request.objective != "memory":
-        _near("speedup", placement.speedup if placement.speedup is not None else inf, best / value)
+        near("speedup", placement.speedup if placement.speedup is not None else inf, best / value)
 
 
 def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) -> list[tuple[int, float, str]]:
@@ -348,33 +346,33 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
 def _check_step(request: PlacementRequest, placement: Placement) -> None:
     """What is said of a whole batch: the best of the choices, and a bound that holds for each."""
     step, value = placement.step, placement.objective_value or 0.0
-    _require((step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
+    require((step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
     if step is None:
         return
     size = request.batch_size or request.chunks * request.profile.batch_size
-    _equal("step.batch_size", step.batch_size, size)
+    equal("step.batch_size", step.batch_size, size)
     if step.samples_per_s is not None:
-        _near("step.samples_per_s", step.samples_per_s * value, 1e3 * size)
+        near("step.samples_per_s", step.samples_per_s * value, 1e3 * size)
     found = [one.objective_value for one in step.choices if one.objective_value is not None]
-    _equal("the best of step.choices", min(found), placement.objective_value)
+    equal("the best of step.choices", min(found), placement.objective_value)
     bounds = [one.bound for one in step.choices if one.bound is not None]
-    _require((placement.bound or 0.0) <= min(bounds), f"bound {placement.bound} is above that of a choice")
+    require((placement.bound or 0.0) <= min(bounds), f"bound {placement.bound} is above that of a choice")
 
 
 def _check_ties(request: PlacementRequest, placement: Placement) -> None:
-    _equal("whether ties are broken", placement.ties is not None, request.break_ties)
+    equal("whether ties are broken", placement.ties is not None, request.break_ties)
     if placement.ties is not None:
         transfers = sum(load.send_ms + load.receive_ms for load in placement.devices)
-        _near("ties.transfer_ms", placement.ties.transfer_ms, transfers, absolute=1e-12)
+        near("ties.transfer_ms", placement.ties.transfer_ms, transfers, absolute=1e-12)
         computes = [load.compute_ms for load in placement.devices if load.layers]
-        _near("ties.spread_ms", placement.ties.spread_ms, max(computes) - min(computes), absolute=1e-9 * max(computes))
+        near("ties.spread_ms", placement.ties.spread_ms, max(computes) - min(computes), absolute=1e-9 * max(computes))
 
 
 def _check_limits(request: PlacementRequest, placement: Placement) -> None:
-    _require(request.explain or placement.limits is None, "limits are given, but were not asked for")
+    require(request.explain or placement.limits is None, "limits are given, but were not asked for")
     for help in placement.limits.helps if placement.limits else ():
-        _near(f"speedup of {help.change}", help.speedup * help.objective_value, placement.objective_value or 0.0)
-        _require(help.speedup > 1, f"{help.change} is said to help, at a speedup of {help.speedup}")
+        near(f"speedup of {help.change}", help.speedup * help.objective_value, placement.objective_value or 0.0)
+        require(help.speedup > 1, f"{help.change} is said to help, at a speedup of {help.speedup}")
 
 
 # Reading the request
@@ -389,20 +387,3 @@ def _crossings(request: PlacementRequest, where: Where) -> Iterator[tuple[Edge, 
     for edge in request.profile.edges:
         for target in sorted({where[name] for name in edge.targets} - {where[edge.source]}):
             yield edge, where[edge.source], target
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise PlacementError(otherwise)
-
-
-def _equal(what: str, claimed: object, true: object) -> None:
-    _require(claimed == true, f"{what}: {claimed!r} is claimed, {true!r} is true")
-
-
-def _near(what: str, claimed: float, true: float, absolute: float = 0.0) -> None:
-    _require(_close(claimed, true, absolute), f"{what}: {claimed!r} is claimed, {true!r} is true")
-
-
-def _close(one: float, other: float, absolute: float = 0.0) -> bool:
-    return isclose(one, other, rel_tol=RELATIVE, abs_tol=absolute)
