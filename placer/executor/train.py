@@ -24,6 +24,7 @@ from placer.executor.compiled import Backend, compile_stage
 from placer.executor.faults import Place, explain
 from placer.executor.issued import Issued
 from placer.executor.kept import Kept
+from placer.executor.ordering import stage_by_stage
 from placer.executor.pipeline import cut
 from placer.executor.recomputed import RecomputedStage
 from placer.executor.segments import Segment, borders, segments, spread_state
@@ -90,6 +91,7 @@ class TrainingPipeline:
         places: Sequence[torch.device],
         recipe: Recipe,
     ) -> None:
+        graph, places = stage_by_stage(graph, places)
         self.graph = graph
         self.recipe = recipe
         self.sizes = recipe.sizes
