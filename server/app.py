@@ -155,7 +155,7 @@ def _peers(settings: Settings, store: Store, owner: str) -> Peers | None:
 
 def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
     try:
-        return Store(settings.database, settings.keep, owner)
+        return Store(settings.database, settings.keep, owner, settings.cache_bytes)
     except StoreError as error:
         app.state.not_started = (
             f"{error}; set PLACER_DATABASE to a file that can be written, or a database that answers"

@@ -56,6 +56,7 @@ class Settings(BaseSettings):
             ``postgresql://user:password@host/database`` where several replicas share them.
         lease_s: after so long without a sign of life from a replica, the others take over its jobs.
         keep: how many placements the database keeps; the oldest go first.
+        cache_bytes: what answers that are kept in memory, too, may take; those used last are.
         max_body_bytes: the largest request body.
         max_bodies_bytes: what all bodies that are being read and checked at a time may take together.
         body_timeout_s: how long a client may take to send its body.
@@ -87,6 +88,7 @@ class Settings(BaseSettings):
     database: str = Field(default_factory=lambda: str(_state_directory() / "placements.db"))
     lease_s: Annotated[float, Field(ge=1, le=3600)] = 10.0
     keep: Annotated[int, Field(ge=1)] = 10_000
+    cache_bytes: Annotated[int, Field(ge=0)] = 32 * 2**20
     max_body_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
     max_bodies_bytes: Annotated[int, Field(ge=1)] = 128 * 2**20
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0

@@ -118,9 +118,9 @@ class Store:
         owner: this replica, where several share the store.
     """
 
-    def __init__(self, database: str, keep: int, owner: str | None = None) -> None:
+    def __init__(self, database: str, keep: int, owner: str | None = None, cache_bytes: int | None = None) -> None:
         self._keep = keep
-        self._recent: Recent[Answer] = Recent(MEMORY_BYTES)
+        self._recent: Recent[Answer] = Recent(MEMORY_BYTES if cache_bytes is None else cache_bytes)
         self._unwritten: dict[str, Callable[[sa.Connection], None]] = {}
         self._unwritten_answers: dict[str, Answer] = {}
         self._lock = threading.Lock()

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-CONFIGURATION = Path(__file__).parent / "schemathesis.toml"
+CONFIGURATION = Path(__file__).resolve().parent / "schemathesis.toml"
 
 
 class Contract(NamedTuple):
@@ -42,13 +43,15 @@ def check(url: str, seconds: float, examples: int, phases: str = "examples,cover
     if program is None:
         raise RuntimeError("schemathesis is not installed: pip install 'torch-placer[test]'")
     asked = f"run {url}/openapi.json --checks all --continue-on-failure --generation-deterministic --no-color"
-    limits = ["--max-time", str(seconds), "--max-examples", str(examples), "--phases", phases]
-    done = subprocess.run(
-        [program, "--config-file", str(CONFIGURATION), *asked.split(), *limits],
-        capture_output=True,
-        text=True,
-        timeout=seconds + 300,
-    )
+    limits = ["--max-time", str(round(seconds)), "--max-examples", str(examples), "--phases", phases]
+    with TemporaryDirectory() as notes:  # it keeps some, where it runs
+        done = subprocess.run(
+            [program, "--config-file", str(CONFIGURATION), *asked.split(), *limits],
+            capture_output=True,
+            text=True,
+            timeout=seconds + 300,
+            cwd=notes,
+        )
     log = done.stdout + done.stderr
     cases = re.search(r"(\d+) generated", log)
     if done.returncode not in (0, 1) or cases is None:

@@ -105,7 +105,7 @@ class Client:
 
 def soak(seconds: float = SECONDS) -> Soak:
     """Load a service with Placer's own solver, and look at what is left."""
-    with serving(workers=1, queue=16, keep=1_000_000) as server:
+    with serving(workers=1, queue=16, keep=1_000_000, cache_bytes=2**20) as server:  # full before it has settled
         clients = [Client(server, number) for number in range(CLIENTS)]
         began = time.monotonic()
         threads = [threading.Thread(target=client.run, args=(began + seconds,)) for client in clients]

@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "What it keeps": {
         "database": "the file, :memory: or postgresql://... that keeps placements; default: in your home",
         "keep": "how many placements; the oldest go first; default: 10000",
+        "cache_bytes": "what answers that are kept in memory, too, may take; default: 32 MiB",
         "lease_s": "a replica without a sign of life for so long loses its jobs to others; default: 10",
     },
     "What it takes": {
@@ -70,6 +71,7 @@ def serve(
     client_share: Annotated[float | None, _option("client_share")] = None,
     database: Annotated[str | None, _option("database")] = None,
     keep: Annotated[int | None, _option("keep")] = None,
+    cache_bytes: Annotated[int | None, _option("cache_bytes")] = None,
     lease_s: Annotated[float | None, _option("lease_s")] = None,
     max_body_bytes: Annotated[int | None, _option("max_body_bytes")] = None,
     max_bodies_bytes: Annotated[int | None, _option("max_bodies_bytes")] = None,
