@@ -1,8 +1,7 @@
 """Local search for placements that need not be contiguous: nodes move to another device, one or a few together.
 
 A move is judged by a high norm of the loads, which falls with the busiest device's load and sees the others too; worse
-ones are taken with a chance that falls to nothing (simulated annealing), round after round, warmer and cooler in turn,
-each from the best so far.
+ones are taken with a chance that falls to nothing (simulated annealing), round after round, warmer and cooler in turn.
 
 Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983.
 """
@@ -28,11 +27,14 @@ MOVES_A_LOOK = 512
 WORK = 0.05
 """Of so many moves, in the measure of ``cpsat.Meter``."""
 
-PATIENCE = 16
-"""So many rounds in a row that bring nothing better end the search."""
+PATIENCE = (8, 64)
+"""So many rounds in a row that bring nothing better end the search, of few nodes and of many."""
 
 NORM = 16
-WARM = (0.03, 0.01, 0.003, 0.001)
+COOL = 4
+"""The first so many rounds of ``WARM`` begin with the best so far, as does the next, hot one; the others go on."""
+
+WARM = (0.03, 0.01, 0.003, 0.001, 0.3, 0.1, 0.03, 0.01)
 """By round in turn: at first a move that makes the norm worse by this share is taken with a chance of 1/e."""
 
 TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
@@ -79,9 +81,13 @@ def improved(
     """
     random = Random(problem.request.seed)
     best = [start[layers[0]] for layers in nodes.nodes]
-    load, idle, turn, ended = max(_State(problem, nodes, list(best)).load), 0, 0, False
-    while idle < PATIENCE and load > enough and not ended:
-        found, found_load, ended = _anneal(_State(problem, nodes, list(best)), random, WARM[turn % len(WARM)], over)
+    state = _State(problem, nodes, list(best))
+    load, idle, turn, ended = max(state.load), 0, 0, False
+    patience = min(PATIENCE[0] + len(best) // 4, PATIENCE[1])
+    while idle < patience and load > enough and not ended:
+        if turn % len(WARM) <= COOL:
+            state = _State(problem, nodes, list(best))
+        found, found_load, ended = _anneal(state, random, WARM[turn % len(WARM)], over)
         idle, turn = idle + 1, turn + 1
         if found_load < load * (1 - 1e-12):
             best, load, idle = found, found_load, 0
