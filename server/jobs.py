@@ -358,7 +358,7 @@ class Jobs:
             self._metrics.solve_seconds.observe(time.monotonic() - (job.started_s or job.created_s))
         if (gap := gap_of(job)) is not None:
             self._metrics.solve_gap.observe(gap)
-        job.payload, job.solved = b"", None
+        job.payload, job.solved, job.worker = b"", None, None  # a worker reports to its job: a circle that would stay
         if job.handed_on and job.answer is None:
             self._hand_on(job)
             return
