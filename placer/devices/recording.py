@@ -65,6 +65,9 @@ def record(
 ) -> list[Callable[[], None]]:
     """Record each pass as a CUDA graph; the graphs share their memory, so they replay only in order, one after another.
 
+    What one leaves may lie where an earlier one works: it must be used before the first is replayed again. Passes whose
+    results are used later than that are recorded apart.
+
     Args:
         passes: work on static tensors, the later on results of the earlier; each has run before.
         device: where they run.

@@ -95,7 +95,9 @@ class Stage:
             self.not_recorded_because = f"it reads {self.number!r}, a number that depends on values of tensors"
             return
         try:
-            replays = devices.record([slot.run for slot in self.slots], self.device)
+            # Each has memory of its own: in a shared one the next slot's pass may overwrite what this one made, while
+            # that is still on its way.
+            replays = [devices.record([slot.run], self.device)[0] for slot in self.slots]
         except devices.NotRecordable as error:
             self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
             return

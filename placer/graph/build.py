@@ -222,7 +222,7 @@ class Builder:
     def _program(self, draft: _Draft) -> fx.GraphModule:
         """Compile the operations of one layer: a function of device, regions, state and reads."""
         graph = fx.Graph()
-        device = graph.placeholder("device")
+        device = graph.placeholder("place")  # not "device": constants of other devices are written with it
         regions = graph.placeholder("regions")
         env: dict[fx.Node, Any] = {}
         by_name = {name: graph.placeholder(f"state_{index}") for index, name in enumerate(draft.state)}

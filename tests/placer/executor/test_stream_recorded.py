@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from small_models import Skips
 from splitting import scatter_layers, twins
 from torch import Tensor, nn
 
-from placer import DataFlow
+from placer import DataFlow, devices
 from placer.executor.inference import Slot, Stage
 from placer.testing import logical_devices
 from placer.zoo import gpt
@@ -116,3 +117,18 @@ def test_what_recording_runs_leaves_running_statistics_and_random_numbers_alone(
             torch.testing.assert_close(result.cpu(), whole(batch), atol=1e-10, rtol=1e-10)
     for name, buffer in whole.named_buffers():
         torch.testing.assert_close(dict(model.named_buffers())[name].cpu(), buffer, msg=name)
+
+
+def test_recorded_slots_share_no_memory_as_each_is_read_while_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together: list[int] = []
+
+    def record(passes: list[Any], device: torch.device) -> list[Any]:
+        together.append(len(passes))  # those of one call have their memory in common
+        return passes
+
+    monkeypatch.setattr(devices, "record", record)
+    segment: Any = SimpleNamespace(device=torch.device("cuda", 0), steps=())
+    Stage(segment, (), {}, slots=[Slot(), Slot(), Slot()]).record()
+    assert together == [1, 1, 1]

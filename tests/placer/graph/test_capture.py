@@ -125,3 +125,20 @@ def test_the_hash_is_the_same_in_every_process_and_another_for_another_size() ->
     exec(_HASH.format(seed=0, width=16).replace("print(", "found = ("), here)
     assert here["found"] == _hash_elsewhere(seed=5, width=16)
     assert here["found"] != _hash_elsewhere(seed=5, width=32)
+
+
+class _Elsewhere(nn.Module):
+    """Names a device that is not the one that it is captured on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(self.linear(x), device="meta")
+
+
+def test_a_device_that_the_model_names_stays_the_one_that_it_names() -> None:
+    inputs = torch.randn(4, 2)
+    (output,) = _run(capture(_Elsewhere(), (inputs,)), [inputs])
+    assert output.is_meta and output.shape == (4, 3)
