@@ -131,6 +131,7 @@ class Stage:
     Attributes:
         slots: the micro-batches in flight.
         tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
+        unreached: of what the last stage reads, the values that the loss does not depend on.
         not_recorded_because: why the passes are no CUDA graphs; empty where they are, or no GPU is.
         keeps_graph: whether a recorded backward pass leaves the forward pass's memory alone, so that what it makes may
             still be read when the next forward pass runs.
@@ -165,6 +166,7 @@ class Stage:
         self.compiled = ""
         self.not_compiled_because = ""
         self.trail = Trail(backwards=True)
+        self.unreached: frozenset[str] = frozenset()
         self._values = values
 
     def open_slots(
@@ -211,6 +213,8 @@ class Stage:
             slots.append(slot)
         first = slots[0]
         self._compute(first, self.segment)
+        if self.head is not None:
+            self.unreached = self._beyond_loss(first)
         made = {name: first.outputs[name] for name in self.writes}
         for slot in slots:
             for name, readers in self.writes.items():
@@ -220,6 +224,15 @@ class Stage:
         # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
         first.leaves, first.outputs, first.roots = {}, {}, []
         return slots, {name: value.detach() if isinstance(value, Tensor) else value for name, value in made.items()}
+
+    def _beyond_loss(self, slot: Slot) -> frozenset[str]:
+        """Of what entered, the values that the loss does not depend on."""
+        if not slot.leaves:
+            return frozenset()
+        with autocast.off(self.device):
+            found = torch.autograd.grad(slot.roots, list(slot.leaves.values()), allow_unused=True)
+        slot.deferred.clear()
+        return frozenset(name for name, gradient in zip(slot.leaves, found, strict=True) if gradient is None)
 
     def begin(self) -> None:
         """A batch begins."""
@@ -336,6 +349,15 @@ class Stage:
             for add in slot.deferred:
                 add()
         slot.deferred.clear()
+
+
+def drop_unreached(stages: Sequence[Stage]) -> None:
+    """Send no gradient back for what the loss does not depend on: with one of zeros weight decay would change weights."""
+    for stage in stages:
+        for slot in (*stage.slots, *stage.tail.values()):
+            for name, reader in list(slot.gradients):
+                if reader is not None and name in stages[reader].unreached:
+                    del slot.gradients[name, reader]
 
 
 def _refuse_no_loss(loss: Any) -> None:

@@ -28,7 +28,7 @@ from placer.executor.ordering import stage_by_stage
 from placer.executor.pipeline import cut
 from placer.executor.recomputed import RecomputedStage
 from placer.executor.segments import Segment, borders, segments, spread_state
-from placer.executor.stage import Head, Stage
+from placer.executor.stage import Head, Stage, drop_unreached
 from placer.executor.statistics import BatchStatistics
 from placer.executor.weights import Weights
 from placer.graph.layers import LayerGraph
@@ -270,6 +270,7 @@ class TrainingPipeline:
         for index, stage in enumerate(self.stages if uneven else ()):
             with self._naming(index, "first", last):
                 known |= stage.open_tail(last, known, goals[last], shares[last])
+        drop_unreached(self.stages)
         for index, stage in enumerate(self.stages):
             with self._naming(index, "recorded", 0):
                 devices.synchronise(stage.device)

@@ -87,7 +87,8 @@ def test_a_key_that_asks_too_often_is_429_and_others_are_not(secured):
     client, headers = secured(rate="0.5", loud="read", quiet="read")
     replies = [client.get(PLACEMENTS, headers=headers["loud"]) for _ in range(2)]
     assert [reply.status_code for reply in replies] == [200, 429]
-    assert (problem_of(replies[1]), replies[1].headers["Retry-After"]) == ("too-often", "2")
+    assert problem_of(replies[1]) == "too-often"
+    assert replies[1].headers["Retry-After"] in ("1", "2")  # of the two seconds, some may have gone by on the way
     assert client.get(PLACEMENTS, headers=headers["quiet"]).status_code == 200
 
 
