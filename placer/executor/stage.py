@@ -352,7 +352,7 @@ class Stage:
 
 
 def drop_unreached(stages: Sequence[Stage]) -> None:
-    """Send no gradient back for what the loss does not depend on: with one of zeros weight decay would change weights."""
+    """Send no gradient back for what the loss does not depend on: zeros would let weight decay change the weights."""
     for stage in stages:
         for slot in (*stage.slots, *stage.tail.values()):
             for name, reader in list(slot.gradients):
