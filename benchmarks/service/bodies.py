@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from random import Random
@@ -69,7 +70,7 @@ def _other_value(content: Any, random: Random) -> bytes:
         elif change == 1:
             del holder[key]
         else:
-            holder[key] = random.choice(HOSTILE_VALUES)
+            holder[key] = copy.deepcopy(random.choice(HOSTILE_VALUES))
         if not content:
             break
     return json.dumps(content).encode()
