@@ -137,9 +137,6 @@ class _Stages:
         self._args, self._kwargs = structure.unflatten(tensors)
         self._loss_fn = loss_fn or _mean
         self._target = target
-        if not flatten(target)[0]:  # a step cuts a target along the batch: one is given, and not handed on
-            self._loss_fn = partial(_without, self._loss_fn, target)
-            self._target = next((tensor for tensor in tensors if isinstance(tensor, Tensor)), None)
         self._repeats = repeats
         self._timer = timer
 
@@ -272,11 +269,6 @@ def _reads(part: Segment) -> list[str]:
 
 def _names(part: Segment) -> tuple[str, ...]:
     return tuple(step.layer.name for step in part.steps)
-
-
-def _without(loss_fn: Callable[[Any, Any], Tensor], target: Any, output: Any, _: Any) -> Tensor:
-    """The loss with the target that was given, which has no tensors."""
-    return loss_fn(output, target)
 
 
 def _mean(output: Any, target: Any) -> Tensor:

@@ -66,14 +66,9 @@ def scatter(tensors: Sequence[Any], chunks: int, batch: int) -> list[list[Any]]:
         chunks: how many micro-batches; fewer if the batch is smaller. Sizes differ by at most one.
         batch: samples in the batch.
     """
-    chunks = min(chunks, batch)
-    columns = [
-        tensor.tensor_split(chunks)
-        if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] == batch
-        else (tensor,) * chunks
-        for tensor in tensors
-    ]
-    return [list(row) for row in zip(*columns, strict=True)]
+    chunks = max(1, min(chunks, batch))
+    size, larger = divmod(batch, chunks)
+    return cut(tensors, [size + 1] * larger + [size] * (chunks - larger))
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
@@ -103,7 +98,7 @@ def cut(tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
         else (tensor,) * len(sizes)
         for tensor in tensors
     ]
-    return [list(row) for row in zip(*columns, strict=True)]
+    return [[column[index] for column in columns] for index in range(len(sizes))]  # a row each, also of no tensors
 
 
 def gather(parts: Sequence[Any], is_batched: bool, weights: Sequence[int], path: str) -> Any:

@@ -266,3 +266,16 @@ def test_an_optimizer_that_needs_closures_is_named() -> None:
     model = _model()
     with pytest.raises(InputError, match="LBFGS evaluates the loss several times"):
         DataFlow(model).train_step(functional.mse_loss, torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize("size", [8, 7])
+def test_a_loss_may_do_without_a_target(size: int) -> None:
+    model, (inputs, _) = _model(), _batch(size)
+    whole = copy.deepcopy(model)
+    whole(inputs).square().mean().backward()
+    with logical_devices(3):
+        loss = _placed(model).train_step(lambda output, _: output.square().mean())(inputs, None, chunks=4)
+    assert float(loss) == pytest.approx(float(whole(inputs).detach().square().mean()))
+    for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), its.grad, atol=1e-10, rtol=1e-10)
