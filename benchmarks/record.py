@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
@@ -84,7 +85,7 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     content = {
         "machine": machine(),
         "versions": versions(),
-        "command": f"python -m benchmarks {name}",
+        "command": " ".join([*_settings(name), f"python -m benchmarks {name}"]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "rows": rows,
     }
@@ -92,6 +93,24 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def _settings(name: str) -> list[str]:
+    """What the environment asked of the benchmark, as a shell takes it: with it the command gives the same rows."""
+    given = {key: value for key, value in os.environ.items() if key.startswith(f"PLACER_{name.upper()}_")}
+    return [f"{key}={quote(value)}" for key, value in sorted(given.items())]
+
+
+def known(name: str) -> list[dict[str, Any]]:
+    """The rows that the results have already, if they come from this machine and these versions."""
+    try:
+        old = read(name)
+    except OSError:
+        return []
+    if (old["machine"], old["versions"]) != (machine(), versions()):
+        print("the results that are there come from another machine or other versions: none of their rows is kept")
+        return []
+    return list(old["rows"])
 
 
 def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:

@@ -32,16 +32,5 @@ def run(chosen: Sequence[str] = ()) -> list[dict[str, Any]]:
     made = rows.rows(jobs.run(names, budget_s))
     if not names:
         return made
-    return [*(row for row in _known() if not any(rows.belongs(row["case"], name) for name in names)), *made]
-
-
-def _known() -> list[dict[str, Any]]:
-    """The rows that this machine's results have already."""
-    try:
-        old = record.read("executor")
-    except OSError:
-        return []
-    if (old["machine"], old["versions"]) != (record.machine(), record.versions()):
-        print("the results that are there come from another machine or other versions: none of their rows is kept")
-        return []
-    return list(old["rows"])
+    kept = (row for row in record.known("executor") if not any(rows.belongs(row["case"], name) for name in names))
+    return [*kept, *made]

@@ -31,18 +31,6 @@ def run(chosen: Sequence[str] = ()) -> list[dict[str, Any]]:
     budget_s = float(os.environ.get("PLACER_PROFILER_BUDGET_S", jobs.BUDGET_S))
     made = rows.rows(jobs.run(names, budget_s))
     if names:
-        kept = [row for row in _known() if row["case"] != rows.OVERALL]
+        kept = [row for row in record.known("profiler") if row["case"] != rows.OVERALL]
         made = [*(row for row in kept if not any(rows.belongs(row["case"], name) for name in names)), *made]
     return [*rows.over_all(made), *made]
-
-
-def _known() -> list[dict[str, Any]]:
-    """The rows that this machine's results have already."""
-    try:
-        old = record.read("profiler")
-    except OSError:
-        return []
-    if (old["machine"], old["versions"]) != (record.machine(), record.versions()):
-        print("the results that are there come from another machine or other versions: none of their rows is kept")
-        return []
-    return list(old["rows"])

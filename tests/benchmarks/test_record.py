@@ -44,6 +44,14 @@ def test_results_name_machine_versions_command_and_date(written):
     assert content["machine"]["cores"] >= 1 and "ortools" in content["versions"]
 
 
+def test_the_command_has_what_the_environment_asked_for(record, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLACER_MADE_CASES", "one,two words")
+    monkeypatch.setenv("PLACER_OTHER_CASES", "three")
+    record.write("made", [], tmp_path)
+    content = json.loads((tmp_path / "made.json").read_text())
+    assert content["command"] == "PLACER_MADE_CASES='one,two words' python -m benchmarks made"
+
+
 def test_a_target_is_met_from_its_side_and_never_without_a_value(written):
     rows = json.loads((written / "made.json").read_text())["rows"]
     assert [row["met"] for row in rows] == [True, False, False]
