@@ -35,6 +35,7 @@ class Repeated:
         self._default: Any = None
         self.generators: list[Any] = []
         if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # before that there are no generators
             self._default = torch.cuda.default_generators[device.index or 0]
             self.generators = [self._default.clone_state(), self._default.clone_state()]
 

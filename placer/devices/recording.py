@@ -60,18 +60,18 @@ def record(
     passes: Sequence[Callable[[], Any]],
     device: torch.device,
     *,
-    pool: Any = None,
+    pools: Sequence[Any] | None = None,
     generators: Sequence[Sequence[torch.Generator]] | None = None,
 ) -> list[Callable[[], None]]:
-    """Record each pass as a CUDA graph; the graphs share their memory, so they replay only in order, one after another.
+    """Record each pass as a CUDA graph; graphs that share memory replay only in order, one after another.
 
-    What one leaves may lie where an earlier one works: it must be used before the first is replayed again. Passes whose
-    results are used later than that are recorded apart.
+    What a pass leaves may lie where an earlier one of the same memory works, or any other that was recorded there: it
+    must be used before that one is replayed again. Passes whose results are used later have memory of their own.
 
     Args:
         passes: work on static tensors, the later on results of the earlier; each has run before.
         device: where they run.
-        pool: the memory that they share with other recordings; their own if None.
+        pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them, and theirs alone, if None.
         generators: by pass, those that it draws random numbers from beside the device's.
 
     Returns:
@@ -84,9 +84,9 @@ def record(
         stream, before = recorder(device).stream, torch.cuda.current_stream(device)
         try:
             _warm_up(passes, stream)
-            pool = torch.cuda.graph_pool_handle() if pool is None else pool
+            pools = [torch.cuda.graph_pool_handle()] * len(passes) if pools is None else pools
             graphs = []
-            for run, drawn_from in zip(passes, generators or [()] * len(passes), strict=True):
+            for run, pool, drawn_from in zip(passes, pools, generators or [()] * len(passes), strict=True):
                 graph = torch.cuda.CUDAGraph()
                 for generator in drawn_from:
                     graph.register_generator_state(generator)

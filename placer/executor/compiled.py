@@ -79,7 +79,7 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
         stage.not_compiled_because = f"it runs without CUDA graphs: {error}"
         return
     try:
-        stage.split = stage.keeps_graph = False  # compiled backward passes reuse the memory of what they read
+        stage.split, stage.reuses = False, True  # compiled backward passes write to what the forward pass left
         stage.segment = CompiledSegment.of(plain, stage.reads, _wanted(stage), backend)
         after_ms = _trial_ms(stage)
     except Exception as error:  # whatever a compiler may raise: the segment runs without it
@@ -90,7 +90,7 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
             stage.compiled = times
             return
         stage.not_compiled_because = f"it is no faster: {times}"
-    stage.segment, stage.split, stage.keeps_graph = plain, split, True
+    stage.segment, stage.split, stage.reuses = plain, split, False
 
 
 def _obstacle(stage: Stage) -> str:

@@ -78,7 +78,7 @@ class RecomputedStage(Stage):
         chance = self._chances.get(id(slot))
         generators = [[generator] for generator in chance.generators] if chance is not None else None
         slot.forward, slot.backward = devices.record(
-            [slot.forward, slot.backward], self.device, pool=self._pool, generators=generators
+            [slot.forward, slot.backward], self.device, pools=[self._pool] * 2, generators=generators
         )
 
     @torch.no_grad()

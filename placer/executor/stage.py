@@ -8,7 +8,7 @@ On a GPU every pass of every slot is one CUDA graph; where that cannot be had th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,8 +133,8 @@ class Stage:
         tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
         unreached: of what the last stage reads, the values that the loss does not depend on.
         not_recorded_because: why the passes are no CUDA graphs; empty where they are, or no GPU is.
-        keeps_graph: whether a recorded backward pass leaves the forward pass's memory alone, so that what it makes may
-            still be read when the next forward pass runs.
+        reuses: whether a backward pass may leave its results where the forward pass works, so that they must be read
+            before the slot's next forward pass runs.
         compiled: what torch.compile gained; empty where it does not run.
         not_compiled_because: why not, where it was asked for.
     """
@@ -162,7 +162,7 @@ class Stage:
         self.reach = reach
         self.gathers = gather is not nullcontext
         self.not_recorded_because = ""
-        self.keeps_graph = True
+        self.reuses = False
         self.compiled = ""
         self.not_compiled_because = ""
         self.trail = Trail(backwards=True)
@@ -261,11 +261,16 @@ class Stage:
                 return
 
     def _recorded(self, slot: Slot) -> None:
+        # Gradients are still on their way to other stages when the slot's next forward pass runs: in memory shared with
+        # it they might lie where it works.
+        ahead, back = devices.memory_pool(self.device), devices.memory_pool(self.device)
         if self.split:
-            passes = [slot.forward, slot.backward, slot.weights]
-            slot.forward, slot.backward, slot.weights = devices.record(passes, self.device)
+            passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, back, back]
+            slot.forward, slot.backward, slot.weights = devices.record(passes, self.device, pools=pools)
         else:
-            slot.forward, slot.backward = devices.record([slot.forward, slot.backward], self.device)
+            slot.forward, slot.backward = devices.record(
+                [slot.forward, slot.backward], self.device, pools=[ahead, back]
+            )
 
     def pass_ms(self) -> tuple[float, float, float]:
         """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is done at once."""
@@ -310,7 +315,7 @@ class Stage:
         with autocast.uncached(self.device):
             with DeferWeights(slot.deferred) if self.split else nullcontext():
                 segment.run(batch)
-            slot.outputs = {name: batch.read(name, self.device) for name in self.writes}
+            slot.outputs = {name: _apart(batch.read(name, self.device), slot.inputs.values()) for name in self.writes}
             if self.head is not None:
                 self._lose(self.head, slot, batch)
 
@@ -332,11 +337,10 @@ class Stage:
             slot.input_gradients = {name: torch.zeros_like(leaf) for name, leaf in slot.leaves.items()}
             return
         with autocast.off(self.device):
-            # While recorded the graph is kept: what this pass makes must not take the memory that the next forward
-            # pass writes to before it was fetched.
-            torch.autograd.backward(roots, gradients, retain_graph=self.keeps_graph and devices.recording())
+            torch.autograd.backward(roots, gradients)
         slot.input_gradients = {
-            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in slot.leaves.items()
+            name: torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, slot.gradients.values())
+            for name, leaf in slot.leaves.items()
         }
 
     def _scale(self, root: Tensor) -> Tensor:
@@ -366,6 +370,14 @@ def _refuse_no_loss(loss: Any) -> None:
         raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise InputError("no parameter that requires a gradient has a part in the loss: there is nothing to train")
+
+
+def _apart(result: Any, received: Iterable[Any]) -> Any:
+    """A result that lies in none of what is received: the next micro-batch's comes while this one is still sent."""
+    if not isinstance(result, Tensor):
+        return result
+    there = {item.untyped_storage().data_ptr() for item in received if isinstance(item, Tensor)}
+    return result.clone() if result.untyped_storage().data_ptr() in there else result
 
 
 def _flows_back(value: Any) -> bool:

@@ -25,6 +25,7 @@ from placer.executor.faults import Place, explain
 from placer.executor.issued import Issued
 from placer.executor.kept import Kept
 from placer.executor.ordering import stage_by_stage
+from placer.executor.passes import Passes
 from placer.executor.pipeline import cut
 from placer.executor.recomputed import RecomputedStage
 from placer.executor.segments import Segment, borders, segments, spread_state
@@ -33,7 +34,6 @@ from placer.executor.statistics import BatchStatistics
 from placer.executor.weights import Weights
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
-from placer.schedule import Phase as Half
 from placer.schedule import Plan, plan
 from placer.schema import Schedule
 
@@ -137,17 +137,21 @@ class TrainingPipeline:
         if not self._prepared:
             self._prepare(parts, goals)
         self._kept.save()
-        callers = {place: Lane(place, caller=True) for place in self.lanes}
+        given = {devices.location(item) for item in (*batch, *targets) if isinstance(item, Tensor)}
+        callers = {place: Lane(place, caller=True) for place in (*self.lanes, *given)}
         begun = [caller.mark() for caller in callers.values()]
         for lane in self.lanes.values():
             lane.wait(*begun)
         try:
-            self._issue(parts, goals, keep, scale)
+            read = self._issue(parts, goals, keep, scale)
         except BaseException:
             self._recover()
             raise
-        for place, caller in callers.items():
-            caller.wait(self.lanes[place].mark())
+        for place, lane in self.lanes.items():
+            callers[place].wait(lane.mark())
+        for (place, _), mark in read.items():
+            if place in self.lanes or place.type == "cuda":  # a caller on the host is not held up
+                callers[place].wait(mark)
         self.weights.finish()
         if self.statistics is not None:
             self.statistics.commit()
@@ -184,8 +188,8 @@ class TrainingPipeline:
 
     def _issue(
         self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]], keep: bool, scale: Tensor | None
-    ) -> None:
-        """Issue a batch to the lanes."""
+    ) -> Mapping[tuple[torch.device, int], Mark]:
+        """Issue a batch to the lanes; when each device's part of it was read by each stage."""
         self.weights.begin(self.lanes, keep)
         if self.statistics is not None:
             self.statistics.begin()
@@ -195,7 +199,9 @@ class TrainingPipeline:
         for stage in self.stages:
             stage.begin()
         start = {place: lane.mark() for place, lane in self.lanes.items()}
-        _Step(self, parts, goals, start).issue()
+        passes = Passes(self, parts, goals, start)
+        passes.issue()
+        return passes.read
 
     def _recover(self) -> None:
         """After a batch that failed: nothing runs any more, buffers are as they were, and there are no gradients."""
@@ -297,105 +303,3 @@ class TrainingPipeline:
         if found is error:
             raise error
         raise found from error
-
-
-class _Step:
-    """One batch on its way through the stages: what was issued, and when it will be there."""
-
-    def __init__(
-        self,
-        pipeline: TrainingPipeline,
-        parts: Sequence[Sequence[Any]],
-        goals: Sequence[Sequence[Any]],
-        start: Mapping[torch.device, Mark],
-    ) -> None:
-        self._stages = pipeline.stages
-        self._lanes = pipeline.lanes
-        self._courier = pipeline.courier
-        self._pipeline = pipeline
-        self._batch = [dict(zip(pipeline.graph.inputs, part, strict=True)) for part in parts]
-        self._goals = goals
-        self._start = start
-        self._last: Half = "weights" if pipeline.plan.split else "backward"
-        self._trace = pipeline.trace
-        self._maker = {name: index for index, stage in enumerate(self._stages) for name in stage.writes}
-        self._done: dict[tuple[int, Half, int], Mark] = {}
-        self._fetched: dict[tuple[int, Half, int], list[Mark]] = {}
-        self._landed: dict[tuple[int, int], list[Mark]] = {}
-        self._turns: dict[str, Mark] = {}
-
-    def issue(self) -> None:
-        """Issue every pass."""
-        for stage, phase, micro_batch in self._pipeline.plan.issue:
-            if phase == "forward":
-                self._forward(stage, micro_batch)
-            elif phase == "backward":
-                self._backward(stage, micro_batch)
-            else:
-                self._run(stage, "weights", micro_batch, self._stages[stage].slot(micro_batch).weights, [])
-
-    def _forward(self, index: int, chunk: int) -> None:
-        stage = self._stages[index]
-        slot = stage.slot(chunk)
-        free = self._done.get((index, self._last, chunk - len(stage.slots)), self._start[stage.device])
-        outside = (None, index, "forward", chunk)
-        arrived = []
-        for name in stage.reads:
-            static = slot.inputs[name]
-            if not isinstance(static, Tensor):
-                continue
-            maker = self._maker.get(name)
-            if maker is None:
-                given = self._batch[chunk][name]
-                arrived.append(self._courier.send(given, self._start[stage.device], static, free, "batch", outside))
-                continue
-            source = self._stages[maker]
-            made = source.slot(chunk).outputs[name].detach()
-            label = (maker, index, "forward", chunk)
-            mark = self._courier.send(made, self._done[maker, "forward", chunk], static, free, "forward", label)
-            self._fetched.setdefault((maker, "forward", chunk), []).append(mark)
-            arrived.append(mark)
-        for given, static in zip(self._goals[chunk], slot.targets, strict=False):
-            if isinstance(static, Tensor):
-                arrived.append(self._courier.send(given, self._start[stage.device], static, free, "batch", outside))
-        overwritten = self._fetched.get((index, "forward", chunk - len(stage.slots)), [])
-        if not stage.keeps_graph:
-            overwritten = [*overwritten, *self._fetched.get((index, "backward", chunk - len(stage.slots)), [])]
-        # A buffer that layers of several devices change has one at a time.
-        spread = self._pipeline.spread[index]
-        turns = [self._turns[name] for name in spread if name in self._turns]
-        self._run(index, "forward", chunk, slot.forward, [*arrived, *overwritten, *turns])
-        self._turns.update(dict.fromkeys(spread, self._done[index, "forward", chunk]))
-
-    def _backward(self, index: int, chunk: int) -> None:
-        stage = self._stages[index]
-        slot = stage.slot(chunk)
-        sent_before = self._fetched.get((index, "backward", chunk - len(stage.slots)), [])
-        self._run(index, "backward", chunk, slot.backward, [*self._landed.pop((index, chunk), []), *sent_before])
-        # Gradients leave at once: the slot that waits for them is theirs until its backward pass, this one is not.
-        for name, gradient in slot.input_gradients.items():
-            maker = self._maker.get(name)
-            if maker is None:
-                continue
-            source = self._stages[maker]
-            target = source.slot(chunk).gradients.get((name, index))
-            if target is None:
-                continue
-            free = self._done.get((maker, "backward", chunk - len(source.slots)), self._start[source.device])
-            label = (index, maker, "backward", chunk)
-            mark = self._courier.send(gradient, self._done[index, "backward", chunk], target, free, "backward", label)
-            self._landed.setdefault((maker, chunk), []).append(mark)
-            self._fetched.setdefault((index, "backward", chunk), []).append(mark)
-
-    def _run(self, index: int, phase: Half, chunk: int, work: Callable[[], None], after: Sequence[Mark]) -> None:
-        lane = self._lanes[self._stages[index].device]
-        lane.wait(*after)
-        began = lane.mark(timed=True) if self._trace is not None else None
-        try:
-            with lane:
-                work()
-        except BaseException as error:
-            self._pipeline.fail(error, index, phase, chunk)
-        ended = self._done[index, phase, chunk] = lane.mark(timed=self._trace is not None)
-        if self._trace is not None:
-            self._trace.append(Issued(lane.device, index, phase, chunk, began, ended))

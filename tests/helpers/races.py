@@ -25,7 +25,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import lanes, moving
-from placer.executor import inference, stream, train
+from placer.executor import inference, passes, stream, train
 from placer.executor.weights import Weights
 
 Clock = dict[Hashable, int]
@@ -209,7 +209,7 @@ def _note_streams(races: Races, patch: pytest.MonkeyPatch) -> None:
 
 def _note_training(races: Races, patch: pytest.MonkeyPatch) -> None:
     """Passes with what they keep for one another, and the gradients that they add to."""
-    run, begin, finish = train._Step._run, Weights.begin, Weights.finish
+    run, begin, finish = passes.Passes._run, Weights.begin, Weights.finish
 
     def noted_run(self: Any, index: int, phase: str, chunk: int, work: Callable[[], None], after: Any) -> None:
         stage = self._stages[index]
@@ -237,7 +237,7 @@ def _note_training(races: Races, patch: pytest.MonkeyPatch) -> None:
                 races.run(queues, [alias.grad], [parameter.grad], f"the end on {place}")
         finish(self)
 
-    patch.setattr(train._Step, "_run", noted_run)
+    patch.setattr(passes.Passes, "_run", noted_run)
     patch.setattr(Weights, "begin", noted_begin)
     patch.setattr(Weights, "finish", noted_finish)
 

@@ -64,7 +64,7 @@ def test_recorded_passes_draw_in_step_anew_for_each_batch_and_again_after_a_seed
         devices.record(
             [lambda index=index: first(index), lambda index=index: again(index)],  # type: ignore[misc]
             place,
-            pool=pool,
+            pools=[pool] * 2,
             generators=[[generator] for generator in chance.generators],
         )
         for index, chance in enumerate(chances)

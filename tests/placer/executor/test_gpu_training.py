@@ -91,3 +91,31 @@ def test_dropout_differs_between_micro_batches_and_steps_under_replay() -> None:
     for _ in range(4):
         seen.append(step(inputs, target, chunks=4).cpu())
     assert len({float(loss) for loss in seen}) == len(seen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
+def test_the_next_forward_pass_leaves_gradients_that_are_still_sent_as_they_are(name: str, schedule: Order) -> None:
+    count = torch.cuda.device_count()
+    model, inputs, target, loss_fn = _case(name)
+    flow = DataFlow(model.double())
+    names = list(flow.layer_gpus)
+    for index, layer in enumerate(names):
+        flow.layer_gpus[layer] = index * count // len(names)
+    flow.update_flow()
+    step = flow.train_step(loss_fn, None, schedule)
+    step(inputs.double() if inputs.is_floating_point() else inputs, target, chunks=CHUNKS)
+    sent = 0
+    for stage in next(iter(step._pipelines.values())).stages:
+        for slot in stage.slots:
+            for run in (slot.forward, slot.backward):
+                run()
+            there = [*slot.input_gradients.values()]
+            before = [gradient.clone() for gradient in there]
+            for run in (slot.weights, slot.forward):
+                run()
+                torch.cuda.synchronize(stage.device)
+                assert all(torch.equal(now, then) for now, then in zip(there, before, strict=True))
+            sent += len(there)
+    assert sent

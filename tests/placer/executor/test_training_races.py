@@ -39,7 +39,21 @@ def _tied() -> tuple[nn.Module, Tensor, Tensor, Any]:
     return model, torch.randint(7, (ROWS, 4)), torch.randint(7, (ROWS, 4)), _tokens_loss
 
 
-MODELS = {"skips": _skips, "tied gpt": _tied}
+def _views() -> tuple[nn.Module, Tensor, Tensor, Any]:
+    """The segment in the middle only views what it reads: its results would lie in what it received."""
+    model, _ = twins(lambda: nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 2)))
+    inputs, target = torch.randn(ROWS, 6, dtype=torch.float64), torch.randn(ROWS, 2, 2, dtype=torch.float64)
+    return model, inputs, target, functional.mse_loss
+
+
+def _flat() -> tuple[nn.Module, Tensor, Tensor, Any]:
+    """The first segment only views the batch, and has nothing to train."""
+    model, _ = twins(lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2)))
+    inputs, target = torch.randn(ROWS, 2, 3, dtype=torch.float64), torch.randn(ROWS, 2, dtype=torch.float64)
+    return model, inputs, target, functional.mse_loss
+
+
+MODELS = {"skips": _skips, "tied gpt": _tied, "views": _views, "flat": _flat}
 
 
 def _train(
@@ -80,6 +94,8 @@ CASES: list[tuple[str, Order, int, int | None]] = [
     ("tied gpt", "zero-bubble", 8, None),
     ("tied gpt", "1f1b", 5, None),
     ("tied gpt", "fill-drain", 8, 0),
+    ("views", "1f1b", 8, None),
+    ("flat", "1f1b", 8, None),
 ]
 """Model, schedule, micro-batches, and the seed of a map that comes back to devices; of 16 rows, 5 are uneven."""
 
@@ -94,7 +110,7 @@ def test_every_two_accesses_to_one_tensor_have_an_order(
 
 
 def test_every_place_in_the_code_that_waits_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [CASES[0], CASES[1], CASES[7]]
+    cases = [CASES[0], CASES[1], CASES[7], CASES[9]]
     sites = {site for case in cases for site in _train(monkeypatch, *case).sites}
     idle = [site for site in sorted(sites) if not any(_train(monkeypatch, *c, deaf=site).found for c in cases)]
     # A copy runs in the queues of both its devices, so that either's wait for what it reads would do.
