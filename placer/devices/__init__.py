@@ -9,7 +9,7 @@ from placer.devices.clock import Clock
 from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import Courier, Delivery, Lane, Mark, shared_lane
 from placer.devices.memory import context_bytes, library_bytes, memory_bytes, peak_bytes, release_cache
-from placer.devices.moving import copy, fill, location, move, same, write
+from placer.devices.moving import copy, fill, location, move, same, staged, write
 from placer.devices.names import (
     CPU,
     DeviceLike,
@@ -83,6 +83,7 @@ __all__ = [
     "same",
     "shared_lane",
     "speed_facts",
+    "staged",
     "stand_ins",
     "straight",
     "synchronise",

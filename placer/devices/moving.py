@@ -47,6 +47,17 @@ def write(source: Tensor, target: Tensor, here: torch.device, there: torch.devic
     target.copy_(source, non_blocking=True)
 
 
+def staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """What to write to a device in a tensor's place, so that the host goes on meanwhile.
+
+    A GPU copies from the host's memory on its own only where that is pinned: else the host waits until the GPU has come
+    to the copy. A tensor in other memory of the host is copied to pinned memory first; any other is given back.
+    """
+    if device.type != "cuda" or tensor.device.type != CPU or tensor.is_pinned():
+        return tensor
+    return tensor.detach().pin_memory()
+
+
 @torch.no_grad()
 def fill(target: Tensor, source: Tensor) -> None:
     """Copy into a tensor on any device, by way of the host's memory where it must be; waits only if that is its end."""

@@ -200,8 +200,9 @@ class InferencePipeline:
             caller = Lane(devices.location(value), caller=True) if isinstance(value, Tensor) else None
             ready = caller.mark() if caller is not None else None
             for reader in self._readers[name]:
-                mark = self._deliver(passage, name, value, ready, None, reader)
-                if caller is not None:
+                taken = devices.staged(value, self.stages[reader].device) if caller is not None else value
+                mark = self._deliver(passage, name, taken, ready, None, reader)
+                if caller is not None and taken is value:
                     caller.wait(mark)
         return passage
 

@@ -90,9 +90,11 @@ class Passes:
 
     def _take(self, given: Tensor, static: Tensor, free: Mark, index: int, chunk: int) -> Mark:
         """Copy what the caller gave into a slot."""
-        start, label = self._start[self._stages[index].device], (None, index, "forward", chunk)
-        mark = self._courier.send(given, start, static, free, "batch", label)
-        self.read[devices.location(given), index] = mark
+        place, label = self._stages[index].device, (None, index, "forward", chunk)
+        source = devices.staged(given, place)
+        mark = self._courier.send(source, self._start[place], static, free, "batch", label)
+        if source is given:
+            self.read[devices.location(given), index] = mark
         return mark
 
     def _backward(self, index: int, chunk: int) -> None:

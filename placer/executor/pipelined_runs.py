@@ -76,7 +76,7 @@ class PipelinedRuns(nn.Module):
         Args:
             batches: an iterable of batches, each one tensor, a tuple or list of positional, or a dict of keyword
                 arguments. Their shapes may differ; a shape is recorded as CUDA graphs when it comes for the second
-                time. Pinned memory lets copies from the host overlap.
+                time.
             in_flight: batches that are taken from the source before the first result is handed out, and so the most
                 that take memory; two more than there are segments if None. 1 takes none ahead.
 

@@ -150,8 +150,7 @@ class TrainingPipeline:
         for place, lane in self.lanes.items():
             callers[place].wait(lane.mark())
         for (place, _), mark in read.items():
-            if place in self.lanes or place.type == "cuda":  # a caller on the host is not held up
-                callers[place].wait(mark)
+            callers[place].wait(mark)
         self.weights.finish()
         if self.statistics is not None:
             self.statistics.commit()

@@ -119,3 +119,33 @@ def test_the_next_forward_pass_leaves_gradients_that_are_still_sent_as_they_are(
                 assert all(torch.equal(now, then) for now, then in zip(there, before, strict=True))
             sent += len(there)
     assert sent
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", ["host", "pinned", "another GPU"])
+def test_a_batch_may_be_overwritten_as_soon_as_a_step_returns(memory: str) -> None:
+    torch.manual_seed(0)
+    count = torch.cuda.device_count()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 4)).double()
+    whole = copy.deepcopy(model).cuda(0)
+    flow = DataFlow(model)
+    for index, layer in enumerate(flow.layer_gpus):
+        flow.layer_gpus[layer] = index * count // len(flow.layer_gpus)
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss, None)
+    for number in range(4):
+        batch = [torch.randn(4096, 512, dtype=torch.float64), torch.randn(4096, 4, dtype=torch.float64)]
+        if memory == "another GPU":
+            given = [tensor.cuda(count - 1 - index) for index, tensor in enumerate(batch)]
+        else:
+            given = [tensor.pin_memory() if memory == "pinned" else tensor.clone() for tensor in batch]
+        loss = step(*given, chunks=CHUNKS)
+        for tensor in given:
+            tensor.fill_(number)
+        whole.zero_grad()
+        expected = functional.mse_loss(whole(batch[0].cuda(0)), batch[1].cuda(0))
+        expected.backward()
+        torch.testing.assert_close(loss.cpu(), expected.detach().cpu(), atol=1e-9, rtol=1e-9)
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad.cpu(), atol=1e-9, rtol=1e-9)
