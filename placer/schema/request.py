@@ -22,7 +22,7 @@ from placer.schema.base import (
     refuse_unknown,
 )
 from placer.schema.cluster import Cluster, Device
-from placer.schema.profile import Profile
+from placer.schema.profile import Edge, Profile
 
 
 class Constraints(Wire):
@@ -118,6 +118,8 @@ class PlacementRequest(Wire):
             refuse_unknown("constraints.forbidden", banned, devices, "device")
         for group in rules.colocated:
             refuse_unknown("constraints.colocated", group, layers)
+        _refuse_unreachable(cluster)
+        self._check_pins(cluster)
         self._check_numbers(len(devices), len(layers))
         for profile in (self.profile, *self.profiles):
             self._check_times(profile, cluster)
@@ -147,6 +149,37 @@ class PlacementRequest(Wire):
         refuse_duplicates("profiles: micro-batch of size", [str(size) for size in sizes])
         if not self.micro_batches():
             raise ValueError(f"batch_size: {self.whole_batch_size} samples are no whole number of {sizes}")
+
+    def _check_pins(self, cluster: Cluster) -> None:
+        """No pin contradicts another rule by itself: a ban, a group, or a value that has no way to where it is read."""
+        rules, everywhere = self.constraints, self.constraints.forbidden.get("*", ())
+        pinned = rules.pinned
+        for layer, device in pinned.items():
+            if device in (*rules.forbidden.get(layer, ()), *everywhere):
+                raise ValueError(
+                    f"constraints.pinned: layer {layer!r} is pinned to {device!r}, which is forbidden for it"
+                )
+        for group in (*self.profile.colocated, *rules.colocated) if pinned else ():
+            ends = {pinned[layer]: layer for layer in group if layer in pinned}
+            if len(ends) > 1:
+                pins = " and ".join(f"{layer!r} to {device!r}" for device, layer in list(ends.items())[:2])
+                raise ValueError(f"constraints.pinned: colocated layers are pinned apart, {pins}")
+        linked = {(link.source, link.target) for link in cluster.links} if len(pinned) > 1 else set()
+        for edge in self.profile.edges if len(pinned) > 1 else ():
+            self._check_way(edge, linked)
+
+    def _check_way(self, edge: Edge, linked: set[tuple[str, str]]) -> None:
+        """A value between pinned layers has a link, and so has its gradient."""
+        pinned = self.constraints.pinned
+        for target in edge.targets if edge.source in pinned else ():
+            here, there = pinned[edge.source], pinned.get(target, pinned[edge.source])
+            back = self.is_training and edge.gradient_bytes > 0
+            for way in ((here, there), (there, here))[: 1 + back] if here != there else ():
+                if way not in linked:
+                    raise ValueError(
+                        f"constraints.pinned: {edge.source!r} on {here!r} makes a value that {target!r} reads on "
+                        f"{there!r}, but cluster.links has no link from {way[0]!r} to {way[1]!r}"
+                    )
 
     def _check_numbers(self, devices: int, layers: int) -> None:
         """No more devices are demanded than there are, may be used, or can hold a layer each."""
@@ -195,3 +228,14 @@ class PlacementRequest(Wire):
     def content_hash(self) -> str:
         """The same for the same question, whatever the order or spelling of its JSON: 32 hexadecimal digits."""
         return hashlib.sha256(self.__pydantic_serializer__.to_json(self)).hexdigest()[:32]
+
+
+def _refuse_unreachable(cluster: Cluster) -> None:
+    """Raises ValueError for the first of several devices that has no link."""
+    linked = {end for link in cluster.links for end in (link.source, link.target)}
+    for device in cluster.devices if len(cluster.devices) > 1 else ():
+        if device.name not in linked:
+            raise ValueError(
+                f"cluster.links: device {device.name!r} has no link with any other device, so no value can reach it; "
+                "give its links, or leave it out"
+            )

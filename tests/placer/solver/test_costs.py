@@ -103,7 +103,8 @@ def test_of_two_orders_the_one_is_taken_in_which_memory_fits():
         Layer(name=name, forward_ms={"t": 1}, backward_ms={"t": 1}, saved_bytes=size)
         for name, size in (("large", 100), ("small", 10))
     ]
-    cluster = Cluster(devices=[Device(name=name, type="t", memory_bytes=150) for name in "xy"])
+    link = Link(source="x", target="y", bandwidth_bytes_per_s=1e3)
+    cluster = Cluster(devices=[Device(name=name, type="t", memory_bytes=150) for name in "xy"], links=[link])
     profile = Profile(layers=layers, training=True, cluster=cluster)
     result = costs.evaluate(Problem.from_request(PlacementRequest(profile=profile, chunks=4)), [0, 1])
     assert result.stages == (1, 0)

@@ -45,19 +45,13 @@ def test_layers_that_cannot_be_packed_say_how_near_the_nearest_is(chain):
     assert "200 bytes short" in why.reason
 
 
-def test_a_pin_to_a_forbidden_device_names_layer_and_device(chain):
-    why = reason(chain([1, 1], constraints=Constraints(pinned={"l1": "d0"}, forbidden={"*": ("d0",)})))
-    assert why.layers == ("l1",) and why.devices == ("d0",)
-    assert why.reason == "layer 'l1' is pinned to 'd0', which is forbidden for it"
-
-
 def test_a_layer_forbidden_everywhere_is_named(chain):
     why = reason(chain([1, 1], constraints=Constraints(forbidden={"l0": ("d0", "d1")})))
     assert why.reason == "layer 'l0' is forbidden on every device"
 
 
-def test_colocated_layers_pinned_apart_name_both_pins(chain):
-    rules = Constraints(pinned={"l0": "d0", "l2": "d1"}, colocated=(("l0", "l2"),))
+def test_colocated_layers_that_share_no_device_name_what_each_may_be_on(chain):
+    rules = Constraints(pinned={"l0": "d0"}, forbidden={"l2": ("d0",)}, colocated=(("l0", "l2"),))
     why = reason(chain([1, 1, 1], constraints=rules))
     assert "'l0' only on 'd0'" in why.reason and "'l2' only on 'd1'" in why.reason
 

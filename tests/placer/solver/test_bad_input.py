@@ -1,0 +1,107 @@
+"""Bad input fails before anything is solved, and names the field and the value."""
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from placer.schema import PlacementRequest
+
+
+def question(edit=lambda asked: None, **constraints):
+    """Two layers, a value between them, two linked devices; as data, so that anything can be wrong."""
+    layer = {"forward_ms": {"t": 1.0}, "backward_ms": {"t": 2.0}}
+    asked = {
+        "profile": {
+            "training": True,
+            "layers": [{"name": "a", **layer}, {"name": "b", **layer}],
+            "edges": [{"source": "a", "targets": ["b"], "bytes": 5, "gradient_bytes": 5}],
+        },
+        "cluster": {
+            "devices": [{"name": name, "type": "t", "memory_bytes": 100} for name in ("x", "y")],
+            "links": [{"source": a, "target": b, "bandwidth_bytes_per_s": 1e3} for a, b in (("x", "y"), ("y", "x"))],
+        },
+        "constraints": constraints,
+    }
+    edit(asked)
+    return asked
+
+
+def setting(value, *path):
+    """An edit that puts a value where a path leads."""
+
+    def edit(asked):
+        for key in path[:-1]:
+            asked = asked[key]
+        asked[path[-1]] = value
+
+    return edit
+
+
+LAYER, DEVICE, LINK = (("profile", "layers", 0), ("cluster", "devices", 1), ("cluster", "links", 0))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (setting(math.nan, *LAYER, "forward_ms", "t"), ["profile.layers.0.forward_ms.t", "finite", "nan"]),
+        (setting(math.inf, *LAYER, "backward_ms", "t"), ["profile.layers.0.backward_ms.t", "finite", "inf"]),
+        (setting(math.nan, *LINK, "bandwidth_bytes_per_s"), ["cluster.links.0.bandwidth_bytes_per_s", "nan"]),
+        (setting(-1.0, *LAYER, "forward_ms", "t"), ["profile.layers.0.forward_ms.t", "greater than or equal", "-1.0"]),
+        (setting(-7, *LAYER, "param_bytes"), ["profile.layers.0.param_bytes", "-7"]),
+        (setting(-5, "profile", "edges", 0, "bytes"), ["profile.edges.0.bytes", "-5"]),
+        (setting(0.0, *LINK, "bandwidth_bytes_per_s"), ["cluster.links.0.bandwidth_bytes_per_s", "greater than 0"]),
+        (setting(-1e-6, *LINK, "latency_s"), ["cluster.links.0.latency_s", "-1e-06"]),
+        (setting("fast", *DEVICE, "type"), ["layer 'a' has no forward_ms for device type 'fast'"]),
+        (setting({}, *LAYER, "backward_ms"), ["layer 'a' has no backward_ms for device type 't'"]),
+        (setting(101, *DEVICE, "reserve_bytes"), ["cluster.devices.1", "memory_bytes 100 is below reserve_bytes 101"]),
+        (setting([], "cluster", "links"), ["cluster.links", "device 'x' has no link with any other device"]),
+        (setting("z", *LINK, "target"), ["link 'x' -> 'z': there is no device 'z'"]),
+    ],
+)
+def test_a_number_that_is_none_or_a_device_that_is_out_of_reach_is_refused(edit, words):
+    with pytest.raises(ValidationError) as refused:
+        PlacementRequest.model_validate(question(edit))
+    assert all(word in str(refused.value) for word in words)
+
+
+def one_way(asked):
+    del asked["cluster"]["links"][1]
+
+
+@pytest.mark.parametrize(
+    ("edit", "constraints", "words"),
+    [
+        (None, {"pinned": {"a": "w"}}, "constraints.pinned: there is no device 'w'"),
+        (None, {"pinned": {"a": "x"}, "forbidden": {"a": ["x"]}}, "'a' is pinned to 'x', which is forbidden for it"),
+        (None, {"pinned": {"b": "y"}, "forbidden": {"*": ["y"]}}, "'b' is pinned to 'y', which is forbidden for it"),
+        (
+            None,
+            {"pinned": {"a": "x", "b": "y"}, "colocated": [["a", "b"]]},
+            "colocated layers are pinned apart, 'a' to 'x' and 'b' to 'y'",
+        ),
+        (
+            setting([["a", "b"]], "profile", "colocated"),
+            {"pinned": {"a": "x", "b": "y"}},
+            "colocated layers are pinned apart, 'a' to 'x' and 'b' to 'y'",
+        ),
+        (one_way, {"pinned": {"a": "y", "b": "x"}}, "'b' reads on 'x', but cluster.links has no link from 'y' to 'x'"),
+        (one_way, {"pinned": {"a": "x", "b": "y"}}, "'b' reads on 'y', but cluster.links has no link from 'y' to 'x'"),
+    ],
+)
+def test_pins_that_contradict_another_rule_by_themselves_are_refused(edit, constraints, words):
+    with pytest.raises(ValidationError) as refused:
+        PlacementRequest.model_validate(question(edit or (lambda asked: None), **constraints))
+    assert "constraints.pinned" in str(refused.value) and words in str(refused.value)
+
+
+def test_a_gradient_needs_a_link_back_in_training_alone():
+    request = question(one_way, pinned={"a": "x", "b": "y"}) | {"training": False}
+    assert PlacementRequest.model_validate(request).constraints.pinned == {"a": "x", "b": "y"}
+
+
+def test_one_device_needs_no_link():
+    def alone(asked):
+        asked["cluster"] = {"devices": asked["cluster"]["devices"][:1]}
+
+    assert len(PlacementRequest.model_validate(question(alone)).devices) == 1
