@@ -22,7 +22,9 @@ from placer import cli
 from placer.schema import PlacementRequest
 from placer.solver.solve import solve
 import psycopg, sqlalchemy.dialects.postgresql.psycopg
-from placer_server import app, evaluation, examples, keys, serving
+from placer_server import app, keys, serving
+from placer_server.judge import evaluation
+from placer_server.openapi import examples
 import uvicorn.loops.auto, uvicorn.protocols.http.auto, uvicorn.lifespan.on
 request = PlacementRequest.model_validate(examples.requests()["throughput"]["value"])
 assert solve(request).status == "optimal"

@@ -14,27 +14,29 @@ import placer
 from placer.errors import InputError, PlacerError
 
 from . import serving
-from .body import Checker, Intake
-from .cluster import NodeCluster
-from .database import StoreError
-from .gpus import watch_gpus
-from .guard import Guard
-from .handlers import handle_errors
-from .jobs import Jobs
-from .judge import Judge
+from .api.handlers import handle_errors
+from .api.paths import include_routes
+from .api.service import Service
+from .jobs.jobs import Jobs
+from .jobs.peers import Peers
+from .judge.judge import Judge
 from .keys import Keys
-from .metrics import Measured, Metrics
-from .nodes import register_forever
-from .openapi import describe
-from .paths import include_routes
-from .peers import Peers
-from .profiling import Profiling
-from .replicas import Replicas
-from .service import Service
+from .node.cluster import NodeCluster
+from .node.profiling import Profiling
+from .node.registering import register_forever
+from .observe.gpus import watch_gpus
+from .observe.metrics import Measured, Metrics
+from .openapi.document import describe
 from .settings import Settings
-from .store import Store
-from .upkeep import mend, mend_forever
-from .worker import Crashed, Killed, Solver, Worker, answer_empty, default_solver, prepare
+from .store.database import StoreError
+from .store.replicas import Replicas
+from .store.store import Store
+from .store.upkeep import mend, mend_forever
+from .web.checker import Checker
+from .web.guard import Guard
+from .web.intake import Intake
+from .workers.solving import Solver, default_solver
+from .workers.worker import Crashed, Killed, Worker, answer_empty, prepare
 
 log = logging.getLogger("placer_server")
 
@@ -132,7 +134,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     warming = asyncio.create_task(_warm_up(service))
     upkeep_tasks = [asyncio.create_task(mend_forever(store)), asyncio.create_task(watch_gpus(app.state.metrics))]
     if settings.register_url:
-        upkeep_tasks.append(asyncio.create_task(register_forever(settings, service)))
+        upkeep_tasks.append(asyncio.create_task(register_forever(settings, service.cluster)))
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from placer.errors import ServerError
 
-from . import logs
+from .observe import logs
 from .settings import Settings
 
 log = logging.getLogger("placer_server")

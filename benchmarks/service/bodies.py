@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from placer_server import examples
+from placer_server.openapi import examples
 
 HOSTILE_VALUES: tuple[Any, ...] = (
     *(

@@ -15,10 +15,10 @@ MEMORY_MIB = 1500
 
 def target(data: bytes) -> None:
     """Read a body as each path would."""
-    from placer_server import body
     from placer_server.problem import MAX_BYTES, Problem
+    from placer_server.web.checker import check, split
 
-    for read in (body.check, body.split):
+    for read in (check, split):
         try:
             read(data)
         except Problem as problem:
@@ -31,7 +31,8 @@ def main(runs: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["placer_server", "placer.schema", "difflib"]):
-        from placer_server import body, examples  # noqa: F401
+        from placer_server.openapi import examples
+        from placer_server.web import checker  # noqa: F401
 
     with TemporaryDirectory() as corpus:
         for number, example in enumerate((*examples.requests().values(), *examples.batches().values())):

@@ -13,8 +13,8 @@ import pytest
 from placer.errors import InputError, PlacerError, ServerError, TimeoutExceeded, UnreachableError
 from placer.schema import Placement, PlacementRequest, Progress
 from placer_client import AsyncClient, Client
-from placer_server import examples
 from placer_server.app import background
+from placer_server.openapi import examples
 from placer_server.settings import Settings
 
 BEFORE = ("refused", "connect timeout", "429", "503")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-SOLVERS = str(Path(__file__).parents[1] / "server")
+SOLVERS = str(Path(__file__).parent)
 
 
 class ServiceProcess:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
-
-from placer_server import examples
-from placer_server.app import create_app
-from placer_server.settings import Settings
-
-sys.path.insert(0, str(Path(__file__).parent))  # workers get this path, and import the solvers below by name
-
 import solvers_for_tests
+from fastapi.testclient import TestClient
 from postgres_server import PostgresServer, find_binaries
 from service_process import ServiceProcess
+
+from placer_server.app import create_app
+from placer_server.openapi import examples
+from placer_server.settings import Settings
 
 Serve = Callable[..., TestClient]
 

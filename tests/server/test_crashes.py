@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from placer.schema import PlacementRequest
-from placer_server.store import Accepted, Answer, Store
+from placer_server.store.store import Accepted, Answer, Store
 
 
 def key_of(body):
@@ -95,7 +95,7 @@ def test_a_question_asked_again_after_it_was_stopped_outlives_the_end_of_the_sto
 def test_a_clock_that_jumps_back_costs_no_new_answer(tmp_path, monkeypatch):
     store = Store(str(tmp_path / "p.db"), keep=1)
     store.put("old", Answer(b"{}", True, "1"))
-    monkeypatch.setattr("placer_server.store.time.time", lambda: 0.0)
+    monkeypatch.setattr("placer_server.store.store.time.time", lambda: 0.0)
     store.put("new", Answer(b"{}", True, "1"))
     store.close()
     again = Store(str(tmp_path / "p.db"), keep=1)

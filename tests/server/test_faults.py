@@ -6,9 +6,9 @@ import pytest
 import sqlalchemy as sa
 from postgres_server import PostgresServer, find_binaries
 
-from placer_server import upkeep
-from placer_server.database import StoreError
-from placer_server.store import Accepted, Answer, Store
+from placer_server.store import upkeep
+from placer_server.store.database import StoreError
+from placer_server.store.store import Accepted, Answer, Store
 
 
 @pytest.fixture

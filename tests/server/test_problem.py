@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from placer_server.body import Intake, check
 from placer_server.problem import MAX_BYTES, Problem
 from placer_server.settings import Settings
+from placer_server.web.checker import check
+from placer_server.web.intake import Intake
 
 POST = "/v1/placements"
 JSON = {"Content-Type": "application/json"}

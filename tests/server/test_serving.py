@@ -18,8 +18,9 @@ import pytest
 
 from placer.errors import InputError, ServerError
 from placer.schema import PlacementRequest
-from placer_server import examples, serving
+from placer_server import serving
 from placer_server.app import background, create_app
+from placer_server.openapi import examples
 from placer_server.settings import Settings
 
 
@@ -112,11 +113,11 @@ def test_a_database_that_cannot_be_opened_is_an_error_that_names_it(settings, tm
         pass
 
 
-def test_sigterm_answers_those_who_wait_with_the_best_so_far_and_ends_cleanly(tmp_path):
+def test_sigterm_answers_those_who_wait_with_the_best_so_far_and_ends_cleanly(tmp_path, solvers):
     script = tmp_path / "service.py"
     script.write_text(
         "import sys\n"
-        f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        f"sys.path.insert(0, {os.path.dirname(solvers.__file__)!r})\n"
         "import solvers_for_tests\n"
         "from placer_server.app import run\n"
         "from placer_server.settings import Settings\n"

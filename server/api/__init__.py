@@ -1,0 +1,1 @@
+"""The paths: each file answers those of one noun."""

@@ -1,0 +1,51 @@
+"""The paths for operators: whether the service lives and is ready, and its metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel
+
+import placer
+
+from ..observe.metrics import MEDIA_TYPE
+from ..problem import Problem
+from ..web.replies import JSON
+from .service import Serving
+
+router = APIRouter()
+
+
+class Health(BaseModel):
+    """Whether the service lives, or is ready.
+
+    Attributes:
+        status: ``ok`` or ``ready``.
+        version: of Placer.
+    """
+
+    status: str
+    version: str
+
+
+@router.get("/healthz", response_model=Health)
+async def get_health() -> Response:
+    """Whether the service lives."""
+    return _health("ok")
+
+
+@router.get("/readyz", response_model=Health)
+async def get_readiness(service: Serving) -> Response:
+    """Whether the service takes solves."""
+    if why := service.not_ready or service.jobs.away:
+        raise Problem(503, "not-ready", "The service is not ready", why, headers={"Retry-After": "1"})
+    return _health("ready")
+
+
+@router.get("/metrics", response_class=Response)
+async def get_metrics(service: Serving) -> Response:
+    """Counters, gauges and histograms in Prometheus' text format."""
+    return Response(service.metrics.render(), media_type=MEDIA_TYPE)
+
+
+def _health(status: str) -> Response:
+    return Response(Health(status=status, version=placer.__version__).model_dump_json(), media_type=JSON)

@@ -1,0 +1,77 @@
+"""The paths that read the store: lists of placements, and their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Query, Request, Response
+
+from placer.schema import Objective, PlacementPage, PlacementRequest, Status
+
+from ..problem import Problem, clip
+from ..web.replies import json_reply
+from .service import Serving, checked_id
+
+router = APIRouter()
+
+NEWEST = 2**62
+_CURSOR = re.compile(r"[0-9a-f]{1,15}")
+
+Limit = Annotated[int, Query(ge=1, le=200, description="How many at most.")]
+Cursor = Annotated[str | None, Query(max_length=100, description="Where to go on: `next` of the answer before.")]
+Text = Annotated[str, Query(max_length=200, description="What the model's name or the id must contain.")]
+
+
+@router.get("/v1/placements", response_model=PlacementPage)
+async def list_placements(
+    request: Request,
+    service: Serving,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+    q: Text = "",
+    status: Status | None = None,
+    objective: Objective | None = None,
+) -> Response:
+    """Past placements, newest first; `next` and the `Link` header lead on."""
+    filters: dict[str, str] = {
+        name: value for name, value in (("status", status), ("objective", objective)) if value is not None
+    }
+    found = await asyncio.to_thread(service.store.search, q, filters, _before(cursor), limit + 1)
+    more = len(found) > limit
+    rows = found[:limit]
+    following = f"{rows[-1]['row']:x}" if more else None
+    page = {"placements": [_summary(row) for row in rows], "next": following}
+    headers = {"Link": _link(request, following)} if following else {}
+    return json_reply(request, json.dumps(page).encode(), headers=headers, tagged=True)
+
+
+@router.get("/v1/placements/{id}/request", response_model=PlacementRequest)
+async def get_request(request: Request, id: str, service: Serving) -> Response:
+    """The question of a placement, as it can be asked again."""
+    key = checked_id(id)
+    if (question := await service.store.ask(service.store.request, key)) is None:
+        detail = f"there is no request of placement {key}: it is not done, or was ended before it was begun"
+        raise Problem(404, "no-such-request", "There is no such request", detail)
+    return json_reply(request, question, tagged=True)
+
+
+def _summary(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "row"}
+
+
+def _before(cursor: str | None) -> int:
+    if cursor is None:
+        return NEWEST
+    if not _CURSOR.fullmatch(cursor):
+        detail = f"{clip(cursor, 80)!r} is no cursor; take `next` of the page before as it is"
+        raise Problem(422, "invalid-parameter", "A parameter cannot be used", detail)
+    return int(cursor, 16)
+
+
+def _link(request: Request, following: str) -> str:
+    parameters = {**request.query_params, "cursor": following}
+    return f'</v1/placements?{urlencode(parameters)}>; rel="next"'

@@ -1,0 +1,57 @@
+"""The paths that judge maps: ``:evaluate`` and ``:compare``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from placer.schema import Comparison, Evaluation
+
+from ..judge.evaluation import MAX_MAPS, Asking, Stored, compare_task, evaluate_task
+from ..problem import Problem
+from ..web.replies import json_reply
+from .service import Service, Serving, checked_id
+
+router = APIRouter()
+
+Id = Annotated[str | None, Query(description="The placement whose request is the question.")]
+Ids = Annotated[
+    list[str], Query(max_length=MAX_MAPS, description="Placements to compare; the first one's request judges.")
+]
+
+
+@router.post("/v1/placements:evaluate", response_model=Evaluation)
+async def evaluate(request: Request, service: Serving, id: Id = None) -> Response:
+    """Judge a map of your own by the cost model that the solver minimises, and say what is wrong with it."""
+    stored = [await stored_of(service, id)] if id is not None else []
+    async with service.intake.body(request) as body:
+        content = await service.judge.judge(evaluate_task, Asking(body, tuple(stored)))
+    return json_reply(request, content)
+
+
+@router.post("/v1/placements:compare", response_model=Comparison)
+async def compare(request: Request, service: Serving, id: Ids = []) -> Response:  # noqa: B006
+    """Hold placements and maps of your own against each other, all judged by one request."""
+    stored = [await stored_of(service, one) for one in dict.fromkeys(id)]
+    async with service.intake.body(request, optional=True) as body:
+        content = await service.judge.judge(compare_task, Asking(body, tuple(stored)))
+    return json_reply(request, content)
+
+
+async def stored_of(service: Service, given: str) -> Stored:
+    """A placement that the store has, and its request.
+
+    Raises:
+        Problem: it has none of that id, or not its request.
+    """
+    key = checked_id(given)
+    store = service.store
+    answer, question = await store.ask(store.get, key), await store.ask(store.request, key)
+    if answer is None:
+        detail = f"there is no placement {key}; POST its request to /v1/placements"
+        raise Problem(404, "no-such-placement", "There is no such placement", detail)
+    if question is None:
+        detail = f"the request of placement {key} is not kept; send it in the body"
+        raise Problem(404, "no-such-request", "There is no such request", detail)
+    return Stored(key, answer.placement, question)

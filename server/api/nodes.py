@@ -1,0 +1,152 @@
+"""The nodes that registered their devices, so that a placement can span hosts.
+
+node a ── PUT /v1/nodes/a ──▶ store ◀── PUT /v1/nodes/b ── node b
+                                │
+          GET /v1/cluster?node=a&node=b&network_bytes_per_s=... ──▶ a/cuda:0, a/cuda:1, b/cuda:0, ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, ValidationError
+
+from placer.schema import Cluster
+
+from ..node.network import join
+from ..problem import Problem, clip, invalid_body
+from ..settings import NODE_NAME
+from ..web.replies import json_reply
+from .service import Serving
+
+router = APIRouter()
+
+MOST_NODES = 256
+
+Nodes = Annotated[list[str], Query(max_length=MOST_NODES, description="Registered nodes whose devices to join.")]
+Network = Annotated[
+    float | None,
+    Query(gt=0, le=1e18, allow_inf_nan=False, description="Bytes per second from one node's memory to another's."),
+]
+Latency = Annotated[float, Query(ge=0, le=1e6, allow_inf_nan=False, description="Of a transfer between nodes.")]
+
+
+class Node(BaseModel):
+    """A node in a list.
+
+    Attributes:
+        name: of the node.
+        created_s: when it registered last, in seconds since 1970.
+        devices: the names of its devices.
+        types: their types, each once.
+    """
+
+    name: str
+    created_s: float
+    devices: list[str]
+    types: list[str]
+
+
+class NodeList(BaseModel):
+    """The nodes that registered.
+
+    Attributes:
+        nodes: by name.
+    """
+
+    nodes: list[Node]
+
+
+@router.put("/v1/nodes/{name}", response_model=Node)
+async def put_node(request: Request, name: str, service: Serving) -> Response:
+    """Register a node with its devices, as its own `GET /v1/cluster` tells them; again is an update."""
+    _check_name(name)
+    async with service.intake.body(request) as body:
+        cluster = _read(body)
+    nodes = await service.store.ask(service.store.nodes)
+    if name not in nodes and len(nodes) >= MOST_NODES:
+        detail = f"{len(nodes)} nodes are registered, which is all that this service keeps; DELETE one"
+        raise Problem(422, "too-many-nodes", "There are too many nodes", detail)
+    created_s = await asyncio.to_thread(service.store.keep_node, name, cluster.model_dump_json().encode())
+    return json_reply(request, _described(name, created_s, cluster).model_dump_json().encode())
+
+
+@router.get("/v1/nodes", response_model=NodeList)
+async def list_nodes(request: Request, service: Serving) -> Response:
+    """The nodes that registered, by name."""
+    found = await service.store.ask(service.store.nodes)
+    nodes = [_described(name, at, Cluster.model_validate_json(content)) for name, (at, content) in found.items()]
+    return json_reply(request, NodeList(nodes=nodes).model_dump_json().encode(), tagged=True)
+
+
+@router.delete("/v1/nodes/{name}", status_code=204)
+async def delete_node(name: str, service: Serving) -> Response:
+    """Forget a node."""
+    _check_name(name)
+    if not await asyncio.to_thread(service.store.drop_node, name):
+        raise _no_node(name, [])
+    return Response(status_code=204)
+
+
+@router.get("/v1/cluster", response_model=Cluster)
+async def get_cluster(
+    request: Request,
+    service: Serving,
+    node: Nodes = [],  # noqa: B006
+    network_bytes_per_s: Network = None,
+    network_latency_s: Latency = 0.0,
+) -> Response:
+    """This node's own devices and links, measured once; or those of registered nodes, joined by the network.
+
+    Devices of several nodes are named `NODE/cuda:0`, as `placer.distributed` takes them.
+    """
+    if not node:
+        return json_reply(request, await service.cluster.get(), tagged=True)
+    if len(node) > 1 and network_bytes_per_s is None:
+        detail = "devices of several nodes are joined by a network: give network_bytes_per_s, as measured between them"
+        raise Problem(422, "invalid-parameter", "A parameter cannot be used", detail)
+    known = await service.store.ask(service.store.nodes)
+    chosen: dict[str, Cluster] = {}
+    for name in node:
+        if name not in known:
+            raise _no_node(name, list(known))
+        chosen[name] = Cluster.model_validate_json(known[name][1])
+    joined = join(chosen, network_bytes_per_s or 1.0, network_latency_s)
+    return json_reply(request, joined.model_dump_json().encode(), tagged=True)
+
+
+@router.post("/v1/cluster:measure", response_model=Cluster)
+async def measure_again(request: Request, service: Serving) -> Response:
+    """Measure this node's own devices and links anew."""
+    return json_reply(request, await service.cluster.measure_again())
+
+
+def _read(body: bytes) -> Cluster:
+    try:
+        cluster = Cluster.model_validate_json(body, strict=True)
+    except ValidationError as error:
+        raise invalid_body(error, Cluster) from None
+    if any("/" in device.name for device in cluster.devices):
+        detail = "a node registers devices of its own, whose names have no '/': cuda:0"
+        raise Problem(422, "invalid-request", "The request cannot be used", detail)
+    return cluster
+
+
+def _described(name: str, created_s: float, cluster: Cluster) -> Node:
+    types = list(dict.fromkeys(device.type for device in cluster.devices))
+    return Node(name=name, created_s=created_s, devices=[device.name for device in cluster.devices], types=types)
+
+
+def _check_name(name: str) -> None:
+    if not NODE_NAME.fullmatch(name):
+        detail = f"{clip(name, 80)!r} is no name of a node: those have up to 64 letters, digits, dots, hyphens and _"
+        raise Problem(404, "no-such-node", "There is no such node", detail)
+
+
+def _no_node(name: str, known: list[str]) -> Problem:
+    there = f"; there are {clip(json.dumps(known), 200)}" if known else ""
+    detail = f"no node {clip(name, 80)!r} is registered{there}"
+    return Problem(404, "no-such-node", "There is no such node", detail)

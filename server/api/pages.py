@@ -1,0 +1,51 @@
+"""The page at ``/``: its files are served as they are."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from fastapi import APIRouter, Request, Response
+
+from ..problem import Problem, clip
+from ..web.replies import etag, has_tag
+
+router = APIRouter(include_in_schema=False)
+
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+
+def _files() -> dict[str, tuple[bytes, str, str]]:
+    """By name: content, media type and tag."""
+    found = {}
+    for file in (files("placer_server") / "page").iterdir():
+        kind = TYPES.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            content = file.read_bytes()
+            found[file.name] = (content, kind, etag(content))
+    return found
+
+
+FILES = _files()
+
+
+@router.get("/")
+async def get_page(request: Request) -> Response:
+    """The page."""
+    return _reply(request, "index.html")
+
+
+@router.get("/page/{name}")
+async def get_file(request: Request, name: str) -> Response:
+    """A file of the page."""
+    if name not in FILES:
+        detail = f"the page has no file {clip(name, 80)!r}"
+        raise Problem(404, "no-such-path", "There is no such path", detail)
+    return _reply(request, name)
+
+
+def _reply(request: Request, name: str) -> Response:
+    content, kind, tag = FILES[name]
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}
+    if has_tag(request.headers.get("if-none-match", ""), tag):
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type=kind)

@@ -1,0 +1,157 @@
+"""The paths of a placement."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fastapi import APIRouter, Request, Response
+
+import placer
+from placer.schema import Placement, Progress
+
+from ..jobs.job import Job
+from ..jobs.question import Question
+from ..problem import MEDIA_TYPE as PROBLEM
+from ..problem import Problem
+from ..web.replies import JSON, json_reply
+from .service import OnDisconnect, Service, Serving, Wait, checked_id, client_of
+
+router = APIRouter()
+
+
+@router.post("/v1/placements", response_model=Placement, responses={202: {"model": Progress}})
+async def post_placement(
+    request: Request, service: Serving, wait: Wait = None, on_disconnect: OnDisconnect = "keep"
+) -> Response:
+    """Ask for a placement.
+
+    The same request has the same id and is answered from the store at once. An infeasible request is answered too: with
+    a placement whose status is `infeasible`. What is answered 202 is written down before: it outlives the service.
+    """
+    async with service.intake.body(request) as body:
+        question = await service.checker.check(body)
+    if (answer := await complete_answer(service, question)) is not None:
+        service.metrics.cache_hits.inc()
+        return json_reply(request, answer)
+    job = service.jobs.submit(question, body, client_of(request))
+    del body  # the job holds it as long as it needs it
+    job.wanted = job.wanted or on_disconnect == "keep"
+    written = await job.is_written()
+    await _wait(request, service, job, service.settings.default_wait_s if wait is None else wait, on_disconnect)
+    if not written and job.answer is None and job.problem is None:
+        raise not_kept(job)
+    return job_response(request, job)
+
+
+@router.get("/v1/placements/{id}", response_model=Placement, responses={202: {"model": Progress}})
+async def get_placement(
+    request: Request, id: str, service: Serving, wait: Wait = 0.0, on_disconnect: OnDisconnect = "keep"
+) -> Response:
+    """A placement that was asked for, or how far its solve is."""
+    key = checked_id(id)
+    if (job := await service.jobs.seek(key)) is not None:
+        await _wait(request, service, job, wait or 0.0, on_disconnect)
+        return job_response(request, job)
+    return await stored_response(request, service, key)
+
+
+@router.delete("/v1/placements/{id}", response_model=Placement)
+async def stop_placement(request: Request, id: str, service: Serving) -> Response:
+    """Stop the solve and keep the best placement so far, which is the answer; one that has ended is just answered.
+
+    Asking the same question again solves it again, with all its time.
+    """
+    key = checked_id(id)
+    if (job := await service.jobs.seek(key)) is not None:
+        await service.jobs.stop(job)
+        return job_response(request, job)
+    return await stored_response(request, service, key)
+
+
+async def _wait(request: Request, service: Service, job: Job, seconds: float, on_disconnect: str) -> None:
+    """Wait for a job; where its client goes away meanwhile and said so, the job ends."""
+    if on_disconnect == "keep" or seconds <= 0:
+        await job.wait(seconds)
+        return
+    job.waiting += 1
+    ended, gone = asyncio.create_task(job.wait(seconds)), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        job.waiting -= 1
+        left = gone.done() and not gone.cancelled()
+        ended.cancel()
+        gone.cancel()
+    if left:
+        service.jobs.leave(job)
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has gone away; the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def complete_answer(service: Service, question: Question) -> bytes | None:
+    """The stored answer, unless it was stopped early or another version of Placer made it."""
+    store = service.store
+    answer = store.recent(question.id) or await store.ask(store.get, question.id)
+    if answer is None or not answer.complete or answer.version != placer.__version__:
+        return None
+    return answer.placement
+
+
+async def stored_response(request: Request, service: Service, key: str, *, plain: bool = False) -> Response:
+    """What the store has of an id: an answer or a failure.
+
+    Args:
+        request: what is answered.
+        service: whose store it is.
+        key: the id.
+        plain: neither compressed nor tagged.
+
+    Raises:
+        Problem: nothing.
+    """
+    store = service.store
+    if (answer := await store.ask(store.get, key)) is not None:
+        if plain:
+            return Response(answer.placement, media_type=JSON)
+        return json_reply(request, answer.placement, tagged=True)
+    if (failed := await store.ask(store.failure, key)) is not None:
+        return Response(failed[1], failed[0], media_type=PROBLEM)
+    detail = f"there is no placement {key}; POST its request to /v1/placements"
+    raise Problem(404, "no-such-placement", "There is no such placement", detail)
+
+
+def not_kept(job: Job) -> Problem:
+    """What is told of a job that runs, but would not outlive the service."""
+    detail = (
+        f"the request could not be written to the store, so a crash would lose it; solve {job.question.id} goes on:"
+        " ask again for its answer"
+    )
+    return Problem(503, "not-kept", "The request could not be kept", detail, headers={"Retry-After": "2"})
+
+
+def job_response(request: Request, job: Job) -> Response:
+    """A job's answer or problem, or how far it is."""
+    if job.problem is not None:
+        return job.problem.response()
+    if job.answer is not None and job.finished.is_set():
+        return json_reply(request, job.answer)
+    headers = {"Location": f"/v1/placements/{job.question.id}", "Retry-After": "1"}
+    return Response(progress_of(job).model_dump_json(), 202, headers=headers, media_type=JSON)
+
+
+def progress_of(job: Job) -> Progress:
+    """How far a job is."""
+    value, bound = job.incumbent, job.bound
+    return Progress(
+        id=job.question.id,
+        status="running" if job.state == "running" else "queued",
+        incumbent=value,
+        bound=bound,
+        gap=(value - bound) / value if value and bound is not None else None,
+        elapsed_s=round(time.monotonic() - job.created_s, 3),
+    )

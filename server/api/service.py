@@ -1,0 +1,89 @@
+"""What the routes stand on, and the parameters that they share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import Depends, Query, Request
+
+from ..jobs.jobs import Jobs
+from ..judge.judge import Judge
+from ..node.cluster import NodeCluster
+from ..node.profiling import Profiling
+from ..observe.metrics import Metrics
+from ..problem import Problem, clip, nearest
+from ..settings import MAX_WAIT_S, Settings
+from ..store.store import Store
+from ..web.checker import Checker
+from ..web.intake import Intake
+
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass
+class Service:
+    """What the routes stand on.
+
+    Attributes:
+        not_ready: why the service takes no solves yet; empty once it does.
+    """
+
+    settings: Settings
+    store: Store
+    metrics: Metrics
+    intake: Intake
+    checker: Checker
+    jobs: Jobs
+    judge: Judge
+    profiling: Profiling
+    cluster: NodeCluster
+    not_ready: str = "the first worker is being started"
+
+
+async def _service(request: Request) -> Service:
+    if request.scope["query_string"]:
+        _refuse_unknown_parameters(request)
+    service: Service = request.app.state.service
+    return service
+
+
+def _refuse_unknown_parameters(request: Request) -> None:
+    known = [parameter.name for parameter in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            detail = f"there is no parameter {clip(name, 80)!r} here{nearest(name, known)}"
+            raise Problem(422, "unknown-parameter", "There is no such parameter", detail)
+
+
+Serving = Annotated[Service, Depends(_service)]
+Wait = Annotated[
+    float | None,
+    Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Seconds to wait for the answer before a 202."),
+]
+OnDisconnect = Annotated[
+    Literal["keep", "stop"],
+    Query(
+        description="What becomes of the solve when the client goes away while it waits: `keep` goes on, so that the"
+        " answer can be had later; `stop` ends it with the best so far, unless others wait for it or want it kept."
+    ),
+]
+
+
+def client_of(request: Request) -> str:
+    """Who asks: the name of the key, else the address."""
+    name: str = request.scope.get("placer.client", "")
+    return name or (request.client.host if request.client else "")
+
+
+def checked_id(given: str, kind: str = "placement") -> str:
+    """The id, if it can be one.
+
+    Raises:
+        Problem: it cannot, so there is nothing of that id.
+    """
+    if not _ID.fullmatch(given):
+        detail = f"{clip(given, 80)!r} is no id of a {kind}: those are 32 hexadecimal digits"
+        raise Problem(404, f"no-such-{kind}", f"There is no such {kind}", detail)
+    return given

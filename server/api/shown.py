@@ -1,0 +1,49 @@
+"""The paths that show a placement: its timeline, a trace of that, and a report."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from placer.schema import Timeline
+
+from ..judge.evaluation import Asking
+from ..judge.timeline import report_task, timeline_task, trace_task
+from ..problem import Problem
+from ..web.replies import json_reply
+from ..workers.worker import Task
+from .judging import stored_of
+from .service import Service, Serving
+
+router = APIRouter()
+
+
+@router.get("/v1/placements/{id}/timeline", response_model=Timeline)
+async def get_timeline(request: Request, id: str, service: Serving) -> Response:
+    """When each device works on which micro-batch, as the schedule and the profile predict it."""
+    return json_reply(request, await _made(service, id, timeline_task), tagged=True)
+
+
+@router.get("/v1/placements/{id}/trace")
+async def get_trace(request: Request, id: str, service: Serving) -> Response:
+    """The same as a trace for https://ui.perfetto.dev and chrome://tracing."""
+    content = await _made(service, id, trace_task)
+    return json_reply(request, content, headers=_attached("trace.json"), tagged=True)
+
+
+@router.get(
+    "/v1/placements/{id}/report",
+    response_class=Response,
+    responses={200: {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "One HTML file."}},
+)
+async def get_report(id: str, service: Serving) -> Response:
+    """A report for people in one file that needs nothing else: what ``placer show --html`` writes."""
+    content = await _made(service, id, report_task)
+    return Response(content, headers=_attached("placement.html"), media_type="text/html")
+
+
+async def _made(service: Service, id: str, task: Task[bytes | Problem]) -> bytes:
+    return await service.judge.judge(task, Asking(b"", (await stored_of(service, id),)))
+
+
+def _attached(name: str) -> dict[str, str]:
+    return {"Content-Disposition": f'attachment; filename="{name}"'}

@@ -1,0 +1,401 @@
+"""The solves: those that run, each in a worker, and those that wait for one.
+
+submit ──▶ queued ──▶ running ──▶ done | failed
+              └────── stop ──────▶ done, with the best so far
+              └──── shutdown ────▶ handed on to the next start
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import placer
+
+from ..observe.metrics import Metrics
+from ..observe.spans import span
+from ..problem import Problem
+from ..settings import Settings
+from ..store.database import StoreError
+from ..store.replicas import Begun
+from ..store.store import Accepted, Answer, Asked, Store
+from ..workers.solving import Solver, SolveTask
+from ..workers.worker import Crashed, Died, Killed, Worker
+from .ends import Elsewhere, gap_of, how_it_ended, is_proven, nothing_found, problem_of, stopping, told_of
+from .job import Job
+from .peers import Peers
+from .question import Question
+from .queue import FairQueue
+
+log = logging.getLogger("placer_server")
+
+MAX_RETRY_AFTER_S = 30
+FAILURES_KEPT = 1000
+_WRITERS = 4
+"""Threads that write requests down, where the store takes several at a time."""
+
+MAX_STARTS = 3
+"""A job whose worker, or whose service, was killed so often is not tried again."""
+
+
+class Jobs:
+    """Runs the solves, at most ``settings.workers`` at once, with at most ``settings.queue`` waiting.
+
+    All methods are called in the event loop.
+    """
+
+    def __init__(
+        self, settings: Settings, store: Store, metrics: Metrics, solver: Solver, peers: Peers | None = None
+    ) -> None:
+        self._settings = settings
+        self._peers = peers
+        self._store = store
+        self._metrics = metrics
+        self._task = SolveTask(solver)
+        self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="placer-solve")
+        self._writers = ThreadPoolExecutor(_WRITERS if peers else 1, thread_name_prefix="placer-accept")
+        self._running: dict[str, Job] = {}
+        self._queued = FairQueue()
+        self._failed: OrderedDict[str, Job] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    def find(self, key: str) -> Job | None:
+        """The job of that id that is queued, runs or failed lately, or that is watched while another solves it."""
+        watched = self._peers.find(key) if self._peers else None
+        return self._queued.get(key) or self._running.get(key) or watched or self._failed.get(key)
+
+    async def seek(self, key: str) -> Job | None:
+        """The same, also if another replica has it and nobody asked for it here yet.
+
+        Raises:
+            StoreError: it is not here, and the store cannot be used.
+        """
+        job = self.find(key)
+        return await self._peers.seek(key) if job is None and self._peers else job
+
+    def submit(self, question: Question, payload: bytes, client: str = "") -> Job:
+        """The job that answers the question: one that is on its way already, else a new one.
+
+        Raises:
+            Problem: the queue is full, or the service is stopping.
+        """
+        job = self.find(question.id)
+        if job is not None and job.state != "failed" and not job.stopped:
+            return job
+        if self._closing:
+            raise stopping()
+        self._refuse_overflow(client)
+        job = Job(question, payload, client)
+        asked = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
+        job.written = asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
+        job.written.add_done_callback(lambda future: self._note_written(job, future))
+        self._take(job)
+        return job
+
+    def resume(self) -> None:
+        """Take up what an earlier start accepted and did not answer."""
+        if self._peers:  # takes them one by one, as there is room
+            self._peers.start(self)
+            return
+        if not self._store.database.alone:
+            log.warning("another service has the database open; what is left in it to be solved is that one's")
+            return
+        for left in self._store.backlog():
+            question = Question(left.id, left.objective, left.time_limit_s)  # type: ignore[arg-type]
+            job = Job(question, left.request, left.client, wanted=True, starts=left.starts)
+            log.info("solve %s was accepted before this start and goes on", left.id)
+            self._take(job)
+
+    @property
+    def away(self) -> str:
+        """Why the store that replicas share cannot be used; empty if it can."""
+        return self._peers.away if self._peers else ""
+
+    def room(self) -> int:
+        """How many jobs could begin at once."""
+        return 0 if self._closing else max(0, self._settings.workers - len(self._running) - len(self._queued))
+
+    def running(self) -> list[Job]:
+        """Those that have a worker."""
+        return list(self._running.values())
+
+    def adopt(self, left: Accepted, job: Job | None) -> None:
+        """Solve what another replica left; those who watched it here wait for this job."""
+        if job is None:
+            question = Question(left.id, left.objective, left.time_limit_s)  # type: ignore[arg-type]
+            job = Job(question, b"", left.client, wanted=True)
+        job.payload, job.starts, job.state = left.request, left.starts, "queued"
+        if self._queued.get(left.id) is None and left.id not in self._running:
+            self._take(job)
+
+    def end(self, key: str) -> None:
+        """End a job with the best so far: another replica was asked to."""
+        job = self._queued.get(key) or self._running.get(key)
+        if job is not None and not job.stopped:
+            self._tell(job)
+
+    def _note_written(self, job: Job, future: asyncio.Future[bool]) -> None:
+        key = job.question.id
+        if future.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            log.error("request %s could not be written; a crash would lose it: %s", key, error)
+        elif not future.result() and self._peers and self._queued.get(key) is job:
+            self._queued.remove(job)
+            self._peers.watch(job)
+
+    def _take(self, job: Job) -> None:
+        self._failed.pop(job.question.id, None)
+        self._queued.add(job)
+        self._start_next()
+
+    async def stop(self, job: Job) -> None:
+        """End the job with the best placement so far, and wait for it.
+
+        Raises:
+            StoreError: another replica solves it, and cannot be told.
+        """
+        if self._peers and self._peers.find(job.question.id) is job:
+            await asyncio.to_thread(self._peers.replicas.ask_stop, job.question.id)
+        else:
+            self._tell(job)
+        await job.finished.wait()
+
+    def leave(self, job: Job) -> None:
+        """Nobody waits any more whom the answer was for alone: end the job, unless somebody wants it still."""
+        if not job.wanted and not job.waiting and not job.finished.is_set():
+            log.info("solve %s is stopped: its client went away", job.question.id)
+            self._tell(job)
+
+    def stop_all(self) -> None:
+        """End every job with the best so far, and take no more; the next start goes on with those that are not done."""
+        if self._closing:
+            return
+        self._closing = True
+        for job in [*self._queued.all(), *self._running.values()]:
+            if not self._store.database.durable:
+                self._tell(job)
+            elif job.state == "queued":
+                self._queued.remove(job)
+                self._hand_on(job)
+            else:
+                job.handed_on = not job.stopped
+                self._tell_worker(job)
+
+    async def close(self) -> None:
+        """End every job, and wait for their workers."""
+        self.stop_all()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._threads.shutdown(wait=True)
+        self._writers.shutdown(wait=True)
+        if self._peers:
+            await self._peers.close()
+            return
+        try:
+            self._store.forget_starts()
+        except StoreError as error:
+            log.error("the end could not be written down: %s", error)
+
+    def _tell(self, job: Job) -> None:
+        job.stopped = True
+        if job.worker is not None:
+            job.worker.stop()
+        elif self._queued.get(job.question.id) is job:
+            self._queued.remove(job)
+            job.answer = nothing_found(job)
+            self._spawn(self._keep_unsolved(job))
+            self._finish(job)
+
+    @staticmethod
+    def _tell_worker(job: Job) -> None:
+        if job.worker is not None:
+            job.worker.stop()
+
+    def _hand_on(self, job: Job) -> None:
+        """The next start finds it in the store; those who wait for it here are told where it will be."""
+        job.handed_on = True
+        job.state = "queued"
+        job.finished.set()
+        job.wake()
+
+    def _start_next(self) -> None:
+        while len(self._running) < self._settings.workers and (job := self._queued.pop(self._running)) is not None:
+            self._running[job.question.id] = job
+            job.worker = self._worker(job)
+            job.state, job.started_s = "running", time.monotonic()
+            self._spawn(self._run(job))
+            job.wake()
+        self._count()
+
+    def _worker(self, job: Job) -> Worker[Any]:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+
+        def report(incumbent: float | None, bound: float | None) -> None:
+            loop.call_soon_threadsafe(job.note, incumbent, bound)
+
+        return Worker(
+            self._task,
+            job.payload,
+            report,
+            limit_s=job.question.time_limit_s + settings.overrun_s,
+            grace_s=settings.stop_grace_s,
+            memory_bytes=settings.worker_memory_bytes,
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, job: Job) -> None:
+        about = {"placer.id": job.question.id, "placer.objective": job.question.objective}
+        with span("placer.solve", about, job.context) as told:
+            await self._work(job)
+            told |= told_of(job)
+
+    async def _work(self, job: Job) -> None:
+        loop = asyncio.get_running_loop()
+        await job.is_written()  # else it could be written after its answer, and stay
+        while True:
+            try:
+                await loop.run_in_executor(self._threads, self._solve, job)
+            except Died as error:
+                if job.starts < MAX_STARTS and not job.stopped and not self._closing:
+                    log.warning("solve %s is tried again: %s", job.question.id, error)
+                    job.worker = self._worker(job)
+                    continue
+                await self._note_failure(job, error)
+            except Elsewhere:
+                self._give_away(job)
+                return
+            except Exception as error:
+                await self._note_failure(job, error)
+            break
+        self._finish(job)
+
+    def _give_away(self, job: Job) -> None:
+        """Another replica took it before a worker here began."""
+        assert self._peers is not None
+        self._running.pop(job.question.id, None)
+        self._peers.watch(job)
+        if not self._closing:
+            self._start_next()
+
+    async def _note_failure(self, job: Job, error: Exception) -> None:
+        if self._closing and job.handed_on and isinstance(error, Died | Killed):
+            return  # it goes on at the next start
+        job.problem = problem = problem_of(error)
+        if problem.status >= 500:
+            log.error("solve %s failed: %s", job.question.id, error)
+        try:
+            await asyncio.to_thread(self._store.fail, job.question.id, problem.status, problem.content())
+        except StoreError as unwritten:
+            log.error("failure of %s could not be written, and is kept in memory: %s", job.question.id, unwritten)
+
+    def _solve(self, job: Job) -> None:
+        """Runs in a thread of its own."""
+        assert job.worker is not None
+        if job.starts >= MAX_STARTS:
+            raise Crashed(f"it was begun {job.starts} times, and the service or its worker was killed each time")
+        job.starts += 1
+        try:
+            if self._begin(job) == "answered":
+                job.answer = self._stored_answer(job)
+                return
+        except StoreError as error:
+            log.error("the start of %s could not be written: %s", job.question.id, error)
+        try:
+            job.solved = job.worker.run()
+            job.answer = job.solved.placement
+        except Killed:
+            if not job.stopped:
+                raise
+            job.answer = nothing_found(job)
+        self._keep(job)
+
+    def _begin(self, job: Job) -> Begun:
+        if self._peers is None:
+            self._store.started(job.question.id, job.starts)
+            return "mine"
+        begun = self._peers.replicas.begin(job.question.id, job.starts)
+        if begun == "taken":
+            job.starts -= 1
+            raise Elsewhere
+        return begun
+
+    def _stored_answer(self, job: Job) -> bytes:
+        """Another replica answered it just now."""
+        answer = self._store.get(job.question.id)
+        return answer.placement if answer else nothing_found(job)
+
+    async def _keep_unsolved(self, job: Job) -> None:
+        await job.is_written()
+        await asyncio.to_thread(self._keep, job)
+
+    def _keep(self, job: Job) -> None:
+        assert job.answer is not None
+        complete = is_proven(job) or not (job.stopped or job.handed_on)
+        answer = Answer(job.answer, complete=complete, version=placer.__version__)
+        asked_again = self._queued.get(job.question.id) is not None  # after it was stopped
+        asked = Asked(*job.solved[1:]) if job.solved is not None else None
+        try:
+            self._store.put(job.question.id, answer, asked, settled=complete or not (job.handed_on or asked_again))
+        except StoreError as error:
+            log.error("placement %s could not be written, and is kept in memory: %s", job.question.id, error)
+
+    def _finish(self, job: Job) -> None:
+        key = job.question.id
+        if self._running.get(key) is job:
+            del self._running[key]
+            self._metrics.solve_seconds.observe(time.monotonic() - (job.started_s or job.created_s))
+        if (gap := gap_of(job)) is not None:
+            self._metrics.solve_gap.observe(gap)
+        job.payload, job.solved, job.worker = b"", None, None  # a worker reports to its job: a circle that would stay
+        if job.handed_on and job.answer is None:
+            self._hand_on(job)
+            return
+        job.state = "failed" if job.problem is not None else "done"
+        if job.problem is not None:
+            self._failed[key] = job
+            if len(self._failed) > FAILURES_KEPT:
+                self._failed.popitem(last=False)
+        self._metrics.solves.labels(how_it_ended(job)).inc()
+        job.finished.set()
+        job.wake()
+        if not self._closing:
+            self._start_next()
+
+    def _count(self) -> None:
+        self._metrics.running.set(len(self._running))
+        self._metrics.queued.set(len(self._queued))
+
+    def _refuse_overflow(self, client: str) -> None:
+        """The queue is bounded, and a client may fill no more than its share of it."""
+        settings, held = self._settings, self._queued.held_by(client)
+        if len(self._running) < settings.workers:
+            return
+        share = math.ceil(settings.queue * settings.client_share)
+        if len(self._queued) >= settings.queue:
+            what = f"{len(self._running)} solves run and {len(self._queued)} wait, which is all that this service takes"
+        elif held >= share:
+            what = f"{held} solves of yours wait, which is all that one client may have (PLACER_CLIENT_SHARE)"
+        else:
+            return
+        self._metrics.rejections.inc()
+        seconds = self._next_free_s()
+        detail = f"{what}; try again in {seconds} s"
+        raise Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(seconds)})
+
+    def _next_free_s(self) -> int:
+        now = time.monotonic()
+        left = [(job.started_s or now) + job.question.time_limit_s - now for job in self._running.values()]
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(min(left, default=1))))

@@ -1,0 +1,1 @@
+"""Evaluations, comparisons and timelines of maps, in processes of their own."""

@@ -1,0 +1,299 @@
+"""Judges maps that users made themselves, by the cost model that the solver minimises."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from placer.errors import InputError
+from placer.schema import (
+    Comparison,
+    DeviceLoad,
+    Evaluation,
+    Fault,
+    FaultKind,
+    Move,
+    Placement,
+    PlacementRequest,
+)
+
+from ..problem import Problem, clip, invalid_body
+from ..workers.solving import read_request
+from ..workers.worker import Report
+
+MAX_MAPS = 8
+MAX_NAMED = 20
+"""So many layers are named in a fault; the rest is counted."""
+
+MAX_MOVES = 1000
+
+Map = dict[str, str]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EvaluateBody(_Body):
+    """A map to be judged.
+
+    Attributes:
+        request: the question that it answers; that of the placement named by ``?id=`` if left out.
+        layer_devices: layer -> device.
+    """
+
+    request: PlacementRequest | None = None
+    layer_devices: Map
+
+
+class CompareBody(_Body):
+    """Maps to be held against each other and against the placements named by ``?id=``.
+
+    Attributes:
+        request: the question by which all are judged; that of the first placement if left out.
+        maps: name -> layer -> device.
+    """
+
+    request: PlacementRequest | None = None
+    maps: Annotated[dict[str, Map], Field(max_length=MAX_MAPS)] = {}
+
+
+class Stored(NamedTuple):
+    """A placement of the store and its request, each as JSON."""
+
+    id: str
+    placement: bytes
+    request: bytes
+
+
+class Asking(NamedTuple):
+    """What a worker judges: the body that was sent, and the placements that were named."""
+
+    body: bytes
+    stored: tuple[Stored, ...]
+
+
+def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
+    """The task of ``:evaluate``: an ``Asking`` to an Evaluation as JSON, or what is wrong with the body."""
+    asking: Asking = pickle.loads(payload)  # made by this service, from bytes that are not unpickled
+    try:
+        body = EvaluateBody.model_validate_json(asking.body, strict=True)
+    except ValidationError as error:
+        return invalid_body(error, EvaluateBody)
+    request = body.request or _request_of(asking.stored)
+    return judge(request, body.layer_devices, _best(request, asking.stored)).model_dump_json().encode()
+
+
+def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
+    """The task of ``:compare``: an ``Asking`` to a Comparison as JSON, or what is wrong with the body."""
+    asking: Asking = pickle.loads(payload)
+    try:
+        body = CompareBody.model_validate_json(asking.body or b"{}", strict=True)
+    except ValidationError as error:
+        return invalid_body(error, CompareBody)
+    request = body.request or _request_of(asking.stored)
+    maps = {stored.id: Placement.model_validate_json(stored.placement).layer_devices for stored in asking.stored}
+    return compare(request, {**maps, **body.maps}).model_dump_json().encode()
+
+
+def _request_of(stored: Sequence[Stored]) -> PlacementRequest:
+    if not stored:
+        raise InputError("there is no question to judge by: send a request in the body, or name a placement with ?id=")
+    return read_request(stored[0].request)
+
+
+def _best(request: PlacementRequest, stored: Sequence[Stored]) -> Placement | None:
+    key = request.content_hash()
+    found = [Placement.model_validate_json(one.placement) for one in stored if one.id == key]
+    return found[0] if found and found[0].objective_value is not None else None
+
+
+def compare(request: PlacementRequest, maps: Mapping[str, Map]) -> Comparison:
+    """Judge maps by one request and list where they differ."""
+    if len(maps) < 2:
+        raise InputError(f"{len(maps)} map is given; a comparison needs two or more: ?id=, or maps in the body")
+    evaluations = [judge(request, where) for where in maps.values()]
+    values = [
+        (one.objective_value, name)
+        for name, one in zip(maps, evaluations, strict=True)
+        if one.valid and one.objective_value is not None
+    ]
+    every = [*dict.fromkeys(layer.name for layer in request.profile.layers)]
+    rows = [Move(layer=layer, devices=tuple(where.get(layer) for where in maps.values())) for layer in every]
+    moves = [row for row in rows if len(set(row.devices)) > 1]
+    return Comparison(
+        names=tuple(maps),
+        evaluations=tuple(evaluations),
+        best=min(values)[1] if values else None,
+        moves=tuple(moves[:MAX_MOVES]),
+        moved_layers=len(moves),
+    )
+
+
+def judge(request: PlacementRequest, where: Map, best: Placement | None = None) -> Evaluation:
+    """What a map costs, and what is wrong with it.
+
+    Args:
+        request: the question that it answers.
+        where: layer -> device.
+        best: the placement that is known for the request.
+    """
+    from placer.solver import costs
+    from placer.solver.answer import device_loads, single_device
+    from placer.solver.problem import Problem as Indexed
+    from placer.solver.step_choices import best_for
+
+    faults = [*_names(request, where)]
+    if faults:
+        return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
+    if request.objective == "step":
+        request = best_for(request, where)
+    problem = Indexed.from_request(request)
+    faults += _rules(request, where)
+    faults += _links(request, where)
+    index = {device.name: number for number, device in enumerate(problem.devices)}
+    assignment = [index[where[layer.name]] for layer in problem.layers]
+    result = costs.evaluate(problem, assignment)
+    if result is None and costs.passable(problem, assignment):
+        faults.append(_not_contiguous(request, where))
+        result = costs.evaluate(replace(problem, contiguous=False), assignment)
+    if result is None:
+        return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
+    loads = device_loads(problem, assignment, result)
+    faults += _memory(loads)
+    faults += _slow(request, loads)
+    value = result.objective_value
+    known = best.objective_value if best is not None else None
+    return Evaluation(
+        valid=not faults,
+        faults=tuple(faults),
+        objective=request.objective,
+        objective_value=value,
+        stages=tuple(problem.devices[number].name for number in result.stages),
+        devices=loads,
+        single_device=single_device(problem) if request.objective != "devices" else None,
+        best_id=best.id if best is not None else None,
+        best_value=known,
+        bound=best.bound if best is not None else None,
+        above_best=(value - known) / known if known else None,
+    )
+
+
+def _names(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+    layers = {layer.name for layer in request.profile.layers}
+    devices = [device.name for device in request.devices]
+    if missing := [layer.name for layer in request.profile.layers if layer.name not in where]:
+        yield _fault("layer-missing", missing, (), f"{_listed(missing)} {_have(missing)} no device")
+    if unknown := [name for name in where if name not in layers]:
+        yield _fault("layer-unknown", unknown, (), f"{_listed(unknown)}: the profile has no such layer")
+    strange = defaultdict(list)
+    for layer, device in where.items():
+        if device not in devices:
+            strange[device].append(layer)
+    for device, held in list(strange.items())[:MAX_NAMED]:
+        detail = f"{clip(device, 80)!r} is no device of the cluster, which has {_listed(devices)}"
+        yield _fault("device-unknown", held, (device,), detail)
+
+
+def _rules(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+    rules = request.constraints
+    for layer, device in rules.pinned.items():
+        if where[layer] != device:
+            detail = f"layer {layer!r} is pinned to {device!r}, but is on {where[layer]!r}"
+            yield _fault("pin-broken", (layer,), (device, where[layer]), detail)
+    everywhere = rules.forbidden.get("*", ())
+    for layer, device in where.items():
+        if device in everywhere or device in rules.forbidden.get(layer, ()):
+            yield _fault("device-forbidden", (layer,), (device,), f"layer {layer!r} must not be on {device!r}")
+    for group in (*request.profile.colocated, *rules.colocated):
+        apart = sorted({where[layer] for layer in group})
+        if len(apart) > 1:
+            detail = f"{_listed(group)} must share a device, but are on {_listed(apart)}"
+            yield _fault("colocation-broken", group, apart, detail)
+    used = sorted(set(where.values()))
+    if rules.max_devices is not None and len(used) > rules.max_devices:
+        detail = f"{len(used)} devices are used; {rules.max_devices} are allowed"
+        yield _fault("too-many-devices", (), used, detail)
+    if rules.min_devices is not None and len(used) < rules.min_devices:
+        detail = f"{len(used)} devices are used; {rules.min_devices} must be"
+        yield _fault("too-few-devices", (), used, detail)
+    for device, count in Counter(where.values()).items():
+        if rules.max_layers is not None and count > rules.max_layers:
+            detail = f"{device!r} holds {count} layers; {rules.max_layers} are allowed"
+            held = [layer for layer, other in where.items() if other == device]
+            yield _fault("too-many-layers", held, (device,), detail)
+
+
+def _slow(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fault]:
+    from placer.solver.costs import ROUNDING
+
+    for load in loads if request.bottleneck_ms is not None else ():
+        if load.load_ms > (request.bottleneck_ms or 0.0) * (1 + ROUNDING):
+            detail = f"{load.device!r} is busy for {load.load_ms:.6g} ms; {request.bottleneck_ms:g} ms are allowed"
+            yield _fault("too-slow", (), (load.device,), detail)
+
+
+def _links(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+    links = {(link.source, link.target) for link in request.placed_on.links}
+    broken: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for edge in request.profile.edges:
+        for target in {where[name] for name in edge.targets} - {where[edge.source]}:
+            back = request.is_training and edge.gradient_bytes > 0
+            for way in [(where[edge.source], target), *([(target, where[edge.source])] if back else [])]:
+                if way not in links:
+                    broken[way].append(edge.source)
+    for (source, target), values in broken.items():
+        detail = f"there is no link from {source!r} to {target!r}, which values of {_listed(values)} need"
+        yield _fault("link-missing", values, (source, target), detail)
+
+
+def _not_contiguous(request: PlacementRequest, where: Map) -> Fault:
+    """Take away devices that no other feeds until none is left; those that remain feed each other."""
+    feeds = {
+        (where[edge.source], where[target])
+        for edge in request.profile.edges
+        for target in edge.targets
+        if where[edge.source] != where[target]
+    }
+    left = set(where.values())
+    while first := {device for device in left if not any((other, device) in feeds for other in left)}:
+        left -= first
+    while last := {device for device in left if not any((device, other) in feeds for other in left)}:
+        left -= last
+    detail = (
+        f"the stages are not contiguous: values go round between {_listed(sorted(left))};"
+        " constraints.contiguous = false would allow it, and it is judged like that here"
+    )
+    return _fault("not-contiguous", (), sorted(left), detail)
+
+
+def _memory(loads: Iterable[DeviceLoad]) -> Iterator[Fault]:
+    for load in loads:
+        short = load.memory.total_bytes - load.limit_bytes
+        if short > 0:
+            detail = (
+                f"{load.device!r} needs {load.memory.total_bytes} bytes, and may use {load.limit_bytes}:"
+                f" {short} are short"
+            )
+            yield _fault("out-of-memory", (), (load.device,), detail, short)
+
+
+def _fault(kind: FaultKind, layers: Sequence[str], devices: Sequence[str], detail: str, short_bytes: int = 0) -> Fault:
+    return Fault(
+        kind=kind, detail=detail, layers=tuple(layers[:MAX_NAMED]), devices=tuple(devices), short_bytes=short_bytes
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(clip(name, 80)) for name in names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+
+
+def _have(names: Sequence[str]) -> str:
+    return "has" if len(names) == 1 else "have"

@@ -1,0 +1,61 @@
+"""Runs evaluations in processes of their own, a few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+from ..problem import Problem
+from ..settings import Settings
+from ..workers.worker import Crashed, Killed, Refused, Task, Worker
+from .evaluation import Asking
+
+AT_ONCE = 2
+MOST_WAITING = 32
+LIMIT_S = 30.0
+
+
+class Judge:
+    """A queue of its own, so that a question about a map does not wait for solves."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._free = asyncio.Semaphore(AT_ONCE)
+        self._inside = 0
+
+    async def judge(self, task: Task[bytes | Problem], asking: Asking) -> bytes:
+        """What the task makes of it.
+
+        Raises:
+            Problem: the body is at fault, too many ask, or judging failed.
+        """
+        if self._inside >= AT_ONCE + MOST_WAITING:
+            detail = f"{self._inside} evaluations run or wait, which is all that this service takes; try again in 1 s"
+            raise Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": "1"})
+        self._inside += 1
+        try:
+            async with self._free:
+                return await self._run(task, asking)
+        finally:
+            self._inside -= 1
+
+    async def _run(self, task: Task[bytes | Problem], asking: Asking) -> bytes:
+        settings = self._settings
+        worker = Worker(
+            task,
+            pickle.dumps(asking),
+            lambda *_: None,
+            limit_s=LIMIT_S,
+            grace_s=0.0,
+            memory_bytes=settings.worker_memory_bytes,
+        )
+        try:
+            result = await asyncio.to_thread(worker.run)
+        except Refused as error:
+            raise Problem(422, "invalid-request", "The request cannot be used", str(error)) from error
+        except (Crashed, Killed) as error:
+            detail = f"the map could not be judged: {error}. Other requests are not touched"
+            raise Problem(500, "not-judged", "Judging failed", detail) from error
+        if isinstance(result, Problem):
+            raise result
+        return result

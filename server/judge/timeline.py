@@ -1,0 +1,148 @@
+"""When each device works on which micro-batch, by the schedule that the solver reckons with."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from placer.errors import InputError
+from placer.schema import DeviceTime, Placement, PlacementRequest, Timeline, TimelineCopy, TimelinePass
+
+from ..workers.solving import read_request
+from ..workers.worker import Report
+from .evaluation import Asking
+
+MOST_PASSES = 6000
+"""A batch of more is shown by its first micro-batches: more can be neither drawn nor looked at."""
+
+
+def timeline_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """The task of ``/timeline``: a stored placement to its Timeline as JSON."""
+    return _shown(payload, lambda request, placement: timeline(request, placement).model_dump_json())
+
+
+def trace_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """The task of ``/trace``: a stored placement to a trace for Perfetto and Chrome."""
+    return _shown(payload, lambda request, placement: trace(timeline(request, placement)))
+
+
+def report_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """The task of ``/report``: a stored placement to the HTML file that ``placer show --html`` writes."""
+    from placer.report.page import html_report
+
+    return _shown(payload, lambda request, placement: html_report(placement, request.profile))
+
+
+def _shown(payload: bytes, show: Callable[[PlacementRequest, Placement], str]) -> bytes:
+    asking: Asking = pickle.loads(payload)  # made by this service, from bytes that are not unpickled
+    (stored,) = asking.stored
+    placement = Placement.model_validate_json(stored.placement)
+    return show(read_request(stored.request), placement).encode()
+
+
+def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
+    """A batch of a placement, simulated pass by pass.
+
+    Args:
+        request: the question that the placement answers.
+        placement: with a map.
+
+    Raises:
+        InputError: the placement has no map, or one that cannot run.
+    """
+    from placer import schedule
+    from placer.solver import costs, pipelines
+    from placer.solver.problem import Problem
+    from placer.solver.step_choices import best_for
+
+    where = placement.layer_devices
+    if not where:
+        raise InputError(f"placement {placement.id} is {placement.status}: it places nothing, so there is no timeline")
+    asked = best_for(request, where) if request.objective == "step" else request
+    problem = Problem.from_request(asked)
+    index = {device.name: number for number, device in enumerate(problem.devices)}
+    assignment = [index[where[layer.name]] for layer in problem.layers]
+    result = costs.evaluate(problem, assignment)
+    if result is None:
+        problem = replace(problem, contiguous=False)
+        result = costs.evaluate(problem, assignment)
+    if result is None:
+        raise InputError(f"placement {placement.id} cannot run: a link is missing")
+    again = frozenset(index[name] for name in placement.recompute)
+    pipeline = pipelines.pipeline_of(problem, assignment, result.stages, again)
+    shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
+    problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
+    played = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline))
+    name = [problem.devices[place].name for place in pipeline.places]
+    return Timeline(
+        id=placement.id,
+        schedule=placement.schedule,
+        training=problem.training,
+        chunks=asked.chunks,
+        shown_chunks=shown,
+        step_ms=played.step_ms,
+        bubble=min(1.0, max(0.0, played.bubble)),
+        devices=tuple(
+            DeviceTime(
+                device=problem.devices[place].name,
+                busy_ms=played.busy_ms[place],
+                idle_ms=max(0.0, played.idle_ms[place]),
+            )
+            for place in dict.fromkeys(pipeline.places)
+        ),
+        passes=tuple(
+            TimelinePass(
+                device=name[task.stage],
+                stage=task.stage,
+                phase=task.phase,
+                micro_batch=task.micro_batch,
+                start_ms=task.start_ms,
+                end_ms=task.end_ms,
+            )
+            for task in played.tasks
+        ),
+        copies=tuple(
+            TimelineCopy(
+                source=name[copy.source],
+                target=name[copy.target],
+                source_stage=copy.source,
+                target_stage=copy.target,
+                carries="values" if copy.phase == "forward" else "gradients",
+                micro_batch=copy.micro_batch,
+                start_ms=copy.start_ms,
+                end_ms=copy.end_ms,
+            )
+            for copy in played.transfers
+        ),
+    )
+
+
+def trace(shown: Timeline) -> str:
+    """A timeline in the Trace Event format."""
+    from placer.report.timeline import Row
+    from placer.report.trace import events
+
+    rows = [Row(p.device, p.phase, p.stage, None, p.micro_batch, p.start_ms, p.end_ms) for p in shown.passes]
+    rows += [
+        Row(
+            f"{copy.source} → {copy.target}",
+            copy.carries,
+            copy.source_stage,
+            copy.target_stage,
+            copy.micro_batch,
+            copy.start_ms,
+            copy.end_ms,
+        )
+        for copy in shown.copies
+    ]
+    devices = [spent.device for spent in shown.devices]
+    return json.dumps({"traceEvents": events({"predicted": rows}, devices), "displayTimeUnit": "ms"})
+
+
+def _most_chunks(stages: int, devices: int) -> int:
+    """So many micro-batches that their passes can be drawn: whole rounds through the devices, if any."""
+    most = max(1, MOST_PASSES // (3 * stages))
+    return most - most % devices if most > devices else most

@@ -1,0 +1,45 @@
+"""The devices of several nodes as one cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from placer.schema import Cluster, Device, Link
+
+
+def join(clusters: Mapping[str, Cluster], network_bytes_per_s: float, latency_s: float) -> Cluster:
+    """The devices of several nodes as one cluster.
+
+    A transfer between nodes goes through both hosts' memories and over the network, one after the other.
+
+    Args:
+        clusters: by the name of the node.
+        network_bytes_per_s: between any two nodes, one way.
+        latency_s: of a transfer over it.
+    """
+    devices: list[Device] = []
+    links: list[Link] = []
+    for node, cluster in clusters.items():
+        devices += [one.model_copy(update={"name": f"{node}/{one.name}", "host": node}) for one in cluster.devices]
+        ends = [(f"{node}/{link.source}", f"{node}/{link.target}", link) for link in cluster.links]
+        links += [link.model_copy(update={"source": source, "target": target}) for source, target, link in ends]
+    for source in devices:
+        for target in devices:
+            if source.host != target.host:
+                links.append(_over_network(source, target, network_bytes_per_s, latency_s))
+    return Cluster(devices=tuple(devices), links=tuple(links))
+
+
+def _over_network(source: Device, target: Device, bytes_per_s: float, latency_s: float) -> Link:
+    seconds_per_byte = 1 / bytes_per_s
+    for rate in (source.to_host, target.from_host):
+        if rate is not None:
+            seconds_per_byte += 1 / rate.bandwidth_bytes_per_s
+            latency_s += rate.latency_s
+    return Link(
+        source=source.name,
+        target=target.name,
+        bandwidth_bytes_per_s=1 / seconds_per_byte,
+        latency_s=latency_s,
+        route="host",
+    )

@@ -1,0 +1,223 @@
+"""Profiles of graphs that clients send, measured on this node's devices: one at a time, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from placer.errors import MissingExtraError
+from placer.schema.graph import ProfileRequest
+
+from ..observe.metrics import Metrics
+from ..observe.spans import span
+from ..problem import Problem, invalid_body
+from ..settings import Settings
+from ..store.database import StoreError
+from ..store.store import Store
+from ..workers.worker import Crashed, Killed, Missing, OverMemory, Refused, Report, Worker
+
+log = logging.getLogger("placer_server")
+
+MOST_WAITING = 8
+ENDED_KEPT = 100
+
+
+@dataclass(eq=False)
+class Measuring:
+    """One graph on its way to a profile.
+
+    Attributes:
+        id: the hash of the request.
+        created_s: when it was asked, by the monotonic clock.
+        running: whether a worker has it.
+        written: done when it is in the store; the exception is why it could not be written.
+        profile: the Profile as JSON, once done.
+        problem: why there is none, once failed.
+        ended: set at the end.
+    """
+
+    id: str
+    created_s: float = field(default_factory=time.monotonic)
+    running: bool = False
+    written: asyncio.Future[None] | None = None
+    profile: bytes | None = None
+    problem: Problem | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Profiling:
+    """Measures graphs, one after another, so that they do not disturb each other's times.
+
+    What is accepted is in the store until it is measured: the next start on this node goes on with it.
+    """
+
+    def __init__(self, settings: Settings, store: Store, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._settings = settings
+        self._store = store
+        self._free = asyncio.Lock()
+        self._open: dict[str, Measuring] = {}
+        self._ended: OrderedDict[str, Measuring] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._worker: Worker[bytes | Problem] | None = None
+        self._closing = False
+
+    def find(self, key: str) -> Measuring | None:
+        """What is under way or ended lately under that id."""
+        return self._open.get(key) or self._ended.get(key)
+
+    def submit(self, key: str, body: bytes) -> Measuring:
+        """Measure a graph, unless that is under way already.
+
+        Raises:
+            Problem: too many wait, or the service is stopping.
+        """
+        if (known := self._open.get(key)) is not None:
+            return known
+        if self._closing:
+            raise _stopping()
+        if len(self._open) > MOST_WAITING:
+            detail = (
+                f"{len(self._open)} graphs are measured or wait, which is all that this node takes; try again in 10 s"
+            )
+            raise Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": "10"})
+        measuring = self._take(key, body)
+        writing = asyncio.to_thread(self._store.accept_graph, key, self._settings.node_name, body)
+        measuring.written = asyncio.ensure_future(writing)
+        return measuring
+
+    async def resume(self) -> None:
+        """Take up what an earlier start on this node accepted and did not measure."""
+        if not self._store.database.alone:
+            return
+        for key, body in await asyncio.to_thread(self._store.graphs, self._settings.node_name):
+            log.info("graph %s was accepted before this start and goes on", key)
+            self._take(key, body)
+
+    def _take(self, key: str, body: bytes) -> Measuring:
+        self._ended.pop(key, None)
+        measuring = self._open[key] = Measuring(key)
+        task = asyncio.create_task(self._run(measuring, body))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return measuring
+
+    async def close(self) -> None:
+        """End what is under way."""
+        self._closing = True
+        if self._worker is not None:
+            self._worker.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _run(self, measuring: Measuring, body: bytes) -> None:
+        async with self._free:
+            measuring.running = True
+            with span("placer.profile", {"placer.id": measuring.id}) as told:
+                await self._end(measuring, body)
+                if measuring.problem is not None:
+                    told["error"] = measuring.problem.title
+        self._metrics.profiles.labels("failed" if measuring.problem else "answered").inc()
+        del self._open[measuring.id]
+        self._ended[measuring.id] = measuring
+        if len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
+        measuring.ended.set()
+
+    async def _end(self, measuring: Measuring, body: bytes) -> None:
+        """Measure, and keep what came of it."""
+        node = self._settings.node_name
+        if measuring.written is not None:
+            await asyncio.wait([measuring.written])  # else it could be written after its end, and stay
+        try:
+            measuring.profile = await self._measure(body)
+            await asyncio.to_thread(self._store.keep_measured, measuring.id, node, measuring.profile)
+        except Problem as problem:
+            measuring.problem = problem
+            if not self._closing:  # else the next start goes on with it
+                await self._drop(measuring.id, node)
+        except StoreError as error:
+            log.error("profile %s could not be written, and is kept in memory: %s", measuring.id, error)
+        except Exception as error:
+            log.exception("graph %s could not be measured", measuring.id)
+            measuring.problem = _not_measured(str(error))
+
+    async def _drop(self, key: str, node: str) -> None:
+        try:
+            await asyncio.to_thread(self._store.drop_graph, key, node)
+        except StoreError as error:
+            log.error("the end of graph %s could not be written: %s", key, error)
+
+    async def _measure(self, body: bytes) -> bytes:
+        if self._closing:
+            raise _stopping()
+        settings = self._settings
+        self._worker = Worker(
+            profile_graph,
+            body,
+            lambda *_: None,
+            limit_s=settings.profile_timeout_s,
+            grace_s=0.0,
+            memory_bytes=settings.profile_memory_bytes,
+        )
+        try:
+            result = await asyncio.to_thread(self._worker.run)
+        except Missing as error:
+            raise Problem(501, "cannot-measure", "This node cannot measure", str(error)) from error
+        except Refused as error:
+            raise Problem(422, "invalid-graph", "The graph cannot be measured", str(error)) from error
+        except Killed as error:
+            if self._closing:
+                raise _stopping() from error
+            limit = f"{settings.profile_timeout_s:g} s (PLACER_PROFILE_TIMEOUT_S)"
+            detail = f"the graph took more than {limit}; send a smaller one"
+            raise Problem(422, "too-slow", "The graph takes too long", detail) from error
+        except OverMemory as error:
+            detail = f"the graph took more than {settings.profile_memory_bytes} bytes (PLACER_PROFILE_MEMORY_BYTES)"
+            raise Problem(422, "too-large", "The graph takes too much memory", detail) from error
+        except Crashed as error:
+            log.error("a graph could not be measured: %s", error)
+            raise _not_measured(str(error)) from error
+        finally:
+            self._worker = None
+        if isinstance(result, Problem):
+            raise result
+        return result
+
+
+def profile_graph(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
+    """The task that replays a graph; torch is imported in its process alone, and only for a graph that can be read.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+    """
+    try:
+        request = ProfileRequest.model_validate_json(payload)
+    except ValidationError as error:
+        return invalid_body(error, ProfileRequest)
+    try:
+        from placer.profiler.replay import replay
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtraError(
+            "torch is not installed here, so graphs cannot be measured: send them to a node that runs the image's gpu"
+            " target, or pip install 'torch-placer[torch]'"
+        ) from error
+    return replay(request).to_json().encode()
+
+
+def _stopping() -> Problem:
+    detail = "the service is stopping; its next start goes on with what was accepted: ask again in a moment"
+    return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
+
+
+def _not_measured(reason: str) -> Problem:
+    detail = f"the graph could not be measured: {reason}. Other requests are not touched; asking again tries again"
+    return Problem(500, "not-measured", "Measuring failed", detail)

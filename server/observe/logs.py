@@ -1,0 +1,60 @@
+"""The service's log: lines for people, or one JSON object a line; each with the id of its request."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+from ..settings import Settings
+
+REQUEST_ID: ContextVar[str] = ContextVar("placer_request_id", default="")
+"""Of the request that is being answered; each line of the log has it."""
+
+FIELDS = ("method", "route", "status", "ms", "client")
+"""What a line about a request has beside its message."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON."""
+        content: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        if request_id := getattr(record, "request_id", "") or REQUEST_ID.get():
+            content["request_id"] = request_id
+        content.update((name, getattr(record, name)) for name in FIELDS if hasattr(record, name))
+        if record.exc_info:
+            content["trace"] = self.formatException(record.exc_info)
+        return json.dumps(content)
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        request_id = REQUEST_ID.get()
+        return f"{super().format(record)} [{request_id}]" if request_id else super().format(record)
+
+
+def config(settings: Settings) -> dict[str, Any]:
+    """What uvicorn configures logging with, for the service's log as well."""
+    formatter = JsonFormatter if settings.log_format == "json" else TextFormatter
+    logger = {"handlers": ["stderr"], "level": settings.log_level.upper(), "propagate": False}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"lines": {"()": formatter}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
+        "loggers": {"uvicorn": logger, "uvicorn.error": logger, "placer_server": logger},
+    }

@@ -1,0 +1,1 @@
+"""What outlives the service: placements, jobs, profiles and nodes in SQLite or PostgreSQL."""

@@ -1,0 +1,134 @@
+"""What every request passes first: its id, its key, its rate; and what every response carries."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import placer
+from placer.schema import SCHEMA_VERSION
+
+from ..keys import Keys
+from ..observe.logs import REQUEST_ID
+from ..problem import Problem, clip
+
+OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
+OPEN_FOLDER = "/page/"
+
+VERSION_HEADER = b"placer-schema-version"
+"""A client lists the versions of the wire types that it reads; the service says in which it answers."""
+
+HEADERS = [
+    (VERSION_HEADER, SCHEMA_VERSION.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
+        b" base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+]
+
+_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?")
+
+
+class Guard:
+    """Middleware; without keys it answers only requests that name this machine as their host.
+
+    A page of another site cannot ask a service without keys by giving its own name this machine's address.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        authorization = host = given = versions = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                authorization = value
+            elif name == b"host":
+                host = value
+            elif name == b"x-request-id":
+                given = value
+            elif name == VERSION_HEADER:
+                versions = value
+        request_id = given if given and _ID.fullmatch(given) else secrets.token_hex(8).encode()
+        REQUEST_ID.set(request_id.decode())
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *HEADERS, (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            self._admit(scope, authorization, host)
+            if versions:
+                _agree(versions)
+        except Problem as problem:
+            await problem.response()(scope, receive, marked)
+            return
+        await self._app(scope, receive, marked)
+
+    def _admit(self, scope: Scope, authorization: bytes, host: bytes) -> None:
+        path = scope["path"]
+        if not self._keys:
+            if host and not _LOCAL.fullmatch(host):
+                raise _strange_host(host)
+            return
+        if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+            return
+        kind, _, token = authorization.decode("latin-1").partition(" ")
+        key = self._keys.find(token.strip()) if kind.lower() == "bearer" else None
+        if key is None:
+            raise _no_key(bool(authorization))
+        scope["placer.client"] = key.name
+        if seconds := key.rate.take():
+            raise _too_often(key.rate.per_s, seconds)
+        needed = "metrics" if path == "/metrics" else "read" if scope["method"] in ("GET", "HEAD") else "solve"
+        if needed not in key.scopes:
+            raise _no_scope(key.name, needed)
+
+
+def _agree(versions: bytes) -> None:
+    """Refuse a client that reads none of the versions in which this service answers."""
+    given = versions.decode("latin-1")
+    if SCHEMA_VERSION not in [one.strip() for one in given.split(",")]:
+        detail = (
+            f"the client reads versions {clip(given, 80)!r} of the wire types; this service, Placer"
+            f" {placer.__version__}, speaks {SCHEMA_VERSION!r}: bring the older of the two up to date"
+        )
+        raise Problem(406, "no-common-version", "There is no common version", detail)
+
+
+def _strange_host(host: bytes) -> Problem:
+    detail = (
+        f"the host is {clip(host.decode('latin-1'), 80)!r}; a service without keys answers to localhost alone:"
+        " set PLACER_KEYS_FILE, or ask http://127.0.0.1"
+    )
+    return Problem(421, "strange-host", "The host is not this service's", detail)
+
+
+def _no_key(given: bool) -> Problem:
+    what = "the key that was given is not known" if given else "no key was given"
+    detail = f"{what}; send 'Authorization: Bearer KEY'"
+    return Problem(401, "no-key", "A key is needed", detail, headers={"WWW-Authenticate": 'Bearer realm="placer"'})
+
+
+def _no_scope(name: str, needed: str) -> Problem:
+    detail = f"key {name!r} is not good for this; it lacks the scope {needed!r}"
+    return Problem(403, "no-scope", "The key is not good for this", detail)
+
+
+def _too_often(per_s: float, seconds: int) -> Problem:
+    detail = f"this key may ask {per_s:g} times a second; try again in {seconds} s"
+    return Problem(429, "too-often", "Too many requests", detail, headers={"Retry-After": str(seconds)})

@@ -1,0 +1,1 @@
+"""One process a task, and the tasks of a solve and of measuring."""

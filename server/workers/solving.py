@@ -1,0 +1,100 @@
+"""The task of a solve: from a request as it was sent to its placement, in the parts in which the store keeps it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from placer.errors import InputError
+from placer.schema import Placement, PlacementRequest, Profile
+
+from .worker import Report
+
+Solver = Callable[..., Placement]
+"""``solver(request, *, progress=None, stop=None) -> Placement``, importable by name in another process."""
+
+
+class Solved(NamedTuple):
+    """A placement, and its question in the parts in which the store keeps it.
+
+    Attributes:
+        placement: the Placement as JSON.
+        profile_id: the profile's content hash.
+        profile: the Profile as JSON.
+        question: the rest of the PlacementRequest as JSON.
+        summary: what lists of placements show, as JSON.
+    """
+
+    placement: bytes
+    profile_id: str
+    profile: bytes
+    question: bytes
+    summary: bytes
+
+
+class SolveTask:
+    """Reads a PlacementRequest, solves it, and writes the Placement."""
+
+    def __init__(self, solver: Solver) -> None:
+        self._solver = solver
+
+    def __call__(self, payload: bytes, report: Report, stop: threading.Event) -> Solved:
+        """See ``Task``."""
+        request = read_request(payload)
+        placement = self._solver(request, progress=lambda found: report(found.objective_value, found.bound), stop=stop)
+        placement = placement.model_copy(update={"id": request.content_hash()})
+        profile = json.dumps(_brief(request.profile)).encode()
+        question = json.dumps(_brief(request, exclude={"profile"})).encode()
+        summary = json.dumps(summarised(request, placement)).encode()
+        return Solved(placement.model_dump_json().encode(), profile_hash(request), profile, question, summary)
+
+
+def read_request(payload: bytes) -> PlacementRequest:
+    """The request in a body that was checked when it came, maybe by another version of Placer.
+
+    Raises:
+        InputError: this version does not take it.
+    """
+    try:
+        return PlacementRequest.model_validate_json(payload)
+    except ValidationError as error:
+        raise InputError(f"this version of Placer does not take the request: {error.errors()[0]['msg']}") from error
+
+
+def profile_hash(request: PlacementRequest) -> str:
+    """The same for the same profile: 32 hexadecimal digits."""
+    return hashlib.sha256(request.profile.model_dump_json().encode()).hexdigest()[:32]
+
+
+def summarised(request: PlacementRequest, placement: Placement) -> dict[str, Any]:
+    """What lists of placements show."""
+    return {
+        "model": request.profile.model,
+        "layers": len(request.profile.layers),
+        "devices": len(request.devices),
+        "used_devices": len(set(placement.layer_devices.values())),
+        "status": placement.status,
+        "objective": placement.objective,
+        "objective_value": placement.objective_value,
+        "gap": placement.gap,
+        "training": request.is_training,
+        "chunks": request.chunks,
+    }
+
+
+def _brief(subject: PlacementRequest | Profile, **options: Any) -> dict[str, Any]:
+    """Without what is default, but with the version, so that a reader of another version can tell."""
+    content = subject.model_dump(mode="json", exclude_defaults=True, **options)
+    return {"schema_version": subject.schema_version, **content}
+
+
+def default_solver(request: PlacementRequest, **options: Any) -> Placement:
+    """Placer's own solver, imported in the worker alone."""
+    from placer.solver.solve import solve
+
+    return solve(request, **options)

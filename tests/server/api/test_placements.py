@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from placer.schema import Placement, PlacementRequest
+from placer_server.openapi import examples
+
+
+def backwards(content):
+    """The same JSON with every object's names in the opposite order."""
+    if isinstance(content, dict):
+        return {name: backwards(value) for name, value in reversed(content.items())}
+    return [backwards(value) for value in content] if isinstance(content, list) else content
+
+
+def test_a_request_is_answered_with_its_placement(serve, request_body):
+    reply = serve().post("/v1/placements", json=request_body())
+    placement = Placement.model_validate_json(reply.content)
+    assert reply.status_code == 200
+    assert placement.id == PlacementRequest.model_validate(request_body()).content_hash()
+    assert set(placement.layer_devices) == {"embed", "block.0", "block.1", "head"}
+
+
+def test_a_solve_that_takes_longer_than_wait_is_202_with_a_location_that_answers_later(serve, solvers, request_body):
+    client = serve(solvers.until_stopped)
+    reply = client.post("/v1/placements?wait=0", json=request_body())
+    assert reply.status_code == 202
+    assert reply.json()["status"] in ("queued", "running")
+    assert client.get(reply.headers["Location"]).status_code == 202
+
+
+def test_a_running_solve_tells_its_incumbent_and_bound(serve, solvers, request_body, wait_until):
+    client = serve(solvers.until_stopped)
+    where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
+    wait_until(lambda: client.get(where).json()["incumbent"] is not None)
+    status = client.get(where).json()
+    assert (status["incumbent"], status["bound"]) == (7.0, 3.0)
+
+
+def test_delete_returns_the_best_so_far_and_keeps_it(serve, solvers, request_body, wait_until):
+    client = serve(solvers.until_stopped)
+    where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
+    wait_until(lambda: client.get(where).json()["incumbent"] is not None)
+    stopped = client.delete(where)
+    assert stopped.status_code == 200
+    assert stopped.json()["objective_value"] == 7.0
+    assert client.get(where).json() == stopped.json()
+
+
+def test_a_stopped_question_asked_again_is_solved_again(serve, solvers, request_body):
+    client = serve(solvers.until_stopped)
+    where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
+    client.delete(where)
+    assert client.post("/v1/placements?wait=0", json=request_body()).status_code == 202
+
+
+def test_delete_of_a_queued_solve_answers_that_nothing_was_found(serve, solvers, request_body):
+    client = serve(solvers.until_stopped)
+    client.post("/v1/placements?wait=0", json=request_body(seed=1))
+    where = client.post("/v1/placements?wait=0", json=request_body(seed=2)).headers["Location"]
+    assert client.get(where).json()["status"] == "queued"
+    assert client.delete(where).json()["status"] == "unknown"
+
+
+def test_the_same_request_is_answered_from_the_store(serve, request_body):
+    client = serve()
+    body = request_body(constraints={"pinned": {"head": "cuda:1", "embed": "cuda:0"}})
+    for layer in body["profile"]["layers"]:
+        layer["forward_ms"]["another type"] = 1.0
+    first = client.post("/v1/placements", json=body)
+    spelled_otherwise = json.dumps(backwards(body), indent=3)
+    headers = {"Content-Type": "application/json"}
+    assert client.post("/v1/placements", content=spelled_otherwise, headers=headers).content == first.content
+    assert "placer_cache_hits_total 1.0" in client.get("/metrics").text
+
+
+def test_the_same_request_while_it_is_solved_joins_that_solve(serve, solvers, request_body):
+    client = serve(solvers.until_stopped, queue=0)
+    first = client.post("/v1/placements?wait=0", json=request_body())
+    second = client.post("/v1/placements?wait=0", json=request_body())
+    assert (second.status_code, second.json()["id"]) == (202, first.json()["id"])
+
+
+def test_a_feasible_answer_that_had_all_its_time_is_given_again(serve, solvers, request_body):
+    client = serve(solvers.until_stopped, overrun_s=0)
+    first = client.post("/v1/placements?wait=0", json=request_body(time_limit_s=0.2))
+    client.get(first.headers["Location"], params={"wait": 30})
+    assert client.post("/v1/placements?wait=0", json=request_body(time_limit_s=0.2)).status_code == 200
+
+
+def test_an_answer_of_another_version_of_placer_is_made_anew(serve, request_body, monkeypatch):
+    client = serve()
+    client.post("/v1/placements", json=request_body())
+    monkeypatch.setattr("placer.__version__", "another")
+    client.post("/v1/placements", json=request_body())
+    assert 'placer_solves_total{status="answered"} 2.0' in client.get("/metrics").text
+
+
+def test_answers_outlive_the_service(serve, request_body, tmp_path):
+    database = str(tmp_path / "new" / "placements.db")
+    first = serve(database=database).post("/v1/placements", json=request_body())
+    again = serve(database=database)
+    assert again.get(f"/v1/placements/{first.json()['id']}").content == first.content
+    assert again.post("/v1/placements", json=request_body()).content == first.content
+
+
+def test_a_full_queue_is_429_with_retry_after(serve, solvers, request_body):
+    client = serve(solvers.until_stopped, workers=1, queue=1)
+    replies = [client.post("/v1/placements?wait=0", json=request_body(seed=seed)) for seed in range(3)]
+    assert [reply.status_code for reply in replies] == [202, 202, 429]
+    assert 1 <= int(replies[2].headers["Retry-After"]) <= 30
+    assert "placer_rejections_total 1.0" in client.get("/metrics").text
+
+
+def test_a_queued_solve_runs_when_a_worker_is_free(serve, solvers, request_body, wait_until):
+    client = serve(solvers.until_stopped)
+    first = client.post("/v1/placements?wait=0", json=request_body(seed=1)).headers["Location"]
+    second = client.post("/v1/placements?wait=0", json=request_body(seed=2)).headers["Location"]
+    client.delete(first)
+    wait_until(lambda: client.get(second).json()["status"] == "running")
+
+
+def test_the_service_is_alive_ready_and_counts(serve):
+    client = serve()
+    assert client.get("/healthz").json()["status"] == "ok"
+    assert client.get("/readyz").json()["status"] == "ready"
+    assert 'placer_requests_total{method="GET",route="/healthz",status="200"} 1.0' in client.get("/metrics").text
+
+
+def test_two_applications_live_in_one_process(serve, request_body):
+    one, other = serve(), serve()
+    one.post("/v1/placements", json=request_body())
+    assert 'placer_solves_total{status="answered"} 1.0' in one.get("/metrics").text
+    assert 'placer_solves_total{status="answered"}' not in other.get("/metrics").text
+
+
+@pytest.mark.parametrize("name", examples.requests())
+def test_each_example_of_the_openapi_document_runs(serve, name):
+    client = serve()
+    operation = client.get("/openapi.json").json()["paths"]["/v1/placements"]["post"]
+    value = operation["requestBody"]["content"]["application/json"]["examples"][name]["value"]
+    assert client.post("/v1/placements", json=value).status_code == 200
+
+
+def test_every_reference_of_the_openapi_document_resolves(serve):
+    document = serve().get("/openapi.json").json()
+
+    def references(node):
+        if isinstance(node, dict):
+            yield from ([node["$ref"]] if "$ref" in node else [])
+            for child in node.values():
+                yield from references(child)
+        elif isinstance(node, list):
+            for child in node:
+                yield from references(child)
+
+    found = set(references(document))
+    assert "#/components/schemas/PlacementRequest" in found
+    for reference in found:
+        node = document
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]
