@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from placer.errors import InputError
 
-__all__ = ["load_model", "parse_inputs"]
+__all__ = ["load_function", "load_model", "parse_inputs"]
 
 
 def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
@@ -34,7 +34,7 @@ def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
     Raises:
         InputError: there is no such name, it fails with these arguments, or it makes no ``torch.nn.Module``.
     """
-    maker = _find(spec)
+    maker = _find(spec, "model")
     if isinstance(maker, nn.Module) and not arguments:
         return maker
     if not callable(maker):
@@ -48,6 +48,21 @@ def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec!r} made a {type(model).__name__}; it must make a torch.nn.Module")
     return model
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """A function, a loss say, by its name.
+
+    Args:
+        spec: ``package.module:name``; modules in the working directory are found too.
+
+    Raises:
+        InputError: there is no such name, or it cannot be called.
+    """
+    found = _find(spec, "function")
+    if not callable(found):
+        raise InputError(f"{spec!r} is a {type(found).__name__}; name a function")
+    return found
 
 
 def parse_inputs(texts: Sequence[str]) -> tuple[Tensor, ...] | dict[str, Tensor]:
@@ -67,10 +82,10 @@ def parse_inputs(texts: Sequence[str]) -> tuple[Tensor, ...] | dict[str, Tensor]
     return named
 
 
-def _find(spec: str) -> Callable[..., Any] | nn.Module | object:
+def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
-        raise InputError(f"{spec!r} names no model; write package.module:callable, as in placer.zoo.resnet:resnet50")
+        raise InputError(f"{spec!r} names no {kind}; write package.module:callable, as in placer.zoo.resnet:resnet50")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -4,6 +4,7 @@ command.py    the commands put together, errors as exit codes
 profiling.py  profile
 solving.py    solve, suggest
 measuring.py  measure
+refining.py   refine
 showing.py    show, compare
 machine.py    serve, doctor, demo
 joining.py    profiles of several files and hosts

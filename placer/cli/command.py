@@ -12,7 +12,7 @@ from rich.markup import escape
 
 import placer
 from placer import errors
-from placer.cli import caching, machine, measuring, profiling, serving, showing, solving
+from placer.cli import caching, machine, measuring, profiling, refining, serving, showing, solving
 from placer.cli.terminal import err
 from placer.errors import PlacerError
 
@@ -34,6 +34,7 @@ for command in (
     solving.solve,
     solving.suggest,
     measuring.measure,
+    refining.refine,
     showing.show,
     showing.compare,
     caching.cache,

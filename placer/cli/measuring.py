@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from placer.cli.files import load
+from placer.cli.files import load, load_placement
 from placer.cli.options import Arguments, AsJson, Inputs, Model, Output
 from placer.cli.terminal import extra, spinner
 from placer.errors import InputError
@@ -34,7 +34,7 @@ def measure(
 
     The inputs are a whole batch. A training step has the mean square of the results for its loss, and no optimizer.
     """
-    where, known = _placement(placement), None if profile is None else _profile(profile)
+    where, known = load_placement(placement), None if profile is None else _profile(profile)
     with spinner("measuring"):
         found = _measured(model, arg, input, where, chunks, known)
     _write(trace, lambda path: found.save_trace(path))
@@ -44,13 +44,6 @@ def measure(
         print(found.to_json())
     elif sys.stdout.isatty():
         Console().print(found)
-
-
-def _placement(file: str) -> Placement:
-    found = load(file)
-    if not isinstance(found, Placement):
-        raise InputError(f"{file} holds a {type(found).__name__.lower()}; a placement is needed")
-    return found
 
 
 def _profile(file: str) -> Profile:

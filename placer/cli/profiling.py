@@ -102,7 +102,7 @@ def measure_sizes(
 ) -> list[Profile]:
     """The same at several micro-batch sizes; at the inputs' own if None."""
     with extra("torch"):
-        from placer.model_spec import load_model, parse_inputs
+        from placer.model_spec import load_model
         from placer.profiler.profile import profile as profile_here
     module = load_model(model, arguments)
     common: dict[str, Any] = {
@@ -111,7 +111,7 @@ def measure_sizes(
         "granularity": int(granularity) if granularity.isdecimal() else granularity,
         "cache": cache,
     }
-    example = parse_inputs(inputs) if inputs else _carried(module)
+    example = example_of(module, inputs)
     with told():
         measured = profile_here(module, example, _devices(devices), **common, batch_sizes=sizes)
     return [_limited(one, memory) for one in (measured if isinstance(measured, list) else [measured])]
@@ -130,9 +130,13 @@ def cached(folder: str | None, off: bool) -> str | bool:
     return not off if folder is None else folder
 
 
-def _carried(module: Any) -> Any:
+def example_of(module: Any, inputs: list[str]) -> Any:
+    """The example inputs that a command line tells, or that the model carries."""
+    from placer.model_spec import parse_inputs
     from placer_client.suggest import _carried_inputs
 
+    if inputs:
+        return parse_inputs(inputs)
     try:
         return _carried_inputs(module)
     except InputError as error:

@@ -8,20 +8,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from placer.cli.files import load, print_json
+from placer.cli.files import load, print_json, print_table, write_text
 from placer.cli.options import AsJson
 from placer.errors import InputError
 from placer.report.comparing import compare as compare_both
 from placer.report.comparing import comparison_table
 from placer.report.comparison_page import comparison_report
-from placer.report.explain import table
 from placer.report.page import html_report
 from placer.report.pictures import picture
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
+from placer.schema.refinement import Refinement
 
 
 def show(
-    file: Annotated[str, typer.Argument(metavar="FILE|-", help="a profile, placement, request or cluster")],
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="a profile, placement, request, refinement or cluster")],
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write a report with pictures, all in one file, too")
     ] = None,
@@ -36,13 +36,13 @@ def show(
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
     if html is not None:
-        _write(html, html_report(subject, None if profile is None else _profile(profile)))
+        write_text(html, html_report(_placed(subject), None if profile is None else _profile(profile)))
     if svg is not None:
-        _write(svg, picture(_drawable(subject, file)))
+        write_text(svg, picture(_drawable(subject, file)))
     if json:
         print_json(subject)
     else:
-        Console().print(table(subject))
+        print_table(subject)
 
 
 def compare(
@@ -56,7 +56,7 @@ def compare(
     """Hold two profiles or two placements against each other: time, memory, and what moved."""
     found = compare_both(*(_without_request(load(file)) for file in (first, second)))
     if html is not None:
-        _write(html, comparison_report(found))
+        write_text(html, comparison_report(found))
     if json:
         print(found.model_dump_json(indent=1))
     else:
@@ -67,7 +67,13 @@ def _without_request(subject: object) -> object:
     return subject.profile if isinstance(subject, PlacementRequest) else subject
 
 
-def _drawable(subject: Profile | Placement | Cluster, file: str) -> Profile | Placement:
+def _placed(subject: Profile | Placement | Refinement | Cluster) -> Profile | Placement | Cluster:
+    """What there are pictures of: of a refinement its best placement."""
+    return subject.placement if isinstance(subject, Refinement) else subject
+
+
+def _drawable(subject: Profile | Placement | Refinement | Cluster, file: str) -> Profile | Placement:
+    subject = _placed(subject)
     if isinstance(subject, Cluster):
         raise InputError(f"{file} holds a cluster; pictures are of profiles and placements")
     return subject
@@ -78,10 +84,3 @@ def _profile(file: str) -> Profile:
     if not isinstance(subject, Profile):
         raise InputError(f"{file} holds a {type(subject).__name__.lower()}; --profile needs a profile")
     return subject
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise InputError(f"cannot write {file}: {error.strerror}") from error

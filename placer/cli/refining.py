@@ -1,0 +1,71 @@
+"""``placer refine``: measure a placement's stages here, correct its profile, and solve again until nothing moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from placer.cli.files import emit, load, load_placement, write_text
+from placer.cli.options import Arguments, AsJson, Inputs, Model, Output
+from placer.cli.profiling import example_of
+from placer.cli.terminal import extra, spinner, told
+from placer.errors import InputError
+from placer.schema import PlacementRequest, Profile
+
+
+def refine(
+    model: Model,
+    placement: Annotated[str, typer.Argument(metavar="PLACEMENT|-", help="JSON of a placement; - for stdin")],
+    arg: Arguments = [],  # noqa: B006
+    input: Inputs = [],  # noqa: B006
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="the profile or request that it answers; measured anew if left out"),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="package.module:function of output and target; a mean if left out"),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="SHAPE[:DTYPE]", help="of the loss, for one micro-batch: 8:int64")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="the most placements that are measured")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="how often each pass is timed")] = 7,
+    placement_output: Annotated[
+        Path | None, typer.Option("--save-placement", metavar="FILE", help="write the best placement alone, too")
+    ] = None,
+    output: Output = None,
+    json: AsJson = False,
+) -> None:
+    """Measure a placement's stages, correct the profile by them, and solve again, until nothing moves.
+
+    The inputs are one micro-batch. Each round's prediction and measurement are shown; the JSON has the best placement
+    that was measured, the corrected profile, and the rounds.
+    """
+    where, question = load_placement(placement), None if profile is None else _question(profile)
+    if target is not None and (loss is None or "=" in target):
+        raise InputError(f"--target {target} goes with --loss, whose second argument it is; give both, as in 8:int64")
+    with extra("torch"):
+        from placer.model_spec import load_function, load_model, parse_inputs
+        from placer.refining import refine as refine_here
+    module = load_model(model, arg)
+    asked: dict[str, Any] = {"rounds": rounds, "repeats": repeats}
+    asked["request" if isinstance(question, PlacementRequest) else "profile"] = question
+    if loss is not None:
+        asked["loss_fn"] = load_function(loss)
+    if target is not None:
+        (asked["target"],) = tuple(parse_inputs([target]))
+    with told(), spinner("measuring stages"):
+        found = refine_here(where, module, example_of(module, input), **asked)
+    if placement_output is not None:
+        write_text(placement_output, found.placement.to_json() + "\n")
+    emit(found, output, json)
+
+
+def _question(file: str) -> Profile | PlacementRequest:
+    found = load(file)
+    if not isinstance(found, Profile | PlacementRequest):
+        raise InputError(f"{file} holds a {type(found).__name__.lower()}; --profile needs a profile or a request")
+    return found
