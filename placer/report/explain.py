@@ -186,7 +186,11 @@ def _single_text(placement: Placement) -> str:
     value = _value_text(placement, single.objective_value)
     if not single.fits:
         missing = f"does not fit on one device: short of {bytes_text(single.short_bytes)} on {single.device}"
+        if single.load_ms is not None:
+            return f"{missing}; with enough memory busy for {ms_text(single.load_ms)} for one micro-batch"
         return f"{missing}; with enough memory {value}, {faster}" if faster else missing
+    if single.load_ms is not None:
+        return f"{single.device} alone is busy for {ms_text(single.load_ms)} for one micro-batch"
     alone = f"{single.device} alone: {value}"
     if len(set(placement.layer_devices.values())) == 1:
         return f"{alone}; splitting would not be better"

@@ -87,12 +87,15 @@ class SingleDevice(Wire):
         objective_value: the objective there, in the objective's unit.
         fits: whether it fits there.
         short_bytes: what is missing if it does not.
+        load_ms: under objective ``devices``, how long it is busy for one micro-batch: it will do where that is within
+            ``bottleneck_ms``. None under the others.
     """
 
     device: Name
     objective_value: Annotated[float, Field(ge=0)]
     fits: bool
     short_bytes: Bytes = 0
+    load_ms: Annotated[float, Field(ge=0)] | None = None
 
 
 class Ties(Wire):
@@ -229,7 +232,7 @@ class Placement(Wire):
         stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in which every value
             runs forwards, and in which their memory was reckoned; else by their first layer.
         devices: the load of each device.
-        single_device: the best that one device does; None under objective ``devices``.
+        single_device: the best that one device does.
         speedup: single_device.objective_value / objective_value, for times; None without a placement.
         ties: how ties were broken, where the request asks for it.
         infeasible: why there is none.

@@ -79,7 +79,7 @@ class PlacementRequest(Wire):
         break_ties: whether, of the placements with as small an objective, the one is looked for that transfers least,
             and of those the one whose devices' compute times differ least; not under objectives ``step``, ``devices``.
         explain: whether the answer says what limits it and what would help, by solving changed questions in what is
-            left of the time; not under objectives ``memory`` and ``devices``.
+            left of the time.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION

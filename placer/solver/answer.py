@@ -25,8 +25,8 @@ def found(problem: Problem, assignment: costs.Assignment, bound: float, method: 
     value = result.objective_value
     bound = min(max(bound, 0.0), value)
     gap = (value - bound) / value if value else 0.0
-    single = single_device(problem) if problem.request.objective != "devices" else None
-    timed = problem.request.objective != "memory" and value > 0
+    single = single_device(problem)
+    timed = problem.request.objective not in ("memory", "devices") and value > 0
     names = [device.name for device in problem.devices]
     return Placement(
         **_header(problem, method, solve_time_s),
@@ -39,7 +39,7 @@ def found(problem: Problem, assignment: costs.Assignment, bound: float, method: 
         stages=tuple(names[device] for device in result.stages),
         devices=device_loads(problem, assignment, result),
         single_device=single,
-        speedup=single.objective_value / value if timed and single is not None else None,
+        speedup=single.objective_value / value if timed else None,
     )
 
 
@@ -51,7 +51,7 @@ def nothing(
         **_header(problem, method, solve_time_s),
         status="unknown" if reason is None else "infeasible",
         bound=bound if reason is None else None,
-        single_device=single_device(problem) if problem.request.objective != "devices" else None,
+        single_device=single_device(problem),
         infeasible=reason,
     )
 
@@ -59,15 +59,22 @@ def nothing(
 def single_device(problem: Problem) -> SingleDevice:
     """The best that one device does with all layers, pins and forbidden devices aside."""
     options = []
+    by_load = problem.request.objective == "devices"  # one device is one device, so the least busy is the best
     first_of_kind = {(device.type, device.usable_bytes): i for i, device in reversed([*enumerate(problem.devices)])}
     for index in sorted(first_of_kind.values()):
         device = problem.devices[index]
         result = costs.evaluate(problem, [index] * len(problem.layers))
         assert result is not None  # nothing crosses
         short = max(0, result.memory[index].total_bytes - device.usable_bytes)
-        options.append((short > 0, result.objective_value, index, short))
+        options.append((short > 0, result.load_ms[index] if by_load else result.objective_value, index, short))
     misfit, value, index, short = min(options)
-    return SingleDevice(device=problem.devices[index].name, objective_value=value, fits=not misfit, short_bytes=short)
+    return SingleDevice(
+        device=problem.devices[index].name,
+        objective_value=1.0 if by_load else value,
+        fits=not misfit,
+        short_bytes=short,
+        load_ms=value if by_load else None,
+    )
 
 
 def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any]:

@@ -305,27 +305,28 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
 
 
 def _check_single_device(request: PlacementRequest, placement: Placement) -> None:
-    if request.objective == "devices":
-        require(placement.single_device is None, "objective 'devices' says nothing of one device")
-        return
     single, value = placement.single_device, placement.objective_value
     if single is None or value is None:
         raise PlacementError("a placement comes with what one device does")
+    by_load = request.objective == "devices"
+    require((single.load_ms is not None) == by_load, "single_device.load_ms comes with objective 'devices' alone")
+    claimed = single.objective_value if single.load_ms is None else single.load_ms
     choices = [one for asked, contiguous in _whole(request, placement) for one in _alone(asked, placement, contiguous)]
     fitting = [choice for choice in choices if not choice[0]] or choices
     best = min(value for _, value, _ in fitting)
-    near("single_device.objective_value", single.objective_value, best)
+    near("what single_device does", claimed, best)
+    require(not by_load or single.objective_value == 1, "single_device: one device is one")
     require(
         any((s, d) == (single.short_bytes, single.device) and close(v, best) for s, v, d in fitting),
         f"single_device {single.device!r} with {single.short_bytes} bytes short is not the best of {choices}",
     )
     equal("single_device.fits", single.fits, single.short_bytes == 0)
-    if value and request.objective != "memory":
+    if value and request.objective not in ("memory", "devices"):
         near("speedup", placement.speedup if placement.speedup is not None else inf, best / value)
 
 
 def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) -> list[tuple[int, float, str]]:
-    """By device, how many bytes are short with all layers there, the objective, and the name."""
+    """By device, how many bytes are short with all layers there, the objective or the load, and the name."""
     choices = []
     alone_as: dict[tuple[str, int], tuple[int, float]] = {}
     for device in request.devices:
@@ -338,7 +339,9 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
             need = memory.total(device.name, flight, bool(again))
             lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous, "recompute": again})
             repeated = check_recompute.repeated(request, where, again)
-            alone_as[kind] = (max(0, need - device.usable_bytes), _objective(repeated, where, lone))
+            by_load = request.objective == "devices"
+            value = _load(request, *_times(repeated, where, device)) if by_load else _objective(repeated, where, lone)
+            alone_as[kind] = (max(0, need - device.usable_bytes), value)
         choices.append((*alone_as[kind], device.name))
     return choices
 

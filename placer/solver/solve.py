@@ -101,7 +101,7 @@ def solve(
     if placement.infeasible is not None and request.objective != "step":
         why = _conflict(request, placement.infeasible, stop, meter, began)
         placement = placement.model_copy(update={"infeasible": why})
-    if request.explain and request.objective not in ("memory", "devices") and placement.layer_devices:
+    if request.explain and placement.layer_devices:
         left_s = request.time_limit_s - (monotonic() - began)
         found = limits.limits_of(request, placement, partial(solve, stop=stop), left_s)
         placement = placement.model_copy(update={"limits": found})

@@ -177,7 +177,7 @@ def judge(request: PlacementRequest, where: Map, best: Placement | None = None) 
         objective_value=value,
         stages=tuple(problem.devices[number].name for number in result.stages),
         devices=loads,
-        single_device=single_device(problem) if request.objective != "devices" else None,
+        single_device=single_device(problem),
         best_id=best.id if best is not None else None,
         best_value=known,
         bound=best.bound if best is not None else None,

@@ -46,7 +46,8 @@ def test_as_many_devices_as_the_throughput_needs(chain):
     for most_ms, devices in ((8, 1), (4, 2), (3.5, 3), (2, 4)):
         placement = solve(chain([1] * 8, devices=4, objective="devices", bottleneck_ms=most_ms))
         assert (placement.status, placement.objective_value) == ("optimal", devices)
-        assert placement.single_device is None
+        assert (placement.single_device.load_ms, placement.single_device.objective_value) == (8, 1)
+        assert placement.speedup is None
 
 
 def test_memory_can_need_more_devices_than_the_work_does(chain):
@@ -87,3 +88,11 @@ def test_a_device_that_is_busier_than_asked_for_is_caught(chain):
     stricter = chain([1] * 4, objective="devices", bottleneck_ms=3)
     with pytest.raises(PlacementError, match="busy for more than 3"):
         check(stricter, placement.model_copy(update={"id": stricter.content_hash()}))
+
+
+def test_what_one_device_takes_cannot_be_claimed_otherwise(chain):
+    request = chain([1] * 4, objective="devices", bottleneck_ms=4)
+    placement = solve(request)
+    single = placement.single_device.model_copy(update={"load_ms": 3.0})
+    with pytest.raises(PlacementError, match="what single_device does: 3"):
+        check(request, placement.model_copy(update={"single_device": single}))

@@ -64,3 +64,40 @@ def test_a_help_that_does_not_add_up_is_caught(chain):
     wrong = placement.limits.model_copy(update={"helps": (help.model_copy(update={"speedup": 2 * help.speedup}),)})
     with pytest.raises(PlacementError, match="speedup"):
         check(request, placement.model_copy(update={"limits": wrong}))
+
+
+def test_the_largest_memory_is_less_with_a_device_more(chain):
+    placement = solve(chain([1.0] * 6, param_bytes=100, devices=2, objective="memory", explain=True))
+    assert placement.limits.kind == "memory"
+    assert placement.limits.what == "d0 holds 300 bytes, 300 bytes of it for parameters"
+    assert changes(placement)["one device more"] == pytest.approx(3 / 2)
+
+
+def test_fewer_devices_do_where_each_may_be_busy_longer(chain):
+    # 12 layers of 1 ms within 3.7 ms: 3 on each of 4; within 4.07 ms, 4 on each of 3
+    placement = solve(chain([1.0] * 12, devices=5, objective="devices", bottleneck_ms=3.7, explain=True))
+    assert placement.objective_value == 4
+    assert placement.limits.kind == "work" and "12 ms in all; a device may be busy for 3.7 ms" in placement.limits.what
+    assert changes(placement) == {"bottleneck_ms = 4.07": pytest.approx(4 / 3)}
+
+
+def test_memory_can_be_what_asks_for_more_devices(chain):
+    request = chain([1.0] * 4, devices=4, param_bytes=600, objective="devices", bottleneck_ms=100, explain=True)
+    placement = solve(request)
+    assert placement.limits.kind == "memory" and placement.limits.what == "memory: without its limits 1 instead of 4"
+
+
+def test_a_pin_that_costs_time_is_a_rule_that_would_help_by_going(chain):
+    request = chain([1.0] * 4, constraints=Constraints(pinned={f"l{i}": "d0" for i in range(3)}), explain=True)
+    assert changes(solve(request))["without pins"] == pytest.approx(3 / 2)
+
+
+def test_one_more_of_the_devices_that_are_there_would_help_where_not_all_may_be_used(chain):
+    request = chain([1.0] * 6, devices=3, constraints=Constraints(max_devices=2), explain=True)
+    assert changes(solve(request))["max_devices = 3"] == pytest.approx(3 / 2)
+
+
+def test_a_step_is_shorter_with_a_device_more(chain):
+    # 6 micro-batches' inference: one way of 6 ms, then 5 times the longest stage, of 3 layers or of 2
+    placement = solve(chain([1.0] * 6, devices=2, objective="step", chunks=6, schedule="auto", explain=True))
+    assert changes(placement)["one device more"] == pytest.approx((6 + 5 * 3) / (6 + 5 * 2))
