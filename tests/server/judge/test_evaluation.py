@@ -110,7 +110,8 @@ def test_a_map_that_does_not_fit_says_how_many_bytes_are_short():
 
 
 def test_a_map_over_a_missing_link_is_named_and_has_no_value():
-    request = example(cluster={"devices": [device.model_dump() for device in example().devices], "links": []})
+    back = {"source": "cuda:1", "target": "cuda:0", "bandwidth_bytes_per_s": 1e9}
+    request = example(cluster={"devices": [device.model_dump() for device in example().devices], "links": [back]})
     found = judge(request, EVEN)
     assert {fault.kind for fault in found.faults} == {"link-missing"}
     assert found.objective_value is None
