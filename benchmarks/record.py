@@ -4,7 +4,8 @@
      "rows": [{"case", "measure", "unit", "value", "spread", "target", "met", "peers": {name: value}}]}
 
 ``value`` is None where there is none (a run that timed out); ``spread`` is [smallest, largest] or None; ``target`` is
-what was asked for, also where it is missed, or None; ``met`` says which, or None without a target.
+what was asked for, also where it is missed, or None; ``met`` says which, or None without a target. A row may have
+``figures`` too: what else belongs to it, by name, as numbers or words.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
@@ -24,6 +26,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch-placer", "ortools", "torch", "numpy", "pydantic", "fastapi", "uvicorn")
 FIELDS = ("case", "measure", "unit", "value", "spread", "target", "met", "peers")
+FIGURES = "figures"
 
 Row = Mapping[str, Any]
 
@@ -39,6 +42,7 @@ def row(
     smaller_is_better: bool = True,
     met: bool | None = None,
     peers: Mapping[str, float | None] | None = None,
+    figures: Mapping[str, float | str | None] | None = None,
 ) -> dict[str, Any]:
     """One result.
 
@@ -52,10 +56,11 @@ def row(
         smaller_is_better: whether the target is met from below.
         met: whether it is met, where that is not a matter of smaller or larger.
         peers: the same measure of what one would use instead, by name.
+        figures: what else belongs to it, by name with its unit.
     """
     if target is not None and met is None:
         met = value is not None and (value <= target if smaller_is_better else value >= target)
-    return {
+    found: dict[str, Any] = {
         "case": case,
         "measure": measure,
         "unit": unit,
@@ -65,6 +70,7 @@ def row(
         "met": met,
         "peers": dict(peers or {}),
     }
+    return found if figures is None else found | {FIGURES: dict(figures)}
 
 
 def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
@@ -80,7 +86,7 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     """
     rows = [dict(entry) for entry in rows]
     for entry in rows:
-        if set(entry) != set(FIELDS):
+        if set(entry) - {FIGURES} != set(FIELDS):
             raise ValueError(f"row {entry.get('case')!r} has the fields {sorted(entry)}; wanted are {sorted(FIELDS)}")
     content = {
         "machine": machine(),
@@ -101,10 +107,10 @@ def _settings(name: str) -> list[str]:
     return [f"{key}={quote(value)}" for key, value in sorted(given.items())]
 
 
-def known(name: str) -> list[dict[str, Any]]:
+def known(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     """The rows that the results have already, if they come from this machine and these versions."""
     try:
-        old = read(name)
+        old = read(name, folder)
     except OSError:
         return []
     if (old["machine"], old["versions"]) != (machine(), versions()):
@@ -134,6 +140,7 @@ def _cpu() -> str:
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
+@cache
 def _gpus() -> list[str]:
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
@@ -159,8 +166,9 @@ def table(name: str, folder: Path = RESULTS) -> str:
     content = read(name, folder)
     rows = content["rows"]
     peers = list(dict.fromkeys(peer for entry in rows for peer in entry["peers"]))
-    head = ["case", "measure", "value", "target", "met", *peers]
-    lines = [head, ["---"] * len(head), *(_cells(entry, peers) for entry in rows)]
+    figures = list(dict.fromkeys(name for entry in rows for name in entry.get(FIGURES, {})))
+    head = ["case", "measure", "value", *figures, "target", "met", *peers]
+    lines = [head, ["---"] * len(head), *(_cells(entry, figures, peers) for entry in rows)]
     where = content["machine"]
     gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""
     made = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
@@ -173,7 +181,7 @@ def table(name: str, folder: Path = RESULTS) -> str:
     )
 
 
-def _cells(entry: Row, peers: Iterable[str]) -> list[str]:
+def _cells(entry: Row, figures: Iterable[str], peers: Iterable[str]) -> list[str]:
     unit = entry["unit"]
     met = {True: "yes", False: "no", None: ""}[entry["met"]]
     value = _shown(entry["value"], unit)
@@ -181,12 +189,14 @@ def _cells(entry: Row, peers: Iterable[str]) -> list[str]:
         value += f" ({_shown(entry['spread'][0])}-{_shown(entry['spread'][1])})"
     target = _shown(entry["target"], unit) if entry["target"] is not None else ""
     others = [_shown(entry["peers"][peer], unit) if peer in entry["peers"] else "" for peer in peers]
-    return [entry["case"], entry["measure"], value, target, met, *others]
+    given = entry.get(FIGURES, {})
+    also = [_shown(given[name]) if name in given else "" for name in figures]
+    return [entry["case"], entry["measure"], value, *also, target, met, *others]
 
 
-def _shown(value: float | None, unit: str = "") -> str:
-    if value is None:
-        return "-"
+def _shown(value: float | str | None, unit: str = "") -> str:
+    if value is None or isinstance(value, str):
+        return "-" if value is None else value
     text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{text} {unit}".strip()
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from placer import zoo
 
 STAND_INS = 2
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Training:
     label: str
     make: Callable[[], nn.Module]
     data: Callable[[], tuple[Tensor, Tensor]]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     chunks: tuple[int, ...]
     granularity: str = "auto"
 

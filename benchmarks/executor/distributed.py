@@ -25,7 +25,7 @@ from .sample import Sample, append, attempt, read, reason
 ENGINE = "torch.distributed"
 INTERLEAVED = "torch.distributed interleaved"
 ZERO_BUBBLE = "torch.distributed zero-bubble"
-PLACED = "ours, by processes"
+PLACED = "placer.distributed"
 """``placer.distributed``: the same library, with Placer's stages."""
 
 ROUNDS = {INTERLEAVED: 2}
@@ -150,7 +150,7 @@ def _with_contiguous_gradient(value: Tensor) -> Tensor:
     """The gradient of a tensor that was joined with others is a view of theirs, which cannot be sent."""
     if value.requires_grad:
         value = value.view_as(value)
-        value.register_hook(lambda gradient: gradient.contiguous())
+        value.register_hook(lambda gradient: gradient.contiguous())  # type: ignore[no-untyped-call]
     return value
 
 

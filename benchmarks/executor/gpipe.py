@@ -14,22 +14,22 @@ from .cases import Training
 from .sample import Sample, attempt
 
 ENGINE = "torchgpipe"
-CHUNKS = 8
 
 
 def train(case: Training) -> Iterator[Sample]:
-    """At each number of devices."""
+    """At each number of devices and micro-batches."""
     cases.prepare()
     for count in cases.counts():
-        yield attempt(case.name, ENGINE, count, CHUNKS, partial(_step_times, case, count))
+        for chunks in case.tried(count):
+            yield attempt(case.name, ENGINE, count, chunks, partial(_step_times, case, count, chunks))
 
 
-def _step_times(case: Training, count: int) -> dict[str, list[float]]:
+def _step_times(case: Training, count: int, chunks: int) -> dict[str, list[float]]:
     gpipe, balances = import_module("torchgpipe"), import_module("torchgpipe.balance")
     inputs, target = case.batch(cases.home())
     chain = nn.Sequential(*parts.units(case.model(cases.home())))
-    balance = balances.balance_by_time(count, chain, inputs[: len(inputs) // CHUNKS], device=cases.home())
-    model = gpipe.GPipe(chain, balance, devices=cases.places(count), chunks=CHUNKS, checkpoint="never")
+    balance = balances.balance_by_time(count, chain, inputs[: len(inputs) // chunks], device=cases.home())
+    model = gpipe.GPipe(chain, balance, devices=cases.places(count), chunks=chunks, checkpoint="never")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs, target = inputs.to(model.devices[0]), target.to(model.devices[-1])
 

@@ -13,8 +13,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
-from . import cases, distributed, gpipe, large, ours, overhead, stream, switching, tutorial, tutorial_resnet50
-from .sample import Sample, append, read, reason
+from . import (
+    cases,
+    compiling,
+    distributed,
+    gpipe,
+    large,
+    ours,
+    overhead,
+    stream,
+    switching,
+    tutorial,
+    tutorial_resnet50,
+)
+from .sample import NOT_RUN, Sample, append, read, reason
 
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 460.0
@@ -52,9 +64,10 @@ def every() -> list[Job]:
         *(_stream(name, "ours", 2 * PEER_S) for name in stream.NAMES),
         Job(switching.CASE, "ours", PEER_S, switching.measure),
         Job(overhead.CASE, "ours", PEER_S, overhead.measure),
-        Job(large.CASE, "ours", 2 * PEER_S, large.measure),
+        Job(large.CASE, "ours", 4 * PEER_S, large.measure),
         *(_training(name, distributed.ENGINE, 2 * PEER_S) for name in names),
         Job(tutorial_resnet50.CASE, "ours", 90.0, tutorial_resnet50.measure),
+        Job(compiling.CASE, "ours", 2 * PEER_S, compiling.measure),
         *(_training(name, tutorial.ENGINE, PEER_S) for name in names),
         *(_stream(name, engine, PEER_S) for engine in (tutorial.ENGINE, stream.DISPATCH) for name in stream.NAMES),
         *(_training(name, gpipe.ENGINE, PEER_S) for name in names),
@@ -82,37 +95,41 @@ def _stream(name: str, engine: str, limit_s: float) -> Job:
     return Job(stream.PREFIX + name, engine, limit_s, lambda: run(cases.training(name)))
 
 
-def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> list[Sample]:
-    """Run jobs, and print what they find as they go.
+def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[tuple[Job, Sample]]:
+    """Run jobs; what they find comes, and is printed, as they go.
 
     Args:
-        chosen: cases; all if empty.
+        chosen: cases, or ``CASE:ENGINE`` for one of their jobs, in the order in which they are run; all if empty.
         budget_s: no job begins after so many seconds, and none lasts longer.
 
     Raises:
-        ValueError: a name is no case.
+        ValueError: a name is no case and no job.
     """
-    jobs = every()
-    known = list(dict.fromkeys(job.case for job in jobs))
-    if wrong := [name for name in chosen if name not in known]:
-        raise ValueError(f"{wrong[0]!r} is no case; there are {', '.join(known)}")
     began = perf_counter()
-    samples = []
-    for job in jobs:
-        if chosen and job.case not in chosen:
-            continue
-        left_s = budget_s - (perf_counter() - began)
-        for sample in _samples(job, left_s):
-            samples.append(sample)
+    for job in _chosen(chosen):
+        for sample in _samples(job, budget_s - (perf_counter() - began)):
             print(f"[{perf_counter() - began:5.0f} s] {sample}", flush=True)
-    return samples
+            yield job, sample
+        print(f"[{perf_counter() - began:5.0f} s] {job.name} has ended", flush=True)
+
+
+def _chosen(names: Sequence[str]) -> list[Job]:
+    jobs = every()
+    known = {job.case for job in jobs} | {job.name for job in jobs}
+    if wrong := [name for name in names if name not in known]:
+        cases_there = ", ".join(dict.fromkeys(job.case for job in jobs))
+        raise ValueError(f"{wrong[0]!r} is no case; there are {cases_there}, and CASE:ENGINE for one job of them")
+    if not names:
+        return jobs
+    found = [job for name in names for job in jobs if name in (job.case, job.name)]
+    return list({job.name: job for job in found}.values())
 
 
 def _samples(job: Job, left_s: float) -> Iterator[Sample]:
     if left_s <= 0:
-        yield Sample(job.case, job.engine, 0, 0, failed="not run, the time of the benchmark was up")
+        yield Sample(job.case, job.engine, 0, 0, failed=f"{NOT_RUN}the time of the benchmark was up")
     elif job.engine in _PACKAGES and find_spec(_PACKAGES[job.engine]) is None:
-        yield Sample(job.case, job.engine, 0, 0, failed="not installed")
+        yield Sample(job.case, job.engine, 0, 0, failed=f"{NOT_RUN}it is not installed")
     elif cases.is_small():
         yield from guarded(job)
     else:

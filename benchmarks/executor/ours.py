@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from placer import Cluster, Constraints, DataFlow, Placement, PlacementRequest, Profile, profile, refine, solve
 
-from . import cases, timing
-from .cases import Training
+from . import cases, memory, timing
+from .cases import Loss, Training
 from .sample import Sample, attempt, release
 
 SOLVER_S = 10.0
@@ -40,9 +41,7 @@ def train(case: Training) -> Iterator[Sample]:
         yield prepared
         return
     for count in cases.counts():
-        sample = attempt(
-            case.name, "ours", count, 0, lambda count=count: _suggested(case, model, batch, profiles, count)
-        )
+        sample = attempt(case.name, "ours", count, 0, partial(_suggested, case, model, batch, profiles, count))
         yield sample if sample.failed else replace(sample, chunks=int(sample.values.pop("chunks")[0]))
 
 
@@ -80,7 +79,7 @@ def _suggested(
     )
     best = refinement.placement
     release()
-    values = ours(copy.deepcopy(model), best, batch, case.loss)
+    values = ours(model, best, batch, case.loss)
     release()
     unsplit = reference(copy.deepcopy(model), *batch, case.loss, best.chunks)
     differences = [abs(a - b) for a, b in zip(values.pop("losses"), unsplit, strict=True)]
@@ -93,9 +92,7 @@ def _suggested(
     }
 
 
-def eager(
-    model: nn.Module, batch: tuple[Tensor, Tensor], loss: Callable[[Tensor, Tensor], Tensor]
-) -> dict[str, list[float]]:
+def eager(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss) -> dict[str, list[float]]:
     """Times of a step of plain PyTorch, the whole batch at once."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs, target = batch
@@ -108,9 +105,7 @@ def eager(
     return timing.steps(step, [inputs.device])
 
 
-def reference(
-    model: nn.Module, inputs: Tensor, target: Tensor, loss: Callable[[Tensor, Tensor], Tensor], chunks: int
-) -> list[float]:
+def reference(model: nn.Module, inputs: Tensor, target: Tensor, loss: Loss, chunks: int) -> list[float]:
     """The first losses of the unsplit model over the same micro-batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses = []
@@ -143,6 +138,7 @@ def placed(found: Profile, count: int, chunks: int) -> Placement:
             chunks=chunks,
             schedule="1f1b",
             transfers="overlapped",
+            time_limit_s=SOLVER_S,
         )
     )
 
@@ -180,14 +176,30 @@ def ours(
     model: nn.Module,
     placement: Placement,
     batch: tuple[Tensor, Tensor],
-    loss: Callable[[Tensor, Tensor], Tensor],
+    loss: Loss,
 ) -> dict[str, list[float]]:
-    """Times of a step of the pipeline, with its first losses and the number of stages that run without a CUDA graph."""
-    flow = DataFlow(model, [str(place) for place in cases.places()])
+    """Times of a step of the pipeline, on a copy of the model, and the memory of each device that it uses.
+
+    With them the first losses, and the number of stages that run without a CUDA graph.
+    """
+    used = memory.Meter(cases.places())
+    flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places()])
+    return timed(flow, placement, batch, loss, used) | used.against(placement)
+
+
+def timed(
+    flow: DataFlow,
+    placement: Placement,
+    batch: tuple[Tensor, Tensor],
+    loss: Loss,
+    used: memory.Meter | None = None,
+) -> dict[str, list[float]]:
+    """As ``ours``, of a flow that gets this placement; the memory counts from when all is recorded."""
     flow.update_flow(placement)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    step = flow.train_step(loss, optimizer)
+    step = flow.train_step(loss, torch.optim.SGD(flow.parameters(), lr=1e-3))
     losses = [step(*batch).item() for _ in range(COMPARED)]
+    if used is not None:
+        used.forget_peak()
     values: dict[str, Any] = timing.steps(lambda: step(*batch), cases.places())
     pipelines = step._pipelines.values()
     eager_stages = sum(bool(stage.not_recorded_because) for pipeline in pipelines for stage in pipeline.stages)

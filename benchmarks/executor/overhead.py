@@ -1,4 +1,7 @@
-"""What DataFlow costs on one device, where it has nothing to gain: ResNet-50, a small batch."""
+"""What DataFlow costs on one device, where it has nothing to gain, beside the model alone: ResNet-50, a small batch.
+
+The model alone runs eagerly, and as CUDA graphs: its forward pass, and its whole training step in one graph.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow, zoo
@@ -36,7 +39,8 @@ def measure() -> Iterator[Sample]:
         ("ours", lambda: _train(copy.deepcopy(model).train(), (inputs, target))),
     ]
     if inputs.is_cuda:
-        runs.append(("graph forward", lambda: _forward(_recorded(model.eval(), inputs), inputs)))
+        runs.insert(1, ("graph forward", lambda: _forward(_recorded(model.eval(), inputs), inputs)))
+        runs.append(("graph", lambda: _recorded_step(copy.deepcopy(model).train(), (inputs, target))))
     for engine, run in runs:
         yield attempt(CASE, engine, 1, 1, run)
 
@@ -47,12 +51,12 @@ def _on_one(model: nn.Module) -> DataFlow:
     return flow
 
 
-def _forward(run: Callable[[Any], Any], inputs: torch.Tensor) -> dict[str, list[float]]:
+def _forward(run: Callable[[Any], Any], inputs: Tensor) -> dict[str, list[float]]:
     with torch.no_grad():
         return timing.steps(lambda: run(inputs), cases.places(1), 3 * timing.REPEATS)
 
 
-def _streamed(flow: DataFlow, inputs: torch.Tensor) -> dict[str, list[float]]:
+def _streamed(flow: DataFlow, inputs: Tensor) -> dict[str, list[float]]:
     """Times of a batch in a stream of several."""
 
     def run() -> None:
@@ -63,29 +67,58 @@ def _streamed(flow: DataFlow, inputs: torch.Tensor) -> dict[str, list[float]]:
     return {measure: [value / STREAMED for value in values] for measure, values in times.items()}
 
 
-def _recorded(model: nn.Module, inputs: torch.Tensor) -> Callable[[Any], Any]:
+def _recorded(model: nn.Module, inputs: Tensor) -> Callable[[Any], Any]:
     """The model alone, as one CUDA graph that copies its input in."""
     static = inputs.clone()
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(timing.WARM_UPS):
-            model(static)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        output = model(static)
+    with torch.no_grad():
+        replay, output = _graph(lambda: model(static))
 
-    def run(given: torch.Tensor) -> torch.Tensor:
+    def run(given: Tensor) -> Tensor:
         static.copy_(given)
-        graph.replay()
-        made: torch.Tensor = output
+        replay()
+        made: Tensor = output
         return made
 
     return run
 
 
-def _train(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, list[float]]:
+def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
+    """Times of the whole training step as one CUDA graph that copies the batch in."""
+    statics = [tensor.clone() for tensor in batch]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(statics[0]), statics[1])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    replay, _ = _graph(step)
+
+    def run() -> None:
+        for static, given in zip(statics, batch, strict=True):
+            static.copy_(given)
+        replay()
+
+    return timing.steps(run, cases.places(1))
+
+
+def _graph(work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """What replays the work, and the static result."""
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(1 + timing.WARM_UPS):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = work()
+    return graph.replay, output
+
+
+def _train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step = _on_one(model).train_step(functional.cross_entropy, optimizer)
     return timing.steps(lambda: step(*batch), cases.places(1))

@@ -92,12 +92,13 @@ def cut(chain: Sequence[nn.Module], ends: Sequence[int]) -> list[nn.Sequential]:
     return [nn.Sequential(*chain[first:end]) for first, end in pairwise(ends)]
 
 
-def unit_ms(chain: Sequence[nn.Module], inputs: Tensor) -> list[float]:
-    """The time of each module's forward and backward pass."""
+def unit_ms(chain: Sequence[nn.Module], inputs: Tensor, training: bool = True) -> list[float]:
+    """The time of each module's forward pass, and in training its backward pass."""
     times, value = [], inputs
     for unit in chain:
-        value = moved(value, inputs.device, leaf=True)
-        runs = [_pass_ms(unit, value, inputs.device) for _ in range(3)]
+        value = moved(value, inputs.device, leaf=training)
+        with torch.set_grad_enabled(training):
+            runs = [_pass_ms(unit, value, inputs.device) for _ in range(3)]
         times.append(min(runs))
         with torch.no_grad():
             value = unit(value)
@@ -109,7 +110,8 @@ def _pass_ms(unit: nn.Module, value: Value, place: torch.device) -> float:
     devices.synchronise(place)
     began = perf_counter()
     made = [tensor for tensor in tensors(unit(value)) if tensor.requires_grad]
-    torch.autograd.backward(made, [torch.ones_like(tensor) for tensor in made])
+    if made:
+        torch.autograd.backward(made, [torch.ones_like(tensor) for tensor in made])
     devices.synchronise(place)
     return 1e3 * (perf_counter() - began)
 

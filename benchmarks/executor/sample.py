@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+NOT_RUN = "not run, "
+"""How the reason of a sample begins of which nothing was run."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -30,6 +33,11 @@ class Sample:
     chunks: int = 1
     values: dict[str, list[float]] = field(default_factory=dict)
     failed: str = ""
+
+    @property
+    def was_not_run(self) -> bool:
+        """Whether nothing was even tried."""
+        return self.failed.startswith(NOT_RUN)
 
     def __str__(self) -> str:
         where = f"{self.case}, {self.engine}, {self.devices} devices, {self.chunks} chunks"

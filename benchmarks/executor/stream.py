@@ -1,7 +1,8 @@
 """Inference over a stream of batches: ours, eager PyTorch on one device, and peers.
 
-A stream is the case's batch, cut into so many batches, several times over. Times are of one batch of the case, with no
-drain before the stream's end; each engine counts at the best of its sizes.
+A stream is the case's batch, cut into so many batches, several times over. They are on the first device, where their
+results are wanted. Times are of one batch of the case, with no drain before the stream's end; each engine counts at the
+best of its sizes.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer import DataFlow, profile
+from placer import DataFlow, Placement, Profile, profile
 from placer.graph.structure import flatten
 
 from . import cases, ours, parts, timing, tutorial
 from .cases import Training
-from .sample import Sample, attempt
+from .sample import Sample, attempt, reason
 
 PREFIX = "stream-"
 NAMES = ("resnet101", "gpt")
 DISPATCH = "accelerate"
-ROUNDS = 2 if cases.is_small() else 8
-PIECES = (2,) if cases.is_small() else (4, 2, 8)
+ROUNDS = 2
+"""How often the case's batch comes in a stream to those who work off one batch after another."""
+LONG = 4 if cases.is_small() else 32
+"""The same for ours, which a stream's beginning and end cost more than all others."""
+PIECES = (2,) if cases.is_small() else (2, 4, 8)
+TRIED = 2
+"""Of our sizes, those that are run for each number of devices: the fastest by prediction."""
 GRANULARITY = "fine"
 """Whole blocks cannot always be cut into parts of equal time: a cut may go through one."""
 _WHOLE_BLOCKS = ["BasicBlock", "Bottleneck", "Block"]
@@ -37,47 +43,70 @@ Run = Callable[[Sequence[Tensor]], Any]
 
 
 def stream(case: Training) -> Iterator[Sample]:
-    """One device, at each size; then ours, at each size and number of devices."""
+    """One device, at each size; then ours, at the sizes that are predicted to be fastest for each number of devices."""
     cases.prepare()
     name, model = PREFIX + case.name, _model(case)
     for pieces in (1, *PIECES):
         yield attempt(name, "eager", 1, pieces, partial(_times, _one_by_one(model), case, pieces, 1))
-    for pieces in PIECES:
-        yield from _ours(case, model, pieces)
+    flows: list[DataFlow] = []
+    profiles: list[Profile] = []
 
-
-def _ours(case: Training, model: nn.Module, pieces: int) -> Iterator[Sample]:
-    found: list[Any] = []
-
-    def measure() -> dict[str, list[float]]:
-        part = _pieces(case, pieces)[0].cpu()
-        names = [str(place) for place in cases.places()]
-        options: dict[str, Any] = {"training": False, "granularity": GRANULARITY, "progress": False}
-        found.append(profile(copy.deepcopy(model).cpu(), part, names, **options))
+    def prepare() -> dict[str, list[float]]:
+        profiles.extend(_profiles(case, model))
+        flows.append(DataFlow(copy.deepcopy(model), [str(place) for place in cases.places()]))
         return {}
 
-    name = PREFIX + case.name
-    prepared = attempt(name, "ours", 0, pieces, measure)
+    prepared = attempt(name, "ours", 0, 0, prepare)
     if prepared.failed:
         yield prepared
         return
     for count in cases.counts():
-        yield attempt(name, "ours", count, pieces, partial(_streamed, case, model, found[0], count, pieces))
+        try:
+            placements = _fastest(case, profiles, count)
+        except Exception as error:
+            yield Sample(name, "ours", count, 0, failed=reason(error))
+            continue
+        for placement in placements:
+            pieces = placement.chunks
+            yield attempt(name, "ours", count, pieces, partial(_streamed, case, model, flows[0], placement))
 
 
-def _streamed(case: Training, model: nn.Module, found: Any, count: int, pieces: int) -> dict[str, list[float]]:
-    placement = ours.placed(found, count, pieces)
-    flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places()])
+def _profiles(case: Training, model: nn.Module) -> list[Profile]:
+    """Of every size of batch, on all devices, of a model that is on the host, as a user's is."""
+    inputs = case.batch(cases.home())[0].cpu()
+    return profile(
+        copy.deepcopy(model).cpu(),
+        inputs[: len(inputs) // min(PIECES)],
+        [str(place) for place in cases.places()],
+        training=False,
+        granularity=GRANULARITY,
+        progress=False,
+        batch_sizes=[len(inputs) // pieces for pieces in PIECES],
+    )
+
+
+def _fastest(case: Training, profiles: Sequence[Profile], count: int) -> list[Placement]:
+    """A placement for each of the sizes at which so many devices are predicted to be fastest."""
+    size = len(case.batch(torch.device("cpu"))[0])
+    placements = [ours.placed(found, count, size // found.batch_size) for found in profiles]
+    return sorted(placements, key=_predicted_ms)[:TRIED]
+
+
+def _predicted_ms(placement: Placement) -> float:
+    """Of a batch of the case, once the stream is on its way."""
+    return placement.chunks * max(load.load_ms for load in placement.devices)
+
+
+def _streamed(case: Training, model: nn.Module, flow: DataFlow, placement: Placement) -> dict[str, list[float]]:
     flow.update_flow(placement)
-    batches = _pieces(case, pieces)
+    batches = _pieces(case, placement.chunks)
     with torch.no_grad():
         differences = [_difference(y, model(x)) for x, y in zip(batches, flow.stream(batches), strict=True)]
-    values = _times(lambda inputs: _exhaust(flow.stream(inputs)), case, pieces, count)
-    bottleneck = max(load.load_ms for load in placement.devices)
+    values = _times(lambda inputs: _exhaust(flow.stream(inputs)), case, placement.chunks, len(cases.places()), LONG)
     stages = [stage for pipeline in flow._streams.pipelines() for stage in pipeline.stages]
     return values | {
         "difference": [max(differences)],
-        "predicted_ms": [bottleneck * pieces],
+        "predicted_ms": [_predicted_ms(placement)],
         "eager_stages": [sum(bool(stage.not_recorded_because) for stage in stages)],
         "stages": [len(placement.stages)],
     }
@@ -116,9 +145,10 @@ def tutorial_split(case: Training) -> Iterator[Sample]:
 def _split(case: Training, count: int, pieces: int) -> dict[str, list[float]]:
     batch = case.batch(cases.home())[0]
     units = parts.units(_model(case))
-    cut = parts.equal_parts(units, batch[: len(batch) // pieces], count)
+    times = parts.unit_ms(units, batch[: len(batch) // pieces], training=False)
+    cut = parts.cut(units, parts.cuts(times, count))
     model = tutorial.Pipeline(cut, cases.places(count), len(batch) // pieces)
-    return _times(_one_by_one(model), case, 1, count)
+    return _times(_one_by_one(lambda inputs: model(inputs).to(cases.home())), case, 1, count)
 
 
 def _model(case: Training) -> nn.Module:
@@ -129,7 +159,7 @@ def _pieces(case: Training, count: int) -> list[Tensor]:
     return list(case.batch(cases.home())[0].chunk(count))
 
 
-def _one_by_one(model: nn.Module) -> Run:
+def _one_by_one(model: Callable[[Tensor], Any]) -> Run:
     def run(batches: Sequence[Tensor]) -> None:
         for batch in batches:
             model(batch)
@@ -142,12 +172,12 @@ def _exhaust(results: Iterator[Any]) -> None:
         pass
 
 
-def _times(run: Run, case: Training, pieces: int, count: int) -> dict[str, list[float]]:
+def _times(run: Run, case: Training, pieces: int, count: int, rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Times of one batch of the case, in ms, in a stream of several."""
-    batches = list(chain.from_iterable(repeat(_pieces(case, pieces), ROUNDS)))
+    batches = list(chain.from_iterable(repeat(_pieces(case, pieces), rounds)))
     with torch.no_grad():
         times = timing.steps(lambda: run(batches), cases.places(count))
-    return {measure: [value / ROUNDS for value in values] for measure, values in times.items()}
+    return {measure: [value / rounds for value in values] for measure, values in times.items()}
 
 
 def _difference(given: Any, expected: Any) -> float:

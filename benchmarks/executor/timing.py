@@ -11,7 +11,10 @@ import torch
 from placer import devices
 
 WARM_UPS = 2
+FEWEST = 3
 REPEATS = 5 if not torch.cuda.is_available() else 7
+ENOUGH_S = 4.0
+"""What takes longer is repeated less often, but ``FEWEST`` times."""
 
 
 def steps(step: Callable[[], Any], places: Sequence[torch.device], repeats: int = REPEATS) -> dict[str, list[float]]:
@@ -19,7 +22,8 @@ def steps(step: Callable[[], Any], places: Sequence[torch.device], repeats: int 
     for _ in range(WARM_UPS):
         step()
     times: dict[str, list[float]] = {"step_ms": [], "host_ms": []}
-    for _ in range(repeats):
+    started = perf_counter()
+    while len(times["step_ms"]) < FEWEST or (len(times["step_ms"]) < repeats and perf_counter() - started < ENOUGH_S):
         wait(places)
         began = perf_counter()
         step()

@@ -5,13 +5,13 @@ Source: "Single-Machine Model Parallel Best Practices", PyTorch tutorials, "Spee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from . import cases, parts, timing
-from .cases import Training
+from .cases import Loss, Training
 from .sample import Sample, attempt
 
 ENGINE = "tutorial"
@@ -51,9 +51,7 @@ def train(case: Training) -> Iterator[Sample]:
             yield attempt(case.name, ENGINE, count, chunks, run)
 
 
-def step_times(
-    model: Pipeline, batch: tuple[Tensor, Tensor], loss: Callable[[Tensor, Tensor], Tensor]
-) -> dict[str, list[float]]:
+def step_times(model: Pipeline, batch: tuple[Tensor, Tensor], loss: Loss) -> dict[str, list[float]]:
     """Times of a training step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs, target = batch

@@ -6,54 +6,82 @@ The batch is split into micro-batches of several sizes; the tutorial's own cut i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from placer import zoo
+from placer import DataFlow, Profile, profile, zoo
 
 from . import cases, ours, parts
+from .cases import Loss
 from .sample import Sample, attempt
 from .tutorial import Pipeline, step_times
 
 CASE = "tutorial"
 DEVICES = 2
+BATCH, SIZE = (12, 32) if cases.is_small() else (120, 128)
+SPLITS = (6,) if cases.is_small() else (5, 10, 20, 40, 60)
 
 
 def measure() -> Iterator[Sample]:
-    """One GPU, then the tutorial's pipeline and ours at each split size (the sample's ``chunks``)."""
+    """One GPU, then the tutorial's pipeline and ours at each split size (the sample's ``chunks``).
+
+    The tutorial's with the whole batch as one split is its model that is split, but no pipeline.
+    """
     cases.prepare()
-    batch, size, splits = (12, 32, (6,)) if cases.is_small() else (120, 128, (20, 40, 60))
     torch.manual_seed(0)
     with cases.home():
         model = zoo.resnet18() if cases.is_small() else zoo.resnet50()
-        inputs = torch.randn(batch, 3, size, size)
-        target = functional.one_hot(torch.randint(1000, (batch,)), 1000).float()
+        inputs = torch.randn(BATCH, 3, SIZE, SIZE)
+        target = functional.one_hot(torch.randint(1000, (BATCH,)), 1000).float()
     data, loss = (inputs, target), functional.mse_loss
-    yield attempt(CASE, "eager", 1, batch, lambda: ours.eager(copy.deepcopy(model), data, loss))
+    yield attempt(CASE, "eager", 1, BATCH, lambda: ours.eager(copy.deepcopy(model), data, loss))
     if len(cases.places()) < DEVICES:
         yield Sample(CASE, "ours", DEVICES, 0, failed=f"there are fewer than {DEVICES} devices")
         return
-    for split in splits:
-        yield attempt(CASE, "ours", DEVICES, split, partial(_ours, model, data, batch // split))
-    for split in splits:
+    for split in (*SPLITS, BATCH):
+        yield attempt(CASE, "tutorial", DEVICES, split, partial(_theirs, model, data, loss, split))
+    profiles: list[Profile] = []
 
-        def run(split: int = split) -> dict[str, list[float]]:
-            halves = _halves(copy.deepcopy(model))
-            return step_times(Pipeline(halves, cases.places(DEVICES), split), data, loss)
+    def prepare() -> dict[str, list[float]]:
+        profiles.extend(_profiles(model, inputs))
+        return {}
 
-        yield attempt(CASE, "tutorial", DEVICES, split, run)
+    prepared = attempt(CASE, "ours", 0, 0, prepare)
+    if prepared.failed:
+        yield prepared
+        return
+    flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places(DEVICES)])
+    for found in profiles:
+        yield attempt(CASE, "ours", DEVICES, found.batch_size, partial(_ours, flow, found, data, loss))
 
 
-def _ours(model: nn.Module, data: tuple[Tensor, Tensor], chunks: int) -> dict[str, list[float]]:
-    placement = ours.quickest([ours.measured(model, data[0], chunks)], DEVICES, len(data[0]))
-    return ours.ours(copy.deepcopy(model), placement, data, functional.mse_loss)
+def _profiles(model: nn.Module, inputs: Tensor) -> list[Profile]:
+    """Of every split size, of a model that is on the host, as a user's is."""
+    return profile(
+        copy.deepcopy(model).cpu(),
+        inputs[: max(SPLITS)].cpu(),
+        [str(place) for place in cases.places(DEVICES)],
+        training=True,
+        optimizer="sgd",
+        progress=False,
+        batch_sizes=SPLITS,
+    )
 
 
-def _halves(model: zoo.ResNet) -> list[nn.Module]:
+def _ours(flow: DataFlow, found: Profile, data: tuple[Tensor, Tensor], loss: Loss) -> dict[str, list[float]]:
+    placement = ours.quickest([found], DEVICES, len(data[0]))
+    return ours.timed(flow, placement, data, loss)
+
+
+def _theirs(model: zoo.ResNet, data: tuple[Tensor, Tensor], loss: Loss, split: int) -> dict[str, list[float]]:
+    return step_times(Pipeline(_halves(copy.deepcopy(model)), cases.places(DEVICES), split), data, loss)
+
+
+def _halves(model: zoo.ResNet) -> Sequence[nn.Module]:
     stem = (model.conv1, model.bn1, model.relu, model.maxpool)
     first = nn.Sequential(*stem, model.layer1, model.layer2)
     return [first, nn.Sequential(model.layer3, model.layer4, parts.head(model))]

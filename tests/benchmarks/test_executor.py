@@ -122,7 +122,7 @@ def test_what_breaks_down_is_a_sample_with_the_reason(part):
 
 def test_a_case_that_does_not_exist_is_refused_by_name(part):
     with pytest.raises(ValueError, match="'vgg' is no case; there are resnet101, gpt"):
-        part("jobs").run(["vgg"])
+        next(part("jobs").run(["vgg"]))
 
 
 @pytest.fixture
@@ -212,14 +212,124 @@ def test_a_stream_gives_times_and_results_that_are_the_unsplit_models(part):
     assert ours.values["step_ms"] and ours.devices == 2
 
 
-def test_a_run_of_some_cases_keeps_the_rows_of_the_others(part, monkeypatch):
+@pytest.fixture
+def steps(part):
+    """A sample of the training step of an engine."""
+    sample = part("sample").Sample
+    return lambda engine, ms, devices=2, **more: sample("gpt", engine, devices, 4, {"step_ms": [ms]} | more)
+
+
+@pytest.fixture
+def ran(part, monkeypatch, tmp_path):
+    """``ran(CASE:ENGINE, samples)``: the rows that are in the results once a job has given these samples."""
     package, jobs = importlib.import_module("benchmarks.executor"), part("jobs")
     record = importlib.import_module("benchmarks.record")
+
+    def run(name, samples):
+        job = next(job for job in jobs.every() if job.name == name)
+        monkeypatch.setattr(jobs, "run", lambda names, budget_s: iter([(job, sample) for sample in samples]))
+        for rows in package.progress([name], tmp_path):
+            record.write("executor", rows, tmp_path)
+        return record.read("executor", tmp_path)["rows"]
+
+    return run
+
+
+OURS = {"host_ms": [1.0], "predicted_ms": [1.0], "loss_difference": [0.0], "eager_stages": [0.0]}
+
+
+def test_jobs_that_run_one_by_one_give_the_rows_of_one_run(ran, steps):
+    ran("gpt:ours", [steps("eager", 30.0, 1), steps("ours", 10.0, **OURS)])
+    rows = ran("gpt:tutorial", [steps("tutorial", 20.0)])
+    row = _row(rows, "training step, speed-up", "2 devices")
+    assert (row["value"], row["peers"]) == (3.0, {"tutorial's split": 1.5})
+
+
+def test_a_job_that_runs_again_takes_the_place_of_what_it_gave(ran, steps):
+    ran("gpt:ours", [steps("eager", 30.0, 1), steps("ours", 10.0, **OURS)])
+    rows = ran("gpt:ours", [steps("eager", 30.0, 1), steps("ours", 15.0, **OURS)])
+    assert _row(rows, "training step, speed-up", "2 devices")["value"] == 2.0
+
+
+def test_a_job_that_found_no_time_leaves_what_it_gave_before(ran, steps, part):
+    ran("gpt:tutorial", [steps("tutorial", 20.0)])
+    rows = ran("gpt:tutorial", [part("sample").Sample("gpt", "tutorial", 0, 0, failed="not run, no time")])
+    assert not [row for row in rows if row["measure"].startswith("no value")]
+    assert _row(rows, "training step, speed-up", "2 devices")["peers"] == {"tutorial's split": None}
+
+
+def test_what_a_run_found_is_written_before_its_next_job_breaks_it_off(part, monkeypatch, tmp_path, steps):
+    package, jobs = importlib.import_module("benchmarks.executor"), part("jobs")
+    job = next(job for job in jobs.every() if job.name == "gpt:ours")
+
+    def run(names, budget_s):
+        yield job, steps("eager", 30.0, 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        list(package.progress([], tmp_path))
+    assert part("store").Store(tmp_path).samples() == [steps("eager", 30.0, 1)]
+
+
+def test_rows_without_samples_stay_where_machine_and_versions_are_the_same(ran, tmp_path, steps):
+    record = importlib.import_module("benchmarks.record")
     kept = record.row("overhead, ResNet-50", "forward", "x", 1.0)
-    old = [kept, record.row("switching, 100-layer model", "update_flow", "ms", 1.0)]
-    content = {"machine": record.machine(), "versions": record.versions(), "rows": old}
-    monkeypatch.setattr(record, "read", lambda name: content)
-    monkeypatch.setattr(jobs, "run", lambda names, budget_s: [])
-    assert package.run(["switching"]) == [kept]
-    content["versions"] = {"torch": "another"}
-    assert package.run(["switching"]) == []
+    gone = record.row("tiny: GPT, 2 layers, d=32, 8 x 16 tokens, old", "training step", "ms", 1.0)
+    record.write("executor", [kept, gone], tmp_path)
+    rows = ran("gpt:ours", [steps("eager", 30.0, 1)])
+    assert kept in rows
+    assert not any(row["case"].endswith("old") for row in rows)
+
+
+def test_samples_of_other_versions_are_left_out(part, tmp_path, steps, monkeypatch):
+    part("store").Store(tmp_path).add("gpt:ours", steps("eager", 30.0, 1))
+    monkeypatch.setattr(importlib.import_module("benchmarks.record"), "versions", lambda: {"torch": "another"})
+    assert part("store").Store(tmp_path).samples() == []
+
+
+def test_one_job_of_a_case_can_be_chosen_and_the_order_is_that_of_the_names(part):
+    chosen = part("jobs")._chosen(["switching", "gpt:tutorial", "gpt:tutorial"])
+    assert [job.name for job in chosen] == ["switching:ours", "gpt:tutorial"]
+
+
+def test_memory_is_held_against_its_prediction_device_by_device(part, monkeypatch):
+    monkeypatch.setattr(part("cases"), "is_small", lambda: False)
+    values = {"peak_bytes": [100.0, 200.0], "predicted_bytes": [103.0, 188.0]}
+    (row,) = part("figures").memory_row("GPT", part("sample").Sample("gpt", "ours", 2, 4, values))
+    assert (row["value"], row["spread"], row["target"], row["met"]) == (6.0, [3.0, 6.0], 5.0, False)
+
+
+def test_overheads_are_over_the_median_of_the_model_alone(part, monkeypatch):
+    monkeypatch.setattr(part("cases"), "is_small", lambda: False)
+    sample = part("sample").Sample
+    names = {"ours": 10.2, "graph": 10.0, "eager": 20.0, "ours stream": 6.0, "graph forward": 5.0}
+    rows = part("rows").rows([sample("overhead", name, 1, 1, {"step_ms": [ms]}) for name, ms in names.items()])
+    found = {row["measure"]: (row["value"], row["met"]) for row in rows}
+    assert found["training step by train_step, over the model alone, CUDA graph"] == (1.02, True)
+    assert found["training step by train_step, over the model alone, eager model"] == (0.51, True)
+    assert found["a batch in a stream, over the model alone, CUDA graph"] == (1.2, False)
+
+
+def test_the_compilers_gain_is_shown_where_a_segment_was_kept_compiled(part):
+    sample = part("sample").Sample
+    for kept, measures in ((1.0, {"speed-up"}), (0.0, set())):
+        compiled = sample("compile", "compiled", 2, 4, {"step_ms": [5.0], "compiled_segments": [kept]})
+        rows = part("rows").rows([sample("compile", "ours", 2, 4, {"step_ms": [10.0]}), compiled])
+        gains = [row for row in rows if row["measure"].endswith("speed-up")]
+        assert {"speed-up" for row in gains if row["value"] == 2.0} == measures
+        assert len(gains) == len(measures)
+
+
+@pytest.mark.parametrize("name", ["switching", "overhead", "large", "tutorial_resnet50", "compiling"])
+def test_a_case_at_its_tiny_size_gives_values_and_rows(part, name):
+    part("cases").prepare()
+    samples = list(part(name).measure())
+    assert [sample.failed for sample in samples] == [""] * len(samples)
+    assert all(row["value"] is not None for row in part("rows").rows(samples))
+
+
+def test_eager_pytorch_repeats_a_slow_step_three_times(part, monkeypatch):
+    timing = part("timing")
+    monkeypatch.setattr(timing, "ENOUGH_S", 0.0)
+    assert len(timing.steps(lambda: None, part("cases").places(1), 7)["step_ms"]) == timing.FEWEST

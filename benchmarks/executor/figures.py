@@ -1,0 +1,83 @@
+"""Samples as figures of rows: medians, ratios and spreads, to four digits; targets count at full size alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from ..record import row
+from . import cases, distributed, gpipe, stream, tutorial
+from .sample import Sample
+
+Row = dict[str, Any]
+PEERS = {
+    distributed.ENGINE: "torch.distributed 1F1B",
+    distributed.INTERLEAVED: "torch.distributed interleaved",
+    distributed.ZERO_BUBBLE: "torch.distributed zero-bubble",
+    tutorial.ENGINE: "tutorial's split",
+    gpipe.ENGINE: "torchgpipe",
+    stream.DISPATCH: "accelerate's dispatch_model",
+}
+MEMORY_PERCENT = 5.0
+SPEEDUP = "training step, speed-up over eager PyTorch on one device"
+
+
+def of_case(samples: Sequence[Sample], case: str) -> list[Sample]:
+    """The samples of a case."""
+    return [sample for sample in samples if sample.case == case]
+
+
+def at_full_size(value: float | None) -> float | None:
+    """A target; none of tiny sizes."""
+    return None if cases.is_small() else value
+
+
+def time_of(sample: Sample | None, measure: str = "step_ms") -> float | None:
+    """The median of a measure."""
+    return median(sample.values[measure]) if sample is not None and sample.values.get(measure) else None
+
+
+def best(samples: Sequence[Sample], engine: str, devices: int) -> Sample | None:
+    """The one with the shortest step."""
+    found = [s for s in samples if s.engine == engine and s.devices == devices and s.values.get("step_ms")]
+    return min(found, key=lambda sample: median(sample.values["step_ms"]), default=None)
+
+
+def rounded(value: float | None) -> float | None:
+    """To four digits."""
+    return None if value is None else float(f"{value:.4g}")
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """One over the other, to four digits."""
+    return None if above is None or below is None else rounded(above / below)
+
+
+def spread_of(values: Sequence[float], over: float | None = None) -> tuple[float, float]:
+    """The smallest and the largest, of a time divided by these if one is given."""
+    numbers = sorted(values if over is None else [over / value for value in values])
+    return float(f"{numbers[0]:.4g}"), float(f"{numbers[-1]:.4g}")
+
+
+def failures(case: str, samples: Sequence[Sample]) -> Iterator[Row]:
+    """Who has no value, and why."""
+    for sample in samples:
+        if sample.failed:
+            where = f"{sample.devices} devices, {sample.chunks} chunks: " if sample.devices else ""
+            yield row(case, f"no value of {PEERS.get(sample.engine, sample.engine)}: {where}{sample.failed}", "", None)
+
+
+def row_of(case: str, measure: str, times: Sequence[float], target: float | None = None) -> Row:
+    """A row of times, in ms."""
+    return row(case, measure, "ms", rounded(median(times)), spread=spread_of(times), target=at_full_size(target))
+
+
+def memory_row(case: str, sample: Sample) -> Iterator[Row]:
+    """How far the memory that was predicted is from the memory that was taken, where GPUs told."""
+    peaks, predicted = sample.values.get("peak_bytes"), sample.values.get("predicted_bytes")
+    if not peaks or not predicted:
+        return
+    off = [100 * abs(guess / peak - 1) for peak, guess in zip(peaks, predicted, strict=True)]
+    measure = "memory of a device in a step, prediction against use, the farthest off"
+    yield row(case, measure, "%", rounded(max(off)), spread=spread_of(off), target=at_full_size(MEMORY_PERCENT))
