@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -64,6 +64,11 @@ def resolve(devices: int | Sequence[DeviceLike] | None) -> list[torch.device]:
         return available()
     if isinstance(devices, int):
         devices = list(range(devices))
+    if isinstance(devices, str | torch.device) or not isinstance(devices, Iterable):
+        raise InputError(
+            f"devices are {devices!r}; give a list, such as ['cuda:0', 'cuda:1'], or their number; "
+            "leave them out to use all that are available"
+        )
     parsed = [parse(device) for device in devices]
     if not parsed:
         raise InputError("no device was given; leave devices out to use all that are available")

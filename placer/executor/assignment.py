@@ -11,6 +11,9 @@ from placer.errors import PlacementError
 from placer.graph.granularity import MERGED
 from placer.graph.layers import Layer, LayerGraph
 
+WRAPPERS = ("module", "_orig_mod")
+"""Where DataParallel and its like, and torch.compile, keep the model."""
+
 
 class Assignment:
     """A map from layer names to devices that answers for every name of the model.
@@ -83,5 +86,15 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
             if part.partition("@")[0] not in known:
                 raise PlacementError(
                     f"layer {part!r} is no module of {type(module).__name__}; its layers are "
-                    f"{', '.join(examples[:8])}, ..."
+                    f"{', '.join(examples[:8])}, ...{_wrapping(part, known)}"
                 )
+
+
+def _wrapping(name: str, known: Iterable[str]) -> str:
+    """What to do where this model, or the one of the placement, is in a wrapper, such as DataParallel."""
+    for wrapper in WRAPPERS:
+        if f"{wrapper}.{name}" in known:
+            return f"; there is {wrapper}.{name}: give the model that is wrapped, model.{wrapper}"
+        if name.startswith(f"{wrapper}.") and name.removeprefix(f"{wrapper}.") in known:
+            return f"; the placement is of a wrapped model: suggest one for model.{wrapper}"
+    return ""

@@ -127,7 +127,10 @@ class DataFlow(PipelinedRuns):
         Raises:
             PlacementError: the placement has no layers, or names layers or devices that are not there, or there is no
                 room. Nothing has moved then.
+            InputError: ``optimizer`` is none.
         """
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(f"optimizer is {optimizer!r}; give the torch.optim.Optimizer whose state is to move")
         if placement is not None:
             self._adopt(_placement(placement))
         places = {name: self._device(place) for name, place in self.layer_gpus.items()}
@@ -338,6 +341,16 @@ class DataFlow(PipelinedRuns):
 def _placement(given: Placement | Mapping[str, Any]) -> Placement:
     if isinstance(given, Placement):
         return given
+    if not isinstance(given, Mapping):
+        raise PlacementError(
+            f"update_flow was given a {type(given).__name__}; give a Placement, which "
+            "Placement.model_validate_json(text) makes of JSON"
+        )
+    if "layer_devices" not in given:
+        raise PlacementError(
+            f"a mapping of {', '.join(map(repr, list(given)[:3]))} is no placement; a map of layers goes into "
+            "flow.layer_gpus.update(...), and then flow.update_flow()"
+        )
     try:
         return Placement.model_validate(given)
     except ValueError as error:

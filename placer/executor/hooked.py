@@ -12,6 +12,7 @@ from placer.executor.assignment import Assignment
 from placer.executor.pipeline import to_device
 from placer.graph.alignment import Alignment, Arrivals
 from placer.graph.structure import Structure, flatten
+from placer.graph.trace import refuse_scripts
 
 
 class HookPath:
@@ -38,7 +39,11 @@ class HookPath:
 
         Returns:
             The flattened results of each, and their structure.
+
+        Raises:
+            CaptureError: a module allows no hooks.
         """
+        refuse_scripts(self._module, "the model could not be captured")
         modules = {
             child: place
             for path, child in self._module.named_modules()

@@ -65,7 +65,7 @@ class TrainStep:
         compile: the backend of torch.compile; None to compile nothing.
 
     Raises:
-        InputError: the loss is no function, or the schedule is not known.
+        InputError: the loss is no function, or the schedule is not known, or the optimizer is of another model.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class TrainStep:
             raise InputError(f"loss_fn is {loss_fn!r}; give a function of the output and the target")
         if schedule not in SCHEDULES:
             raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
+        _refuse_other_models(update.optimizer, flow.module)
         self.flow = flow
         self.loss_fn = loss_fn
         self.update = update
@@ -181,29 +182,32 @@ class TrainStep:
             self._placed = flow.assignment
         parts = cut(tensors, sizes)
         capture = flow.captured(parts[0], inputs)
-        if capture is None or flow.layers(capture)[0].passes_numbers_on:
+        if capture is None:
+            return None
+        recompute = flow.recomputed()
+        key = (capture, tuple(sizes), target.key, flow.deferred_batch_norm, recompute)
+        known = self._pipelines.pop(key, None)
+        if known is not None and not known.is_stale():
+            self._pipelines[key] = known
+            return known
+        graph, places = flow.layers(capture)
+        if graph.passes_numbers_on:
             return None
         if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
             return self._pipeline(tensors, inputs, target, _equal_sizes(len(sizes), sum(sizes)))
-        recompute = self.flow.recomputed()
-        key = (capture, tuple(sizes), target.key, self.flow.deferred_batch_norm, recompute)
-        if key in self._pipelines and self._pipelines[key].weights.stale():
-            del self._pipelines[key]
-        if key not in self._pipelines:
-            graph, places = flow.layers(capture)
-            recipe = Recipe(
-                self.loss_fn,
-                capture.exported.outputs,
-                target,
-                self.schedule,
-                tuple(sizes),
-                self.flow.deferred_batch_norm,
-                recompute,
-                self.compile,
-                capture.exported.checkpoints,
-            )
-            self._pipelines[key] = TrainingPipeline(graph, places, recipe)
+        recipe = Recipe(
+            self.loss_fn,
+            capture.exported.outputs,
+            target,
+            self.schedule,
+            tuple(sizes),
+            flow.deferred_batch_norm,
+            recompute,
+            self.compile,
+            capture.exported.checkpoints,
+        )
+        self._pipelines[key] = TrainingPipeline(graph, places, recipe)
         return self._pipelines[key]
 
     def _through_hooks(
@@ -249,6 +253,18 @@ class TrainStep:
         assignment = self.flow.assignment
         device = assignment.of_path(layer) if assignment is not None and layer else None
         return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
+
+
+def _refuse_other_models(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        raise InputError(
+            f"the optimizer holds no parameter of this {type(model).__name__}, so a step would change nothing; "
+            "make it from flow.parameters()"
+        )
 
 
 def _refuse_other_sizes(targets: list[Any], size: int) -> None:

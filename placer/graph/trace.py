@@ -65,6 +65,7 @@ def trace(
     """
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CaptureError(f"{reason}; and a model on meta cannot be run instead: load weights into it")
+    refuse_scripts(model, reason)
     opened = granularities.opened(granularity, model, _calls(model, args, kwargs))  # type: ignore[arg-type]
     watch = _Watch(model, opened)
     tensors, inputs = flatten((args, kwargs))
@@ -73,6 +74,21 @@ def trace(
         result = _run(model, inputs, tensors)
     outputs = [watch.name(leaf) for leaf in flatten(result)[0]]
     return watch.graph(tuple(names), tuple(outputs), batch_size(tensors), granularities.label(granularity), reason)
+
+
+def refuse_scripts(model: nn.Module, reason: str) -> None:
+    """Raise a CaptureError if a module allows no hooks.
+
+    Args:
+        model: to look at.
+        reason: why it has to run through hooks.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{reason}; and {path or 'the model'} was compiled by torch.jit, which allows no hooks: "
+                "give the module that it was made from"
+            )
 
 
 def _run(model: nn.Module, inputs: Structure, tensors: Sequence[Any]) -> Any:

@@ -42,8 +42,13 @@ def trackable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any],
     """The arguments' tensors in order, and what rebuilds positional and keyword arguments from them.
 
     Tensors made in inference mode, which autograd refuses, are copied.
+
+    Raises:
+        InputError: the batch is empty.
     """
     tensors, structure = flatten((args, kwargs))
+    if batch_size(tensors) < 1:
+        raise InputError("the example inputs are a batch of 0, so there is nothing to measure; give at least 1 sample")
     return [_trackable(item) for item in tensors], structure
 
 

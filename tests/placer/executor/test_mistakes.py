@@ -1,0 +1,115 @@
+"""What users give by mistake: the error names it and the way out, and the flow can be used as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import placer
+from placer import DataFlow
+from placer.errors import CaptureError, InputError, PlacementError
+from placer.schema import Placement
+from placer.zoo import ToyModel
+
+DEVICES = ["cpu:0", "cpu:1"]
+X = torch.randn(4, 10)
+
+
+def _placement(around: str = "") -> Placement:
+    """One of a ToyModel on two devices, which lies at a path in what is around it."""
+    places = {f"{around}net1": "cpu:0", f"{around}relu": "cpu:1", f"{around}net2": "cpu:1"}
+    return Placement(status="optimal", objective="throughput", layer_devices=places)
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", torch.device("cpu"), 0.5])
+def test_one_device_without_a_list_is_named_with_the_list_to_write(devices: Any) -> None:
+    with pytest.raises(InputError, match=r"give a list, such as \['cuda:0', 'cuda:1'\], or their number"):
+        DataFlow(ToyModel(), device_ids=devices)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"net1": "cpu:1"}, r"a map of layers goes into flow.layer_gpus.update\(...\)"),
+        ('{"layer_devices": {"net1": "cpu:1"}}', "a str; give a Placement, which Placement.model_validate_json"),
+        ({"layer_devices": {"net1": "cpu:1"}}, "this is no placement: .*status"),
+    ],
+)
+def test_what_is_no_placement_is_told_apart(given: Any, told: str) -> None:
+    flow = DataFlow(ToyModel(), DEVICES)
+    with pytest.raises(PlacementError, match=rf"(?s){told}"):
+        flow.update_flow(given)
+    assert set(flow.layer_gpus.values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"), [(nn.DataParallel, "module"), (torch.compile, "_orig_mod")], ids=["DataParallel", "compile"]
+)
+def test_a_wrapped_model_takes_its_own_placement_alone(wrap: Callable[[nn.Module], nn.Module], path: str) -> None:
+    model = ToyModel()
+    expected = model(X)
+    flow, plain = DataFlow(wrap(model), DEVICES), DataFlow(model, DEVICES)
+    with pytest.raises(PlacementError, match=rf"there is {path}.net1: give the model that is wrapped, model.{path}"):
+        flow.update_flow(_placement())
+    with pytest.raises(PlacementError, match=rf"of a wrapped model: suggest one for model.{path}"):
+        plain.update_flow(_placement(f"{path}."))
+    flow.update_flow(_placement(f"{path}."))
+    assert torch.equal(flow(X), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_refused_with_the_way_out() -> None:
+    scripted = torch.jit.script(ToyModel())
+    with pytest.raises(CaptureError, match=r"compiled by torch.jit, .*: give the module that it was made from"):
+        placer.suggest(scripted, X, devices=DEVICES)
+    flow = DataFlow(scripted, DEVICES)
+    flow.update_flow()
+    with pytest.raises(CaptureError, match=r"the model was compiled by torch\.jit"):
+        flow(X)
+
+
+def test_an_optimizer_of_another_model_is_named_before_a_step() -> None:
+    model = ToyModel()
+    flow = DataFlow(model, DEVICES)
+    flow.update_flow()
+    with pytest.raises(InputError, match=r"no parameter of this ToyModel.*; make it from flow.parameters\(\)"):
+        flow.train_step(functional.mse_loss, torch.optim.SGD(ToyModel().parameters(), lr=0.1))
+    flow.train_step(functional.mse_loss, torch.optim.SGD(model.net2.parameters(), lr=0.1))(X, torch.randn(4, 5))
+
+
+def test_what_is_no_optimizer_is_named_and_nothing_moves() -> None:
+    flow = DataFlow(ToyModel(), DEVICES)
+    with pytest.raises(InputError, match=r"optimizer is 'adam'; give the torch\.optim\.Optimizer"):
+        flow.update_flow(_placement(), optimizer="adam")  # type: ignore[arg-type]
+    assert set(flow.layer_gpus.values()) == {0}
+
+
+def test_an_empty_batch_runs_but_cannot_be_measured() -> None:
+    with pytest.raises(InputError, match="a batch of 0"):
+        placer.suggest(ToyModel(), X[:0], devices=DEVICES)
+    flow = DataFlow(ToyModel(), DEVICES)
+    flow.update_flow(_placement())
+    assert flow(X[:0]).shape == (0, 5)
+
+
+def test_a_model_whose_parameters_are_all_frozen_runs_and_says_that_there_is_nothing_to_train() -> None:
+    model = ToyModel().requires_grad_(False)
+    flow = DataFlow(model, DEVICES)
+    flow.update_flow(_placement())
+    assert torch.equal(flow(X), model(X)) and not flow(X).requires_grad
+    step = flow.train_step(functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(InputError, match="there is nothing to train"):
+        step(X, torch.randn(4, 5))
+
+
+def test_a_model_in_half_precision_is_placed_on_stand_ins() -> None:
+    model = ToyModel().half()
+    expected = model(X.half())
+    flow = DataFlow(model, DEVICES)
+    flow.update_flow(placer.suggest(model, X.half(), devices=DEVICES, progress=False))
+    assert torch.equal(flow(X.half()), expected)
