@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NoReturn, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
@@ -116,8 +116,14 @@ class TrainingPipeline:
         spread = set(spread_state(graph, places))
         self.spread = [spread.intersection(name for step in part.steps for name in step.layer.state) for part in parts]
         self.trace: list[Issued] | None = None
+        state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
+        self._buffers = [(item, item.data_ptr()) for item in state.values() if not isinstance(item, nn.Parameter)]
         self._prepared = False
         self._scaled = False
+
+    def is_stale(self) -> bool:
+        """Whether a parameter or a buffer is elsewhere now than when the passes were made for it."""
+        return self.weights.stale() or any(buffer.data_ptr() != there for buffer, there in self._buffers)
 
     def run(
         self, batch: Sequence[Any], targets: Sequence[Any], keep: bool = False, scale: Tensor | None = None

@@ -173,9 +173,12 @@ def modes(module: nn.Module) -> list[tuple[bool, bool]]:
     while waiting:
         child = waiting.pop()
         fields = child.__dict__
-        hooked = any([fields.get(kind) for kind in _HOOKS]) and next(_unsafe_hooks(fields), None) is not None
-        found.append((child.training, hooked))
-        waiting += [inner for inner in child._modules.values() if inner is not None]
+        hooked = any(map(fields.get, _HOOKS)) and next(_unsafe_hooks(fields), None) is not None
+        # Wrappers (torch.compile, torch.jit) have these as properties.
+        found.append((fields["training"] if "training" in fields else child.training, hooked))
+        inner = fields["_modules"] if "_modules" in fields else child._modules
+        if inner:
+            waiting += [module for module in inner.values() if module is not None]
     return found
 
 
