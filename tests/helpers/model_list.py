@@ -108,6 +108,24 @@ def _fcn() -> nn.Module:
     return model
 
 
+def _model_parallel_resnet() -> nn.Module:
+    """The tutorial's ModelParallelResNet50 with fewer blocks: two sequences over modules that the model names too."""
+    resnet = torchvision_models().resnet
+
+    class ModelParallelResNet(resnet.ResNet):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__(resnet.Bottleneck, [1, 2, 1, 1], num_classes=10)
+            self.seq1 = nn.Sequential(self.conv1, self.bn1, self.relu, self.maxpool, self.layer1, self.layer2)
+            self.seq2 = nn.Sequential(self.layer3, self.layer4, self.avgpool)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.seq2(self.seq1(x))
+            result: Tensor = self.fc(x.view(x.size(0), -1))
+            return result
+
+    return ModelParallelResNet()
+
+
 def _image(training: bool) -> Inputs:
     return (torch.randn(2, 3, 64, 64),), {}
 
@@ -115,6 +133,7 @@ def _image(training: bool) -> Inputs:
 VISION = [
     Case("zoo_resnet18", resnet18, _image, large=True),
     Case("zoo_resnet50", resnet50, _image, large=True),
+    Case("model_parallel_resnet50", _model_parallel_resnet, _image, large=True),
     _vision("resnet18"),
     _vision("resnet50"),
     _vision("googlenet", init_weights=False, aux_logits=True),
