@@ -97,7 +97,9 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)  # in one step: another run may be reading it
     return path
 
 
@@ -202,10 +204,12 @@ def _shown(value: float | str | None, unit: str = "") -> str:
 
 
 def with_tables(text: str, folder: Path = RESULTS) -> str:
-    """A text in which every table between its two markers is made anew."""
+    """A text in which every table between its two markers is made anew; without results, what is there stays."""
 
     def renewed(found: re.Match[str]) -> str:
         name = found.group(1)
+        if not (folder / f"{name}.json").exists():
+            return found.group(0)
         return f"<!-- table {name} -->\n{table(name, folder)}\n<!-- end table {name} -->"
 
     return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end table \1 -->", renewed, text, flags=re.DOTALL)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from placer import Constraints, DataFlow, Placement, PlacementRequest, Profile, devices, profile, refine, solve
 from placer.schedule import Pipeline, Transfer, plan, step_ms
+from placer.schema import MemoryUse
 
 from ..executor import timing
 from ..executor.sample import Sample, attempt, reason, release
@@ -20,68 +26,86 @@ from .cases import Case, Model
 
 Values = dict[str, list[float]]
 ENGINE = "ours"
+LAST = "peers"
+"""The part of a case that comes last."""
 
 
 def measure(model: Model) -> Iterator[Sample]:
     """All four ways of a model, each in parts that may fail alone."""
     cases.prepare()
-    for case in cases.of(model):
-        yield from _case(case)
-        release()
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases.of(model):
+            try:
+                yield from _case(case, Path(folder))
+            except Exception as error:
+                traceback.print_exc()
+                yield Sample(case.label, ENGINE, case.devices, case.chunks, failed=reason(error))
+            release()
 
 
-def _case(case: Case) -> Iterator[Sample]:
-    places = cases.places(case.devices)
-    for place in places:
+def _case(case: Case, folder: Path) -> Iterator[Sample]:
+    for place in cases.places(case.devices):
         _warm_libraries(place)
     model = case.make(cases.home())
     inputs, target = case.batch(cases.home(), case.micro_batch)
     found: list[tuple[Profile, Placement]] = []
 
     def run_profile() -> Values:
-        values, measured = profiled(case, model, inputs)
+        values, measured = profiled(case, model, inputs, folder)
         found.append((measured, solve(request(case, measured))))
         return values
 
-    yield attempt(case.label, "profile", case.devices, case.chunks, run_profile)
+    yield _part(case, "profile", run_profile)
     if not found:
         return
-    measured, placement = found[0]
-    yield attempt(
-        case.label,
-        "stages",
-        case.devices,
-        case.chunks,
-        lambda: staged(case, model, measured, placement, inputs, target),
-    )
-    yield attempt(case.label, "memory", case.devices, case.chunks, lambda: memory(case, model, measured, placement))
-    yield attempt(case.label, "step", case.devices, case.chunks, lambda: stepped(case, model, measured, placement))
+    known = found[0]
+    yield _part(case, "stages", lambda: staged(case, model, *known, inputs, target))
+    yield _part(case, "memory", lambda: memory(case, model, *known))
+    yield _part(case, "step", lambda: stepped(case, model, *known))
     model.to(cases.home())
-    try:
-        values, missing = peers.estimates(case, model, inputs)
-    except Exception as error:
-        values, missing = {}, {"peers": reason(error)}
-    yield Sample(case.label, "peers", case.devices, case.chunks, {name: [value] for name, value in values.items()})
+    values, missing = peers.estimates(case, model, inputs)
     for name, why in missing.items():
         yield Sample(case.label, name, case.devices, case.chunks, failed=why)
+    yield Sample(case.label, LAST, case.devices, case.chunks, {name: [value] for name, value in values.items()})
 
 
-def profiled(case: Case, model: nn.Module, inputs: Tensor) -> tuple[Values, Profile]:
-    """How long profiling takes, without and with a cache, and the profile."""
+def _part(case: Case, name: str, run: Callable[[], Values]) -> Sample:
+    """A part of a case; where it fails the whole story goes to stderr, and a line of it to the results."""
+
+    def told() -> Values:
+        try:
+            return run()
+        except Exception:
+            print(f"{case.label}, {name}:", file=sys.stderr)
+            traceback.print_exc()
+            raise
+
+    return attempt(case.label, name, case.devices, case.chunks, told)
+
+
+def profiled(case: Case, model: nn.Module, inputs: Tensor, folder: Path) -> tuple[Values, Profile]:
+    """How long profiling takes, without layers in the cache and with all of them, and the profile.
+
+    Args:
+        case: what is run.
+        model: on its first device.
+        inputs: one micro-batch, there too.
+        folder: of the cache. Links that an earlier case measured stay in it, as they would for a user.
+    """
+    shutil.rmtree(folder / "layers", ignore_errors=True)
     times: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(2):
-            began = perf_counter()
-            found = profile(
-                model,
-                inputs,
-                [str(place) for place in cases.places(case.devices)],
-                training=case.training,
-                optimizer="adam",
-                progress=False,
-                cache=folder,
-            )
-            times.append(perf_counter() - began)
+    for _ in range(2):
+        began = perf_counter()
+        found = profile(
+            model,
+            inputs,
+            [str(place) for place in cases.places(case.devices)],
+            training=case.training,
+            optimizer="adam",
+            progress=False,
+            cache=folder,
+        )
+        times.append(perf_counter() - began)
     return {"cold_s": times[:1], "warm_s": times[1:]}, found
 
 
@@ -128,13 +152,9 @@ def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -
     if not used:
         return {}
     rows = [(loads[name], peak - start) for name, peak, start in zip(names, used, before, strict=True) if name in loads]
-    state = sum(
-        load.memory.total_bytes - load.memory.activation_bytes - load.memory.workspace_bytes for load, _ in rows
-    )
     return {
         "predicted_bytes": [float(load.memory.total_bytes) for load, _ in rows],
         "measured_bytes": [float(peak) for _, peak in rows],
-        "state_bytes": [float(state)],
     }
 
 
@@ -170,7 +190,7 @@ def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[int]:
 
 
 def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
-    """Times of a whole batch through the executor, and the one predicted."""
+    """Times of a whole batch through the executor, and the bytes of state behind it; both as predicted, too."""
     batch = case.batch(cases.home(), case.micro_batch * case.chunks)
     flow = DataFlow(model, [str(place) for place in cases.places(case.devices)])
     flow.update_flow(placement)
@@ -179,14 +199,34 @@ def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) 
             optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
             step = flow.train_step(case.loss, optimizer, schedule="zero-bubble")
             times = timing.steps(lambda: step(*batch), cases.places(case.devices))
+            held = state_bytes(model, optimizer)
         else:
             with torch.no_grad():
                 times = timing.steps(lambda: flow(batch[0], chunks=case.chunks), cases.places(case.devices))
+            held = state_bytes(model)
     finally:
         flow.undo()
         model.zero_grad(set_to_none=True)
         release()
-    return {"predicted_ms": [predicted_step_ms(case, found, placement)]} | times
+    predicted = {
+        "predicted_ms": [predicted_step_ms(case, found, placement)],
+        "predicted_state_bytes": [float(sum(_state_bytes(load.memory) for load in placement.devices))],
+    }
+    return predicted | {"state_bytes": [float(held)]} | times
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """What a model needs beside activations: parameters and buffers; with an optimizer also gradients and its state."""
+    held = [*model.parameters(), *model.buffers()]
+    if optimizer is not None:
+        held += [parameter for parameter in model.parameters() if parameter.requires_grad]  # a gradient for each
+        held += [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    return sum(tensor.nbytes for tensor in held)
+
+
+def _state_bytes(memory: MemoryUse) -> int:
+    """The same as a placement has it for a device."""
+    return memory.param_bytes + memory.grad_bytes + memory.optimizer_bytes + memory.buffer_bytes
 
 
 def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float:

@@ -10,9 +10,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from ..executor import parts
 from ..executor.sample import reason, release
-from . import roofline
+from . import chains, roofline
 from .cases import Case
 
 TORCHGPIPE = "torchgpipe's balance_by_time"
@@ -78,7 +77,7 @@ def _torchgpipe_ms(model: nn.Module, inputs: Tensor) -> float:
         raise LookupError("not installed")
     times = import_module("torchgpipe.balance.profile").profile_times
     try:
-        chain = nn.Sequential(Counted(), *parts.units(copy.deepcopy(model)))
+        chain = nn.Sequential(Counted(), *chains.units(copy.deepcopy(model)))
     except TypeError as error:
         raise LookupError(f"needs a chain of modules, and {error}") from error
     Counted.runs = 0

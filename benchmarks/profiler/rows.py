@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ..executor.sample import Sample
+from ..executor.sample import Sample, reason
 from ..record import row
 from . import cases, peers
 
@@ -18,6 +18,7 @@ OVER = "peak memory of a device, most predicted above what was used"
 UNDER = "peak memory of a device, most predicted below what was used"
 PASS = "a micro-batch through all stages"
 STATE = "parameters, gradients and optimizer state"
+PEAK = "peak memory of all devices"
 COLD, WARM = "profiling", "profiling again, all in the cache"
 OVERALL = "all cases"
 _LIMITS_S = {"resnet101": 20.0, "gpt": 10.0}
@@ -28,15 +29,28 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
     made: list[Row] = []
     for model in cases.known().values():
         for case in cases.of(model):
-            mine = [sample for sample in samples if sample.case == case.label]
-            made += _case(case, mine)
+            made += _readable(case, [sample for sample in samples if sample.case == case.label])
         made += [_failed(sample) for sample in samples if sample.case == model.name and sample.failed]
     return made
 
 
-def belongs(label: str, name: str) -> bool:
-    """Whether a row's case is one of the model that is selected by this name."""
-    return label == name or label.startswith(cases.known()[name].label)
+def _readable(case: cases.Case, samples: Sequence[Sample]) -> list[Row]:
+    """A case's rows; samples that make no sense cost that case alone."""
+    try:
+        return list(_case(case, samples))
+    except (ArithmeticError, LookupError, ValueError) as error:
+        return [row(case.label, f"no rows: {reason(error)}", "", None), *map(_failed, _broken(samples))]
+
+
+def _broken(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.failed]
+
+
+def cases_in_order() -> list[str]:
+    """What the rows of all cases are called, and those of models that broke down behind their cases."""
+    return [
+        name for model in cases.known().values() for name in (*(case.label for case in cases.of(model)), model.name)
+    ]
 
 
 def over_all(made: Sequence[Row]) -> list[Row]:
@@ -57,8 +71,8 @@ def over_all(made: Sequence[Row]) -> list[Row]:
 
 
 def _peers_over_all(made: Sequence[Row]) -> Iterator[Row]:
-    """The errors of all who predict a whole pass, or the state's bytes, where they do."""
-    for measure in (PASS, STATE):
+    """The errors of all who predict a whole pass, or bytes, where they do."""
+    for measure in (PASS, STATE, PEAK):
         errors: dict[str, list[float]] = {}
         for one in made:
             if one["measure"] == measure and one["value"]:
@@ -82,10 +96,10 @@ def _case(case: cases.Case, samples: Sequence[Sample]) -> Iterator[Row]:
     if "stages" in values:
         yield from _stages(case, values["stages"], values.get("peers", {}))
     if "step" in values:
-        yield from _step(case, values["step"], values.get("stages", {}))
+        yield from _step(case, values["step"], values.get("stages", {}), values.get("peers", {}))
     if values.get("memory"):
         yield from _memory(case, values["memory"], values.get("peers", {}))
-    yield from (_failed(sample) for sample in samples if sample.failed)
+    yield from map(_failed, _broken(samples))
 
 
 def _profiling(case: cases.Case, values: Mapping[str, Sequence[float]]) -> Iterator[Row]:
@@ -98,7 +112,7 @@ def _stages(
     case: cases.Case, values: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]
 ) -> Iterator[Row]:
     predicted, measured = values["predicted_ms"], values["measured_ms"]
-    errors = _errors(predicted, measured)
+    errors = _errors(predicted, measured)  # of a stage with nothing but the loss there is none
     worst = max(errors, key=abs)
     yield row(
         case.label, STAGE, "%", _rounded(worst), spread=_spread(errors), target=_target(6.0), met=_met(worst, 6.0)
@@ -108,7 +122,10 @@ def _stages(
 
 
 def _step(
-    case: cases.Case, values: Mapping[str, Sequence[float]], staged: Mapping[str, Sequence[float]]
+    case: cases.Case,
+    values: Mapping[str, Sequence[float]],
+    staged: Mapping[str, Sequence[float]],
+    others: Mapping[str, Sequence[float]],
 ) -> Iterator[Row]:
     step_ms, predicted = median(values["step_ms"]), values["predicted_ms"][0]
     (error,) = _errors([predicted], [step_ms])
@@ -120,6 +137,8 @@ def _step(
     spread = _spread(values["step_ms"])
     yield row(case.label, "step time", "ms", _rounded(step_ms), spread=spread, peers=_all_rounded(told))
     yield row(case.label, "host issues a step", "ms", _rounded(median(values["host_ms"])))
+    told = {"Placer": values["predicted_state_bytes"][0]} | _of_peers(others, "state_bytes")
+    yield row(case.label, STATE, "MiB", _mib(values["state_bytes"][0]), peers=_all_mib(told))
 
 
 def _memory(
@@ -128,12 +147,9 @@ def _memory(
     errors = _errors(values["predicted_bytes"], values["measured_bytes"])
     yield row(case.label, OVER, "%", _rounded(max(0.0, *errors)), target=_target(5.0))
     yield row(case.label, UNDER, "%", _rounded(max(0.0, *(-error for error in errors))), target=_target(2.0))
-    used = sum(values["measured_bytes"]) / 2**20
-    told = {"Placer": sum(values["predicted_bytes"]) / 2**20}
-    yield row(case.label, "peak memory of all devices", "MiB", _rounded(used), peers=_all_rounded(told))
-    sizes = {name: size / 2**20 for name, size in _of_peers(others, "state_bytes").items()}
-    state = values["state_bytes"][0] / 2**20
-    yield row(case.label, STATE, "MiB", _rounded(state), peers=_all_rounded({"Placer": state} | sizes))
+    # accelerate says of its estimate for training that it is the peak
+    told = {"Placer": sum(values["predicted_bytes"])} | _of_peers(others, "state_bytes")
+    yield row(case.label, PEAK, "MiB", _mib(sum(values["measured_bytes"])), peers=_all_mib(told))
 
 
 def _failed(sample: Sample) -> Row:
@@ -147,7 +163,7 @@ def _of_peers(others: Mapping[str, Sequence[float]], measure: str) -> dict[str, 
 
 def _errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
     """How far above what was measured, in percent; negative below."""
-    return [100 * (said / was - 1) for said, was in zip(predicted, measured, strict=True)]
+    return [100 * (said / was - 1) for said, was in zip(predicted, measured, strict=True) if was > 0]
 
 
 def _met(error: float, limit: float) -> bool | None:
@@ -164,6 +180,14 @@ def _rounded(value: float) -> float:
 
 def _all_rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {name: _rounded(value) for name, value in values.items()}
+
+
+def _mib(size_bytes: float) -> float:
+    return _rounded(size_bytes / 2**20)
+
+
+def _all_mib(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: _mib(size_bytes) for name, size_bytes in sizes.items()}
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:

@@ -50,12 +50,21 @@ def test_the_models_written_for_it_run_forwards_and_backwards(part, name):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_case_runs_from_end_to_end(part):
+@pytest.mark.parametrize("name", ["resnet101", "gpt", "unet", "inception", "llama", "t5"])
+def test_every_model_as_a_chain_gives_what_the_model_gives(part, name):
+    case = part("cases").of(part("cases").known()[name])[2]  # inference in float32
+    model = case.make(torch.device("cpu"))
+    inputs, _ = case.batch(torch.device("cpu"), 2)
+    with torch.no_grad():
+        torch.testing.assert_close(nn.Sequential(*part("chains").units(model))(inputs), model(inputs))
+
+
+def test_a_case_runs_from_end_to_end(part, tmp_path):
     cases, ours = part("cases"), part("ours")
     threads = torch.get_num_threads()
     cases.prepare()
     try:
-        samples = list(ours._case(cases.of(cases.known()["gpt"])[0]))
+        samples = list(ours._case(cases.of(cases.known()["gpt"])[0], tmp_path))
     finally:
         torch.set_num_threads(threads)
     values = {sample.engine: sample.values for sample in samples if not sample.failed}
@@ -67,6 +76,42 @@ def test_a_case_runs_from_end_to_end(part):
     measures = {row["measure"] for row in rows}
     assert {part("rows").STAGE, part("rows").STEP, part("rows").PASS} <= measures
     assert any("accelerate" in measure for measure in measures)  # its estimate, or why there is none
+    state = next(row for row in rows if row["measure"] == part("rows").STATE)
+    assert state["peers"]["Placer"] == state["value"]
+
+
+def test_a_part_that_breaks_down_costs_neither_the_case_nor_the_other_cases(part, monkeypatch, capfd):
+    cases, ours = part("cases"), part("ours")
+    model = cases.known()["gpt"]
+    second = cases.of(model)[1].label
+
+    def broken(*_):
+        raise RuntimeError("no luck")
+
+    def one_part(case, folder):
+        if case.label == second:
+            broken()
+        yield ours._part(case, "step", broken)
+
+    monkeypatch.setattr(ours, "_case", one_part)
+    threads = torch.get_num_threads()
+    samples = list(ours.measure(model))
+    torch.set_num_threads(threads)
+    assert [sample.case for sample in samples] == [case.label for case in cases.of(model)]
+    assert {sample.failed for sample in samples} == {"RuntimeError: no luck"}
+    assert "broken()" in capfd.readouterr().err  # where it was
+    assert len(part("rows").rows(samples)) == 4
+
+
+def test_samples_without_sense_cost_their_case_alone(part):
+    cases, rows = part("cases"), part("rows")
+    sample = importlib.import_module("benchmarks.executor.sample").Sample
+    first, second = (case.label for case in cases.of(cases.known()["gpt"])[:2])
+    nothing = sample(first, "stages", values={"predicted_ms": [1.0], "measured_ms": [0.0], "loss_ms": [0.0]})
+    fine = sample(second, "profile", values={"cold_s": [2.0], "warm_s": [1.0]})
+    made = rows.rows([nothing, fine])
+    assert [row["case"] for row in made] == [first, second, second]
+    assert made[0]["measure"].startswith("no rows: ")
 
 
 def test_a_roofline_takes_the_longer_of_arithmetic_and_bytes(part):
@@ -94,7 +139,7 @@ def made(part, monkeypatch):
     monkeypatch.setattr(cases, "is_small", lambda: False)
     monkeypatch.setattr(cases, "places", lambda count=None: [torch.device("cuda", i) for i in range(count or 4)])
     first, second = cases.of(cases.known()["gpt"])[:2]
-    roofline = f"pass_ms {part('peers').ROOFLINE}"
+    roofline, accelerate = f"pass_ms {part('peers').ROOFLINE}", f"state_bytes {part('peers').ACCELERATE}"
     samples = [
         sample(first.label, "profile", 2, 8, {"cold_s": [12.0], "warm_s": [0.5]}),
         sample(
@@ -104,14 +149,26 @@ def made(part, monkeypatch):
             8,
             {"predicted_ms": [10.1, 19.0], "measured_ms": [10.0, 20.0], "loss_ms": [1.0], "refined_step_ms": [101.0]},
         ),
-        sample(first.label, "peers", 2, 8, {roofline: [15.0]}),
-        sample(first.label, "step", 2, 8, {"predicted_ms": [90.0], "step_ms": [100.0, 101.0, 99.0], "host_ms": [9.0]}),
+        sample(first.label, "peers", 2, 8, {roofline: [15.0], accelerate: [40 * 2.0**20]}),
+        sample(
+            first.label,
+            "step",
+            2,
+            8,
+            {
+                "predicted_ms": [90.0],
+                "step_ms": [100.0, 101.0, 99.0],
+                "host_ms": [9.0],
+                "predicted_state_bytes": [51 * 2.0**20],
+                "state_bytes": [50 * 2.0**20],
+            },
+        ),
         sample(
             first.label,
             "memory",
             2,
             8,
-            {"predicted_bytes": [103.0, 99.0], "measured_bytes": [100.0, 100.0], "state_bytes": [50.0]},
+            {"predicted_bytes": [103.0, 99.0], "measured_bytes": [100.0, 100.0]},
         ),
         sample(second.label, "stages", 4, 16, {"predicted_ms": [10.0], "measured_ms": [10.0], "loss_ms": [0.0]}),
         sample(second.label, "torchgpipe's balance_by_time", 4, 16, failed="not installed"),
@@ -159,27 +216,41 @@ def test_peers_stand_beside_ours_and_those_without_a_value_say_why(made, part):
     assert rows[first, part("rows").PASS]["peers"] == {"Placer": 29.1, part("peers").ROOFLINE: 15.0}
     median = rows["all cases", f"{part('rows').PASS}: the median error of the predictions"]
     assert (median["value"], median["peers"]) == (1.5, {part("peers").ROOFLINE: 50.0})
+    state = rows["all cases", f"{part('rows').STATE}: the median error of the predictions"]
+    assert (state["value"], state["peers"]) == (2.0, {part("peers").ACCELERATE: 20.0})
     assert (second, "no value of torchgpipe's balance_by_time: not installed") in rows
     assert ("t5", "no value of ours: no end within 8 s") in rows
 
 
-def test_a_run_of_some_models_keeps_the_rows_of_the_others(part, monkeypatch):
+def test_a_run_of_some_models_keeps_the_rows_of_the_others_and_of_cases_that_it_did_not_reach(
+    part, monkeypatch, tmp_path
+):
     package, jobs, cases = importlib.import_module("benchmarks.profiler"), part("jobs"), part("cases")
     record, rows = importlib.import_module("benchmarks.record"), part("rows")
+    sample = importlib.import_module("benchmarks.executor.sample").Sample
+    first, second = (case.label for case in cases.of(cases.known()["gpt"])[:2])
+    other = cases.of(cases.known()["t5"])[0].label
     old = [
         record.row(rows.OVERALL, "left over", "%", 1.0),
-        record.row(cases.of(cases.known()["gpt"])[0].label, rows.STAGE, "%", 1.0),
-        record.row(cases.of(cases.known()["t5"])[0].label, rows.STAGE, "%", 2.0),
+        *(record.row(label, rows.COLD, "s", 1.0) for label in (other, first, second, "a case of the past")),
+        record.row("gpt", "no value of ours: no end within 8 s", "", None),
     ]
-    content = {"machine": record.machine(), "versions": record.versions(), "rows": old}
-    monkeypatch.setattr(record, "read", lambda name: content)
-    monkeypatch.setattr(jobs, "run", lambda names, budget_s: [])
-    assert package.run(["gpt"])[-1] == old[2]
-    assert not any(row["measure"] == "left over" for row in package.run(["gpt"]))
-    content["versions"] = {"torch": "another"}
-    assert package.run(["gpt"]) == []
+    found = [
+        sample(first, "profile", values={"cold_s": [2.0], "warm_s": [0.5]}),
+        sample(first, "peers"),
+        sample("gpt", "ours", failed="no end within 9 s"),
+    ]
+    record.write("profiler", old, tmp_path)
+    monkeypatch.setattr(record, "known", lambda name, folder: record.read(name, folder)["rows"])
+    monkeypatch.setattr(jobs, "run", lambda names, budget_s: iter(found))
+    after_the_case, at_the_end = package.progress(["gpt"], tmp_path)
+    values = [(first, rows.COLD, 2.0), (first, rows.WARM, 0.5), (second, rows.COLD, 1.0)]
+    expected = [*values, ("gpt", "no value of ours: no end within 9 s", None), (other, rows.COLD, 1.0)]
+    assert [(row["case"], row["measure"], row["value"]) for row in at_the_end] == expected
+    assert [row["case"] for row in after_the_case] == [row["case"] for row in at_the_end]
+    assert [row["case"] for row in package.run(["gpt"])] == [first, first, "gpt"]
 
 
 def test_a_model_that_does_not_exist_is_refused_by_name(part):
     with pytest.raises(ValueError, match="'vgg' is no case; there are resnet101, gpt"):
-        part("jobs").run(["vgg"])
+        list(part("jobs").run(["vgg"]))

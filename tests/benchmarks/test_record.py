@@ -74,6 +74,11 @@ def test_only_what_is_between_markers_is_rewritten(record, written):
     assert record.with_tables(renewed, written) == renewed
 
 
+def test_a_table_without_results_is_left_as_it_is(record, written):
+    text = "<!-- table other -->\nnot measured\n<!-- end table other -->"
+    assert record.with_tables(text, written) == text
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.name)
 def test_committed_results_have_the_one_form(record, path):
     content = json.loads(path.read_text())
