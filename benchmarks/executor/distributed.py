@@ -6,6 +6,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -32,21 +33,54 @@ ROUNDS = {INTERLEAVED: 2}
 """Stages that a device has; 1 of the others."""
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What all processes run together.
+
+    Attributes:
+        engine: the schedule, or ``PLACED``.
+        devices: how many of them take part.
+        chunks: micro-batches.
+    """
+
+    engine: str
+    devices: int
+    chunks: int
+
+
 def train(case: Training) -> Iterator[Sample]:
     """The peer: each schedule at each number of devices and micro-batches, in a process for each device."""
-    return _together(case, (ENGINE, INTERLEAVED, ZERO_BUBBLE))
+    return together(case, _turns(case, (ENGINE, INTERLEAVED, ZERO_BUBBLE)))
 
 
 def placed(case: Training) -> Iterator[Sample]:
     """The same by ``placer.distributed``, with the zero-bubble schedule, on a solved placement."""
-    return _together(case, (PLACED,))
+    return together(case, _turns(case, (PLACED,)))
 
 
-def _together(case: Training, engines: Sequence[str]) -> Iterator[Sample]:
+def _turns(case: Training, engines: Sequence[str]) -> list[Turn]:
+    counts = cases.counts()
+    return [Turn(engine, count, chunks) for engine in engines for count in counts for chunks in case.tried(count)]
+
+
+def together(case: Training, turns: Sequence[Turn]) -> Iterator[Sample]:
+    """A sample of each turn; where one fails, its processes end with it, and others go on with the next one."""
+    while turns:
+        done: set[int] = set()
+        for sample in _world(case, turns):
+            index = turns.index(Turn(sample.engine, sample.devices, sample.chunks))
+            if index not in done:  # a failure that a second process tells of is one
+                done.add(index)
+                yield sample
+        turns = turns[1 + max(done) :]
+
+
+def _world(case: Training, turns: Sequence[Turn]) -> Iterator[Sample]:
+    """The samples of the processes of one start, which end with the first turn that fails."""
     with tempfile.TemporaryDirectory() as folder:
         found, meeting = Path(folder) / "samples", Path(folder) / "meeting"
         world = cases.counts()[0]
-        given = (world, case.name, tuple(engines), str(found), str(meeting))
+        given = (world, case.name, tuple(turns), str(found), str(meeting))
         context = spawn(work, given, nprocs=world, join=False)  # type: ignore[no-untyped-call]
         handed_on, ended, died = 0, False, ""
         while not ended:
@@ -58,10 +92,11 @@ def _together(case: Training, engines: Sequence[str]) -> Iterator[Sample]:
             yield from samples[handed_on:]
             handed_on = len(samples)
         if died and not any(sample.failed for sample in samples):
-            yield Sample(case.name, engines[0], world, 0, failed=died)
+            turn = turns[min(len(samples), len(turns) - 1)]
+            yield Sample(case.name, turn.engine, turn.devices, turn.chunks, failed=died)
 
 
-def work(rank: int, world: int, name: str, engines: Sequence[str], found: str, meeting: str) -> None:
+def work(rank: int, world: int, name: str, turns: Sequence[Turn], found: str, meeting: str) -> None:
     """One process: joins the others, then runs its stages of every pipeline that it belongs to."""
     cases.prepare()
     os.environ["LOCAL_RANK"] = str(rank)
@@ -73,21 +108,20 @@ def work(rank: int, world: int, name: str, engines: Sequence[str], found: str, m
     groups = {count: distributed.new_group(list(range(count))) for count in cases.counts()}
     case = cases.training(name)
     times: dict[int, list[float]] = {}
-    for engine in engines:
-        for count, group in groups.items():
-            if rank >= count:
-                continue
-            for chunks in case.tried(count):
-                run: Callable[[], dict[str, list[float]]] = (
-                    partial(_placed_times, case, chunks, place, group)
-                    if engine == PLACED
-                    else partial(_step_times, case, engine, chunks, place, group, times.setdefault(count, []))
-                )
-                sample = attempt(name, engine, count, chunks, run)
-                if rank == 0 or sample.failed:
-                    append(sample, Path(found))
-                if sample.failed:  # the others wait for this process: nothing more can be had
-                    os._exit(1)
+    for turn in turns:
+        if rank >= turn.devices:
+            continue
+        given = (case, turn.chunks, place, groups[turn.devices])
+        run: Callable[[], dict[str, list[float]]] = (
+            partial(_placed_times, *given)
+            if turn.engine == PLACED
+            else partial(_step_times, *given, turn.engine, times.setdefault(turn.devices, []))
+        )
+        sample = attempt(name, turn.engine, turn.devices, turn.chunks, run)
+        if rank == 0 or sample.failed:
+            append(sample, Path(found))
+        if sample.failed:  # the others wait for this process: nothing more can be had
+            os._exit(1)
     _meet(rank, Path(f"{found}.all"))
     distributed.destroy_process_group()
 
@@ -101,7 +135,7 @@ def _meet(rank: int, path: Path) -> None:
 
 
 def _step_times(
-    case: Training, engine: str, chunks: int, place: torch.device, group: Any, times: list[float]
+    case: Training, chunks: int, place: torch.device, group: Any, engine: str, times: list[float]
 ) -> dict[str, list[float]]:
     from torch.distributed.pipelining import PipelineStage
 
