@@ -134,14 +134,11 @@ class Profile(Wire):
         refuse_duplicates("layer", names)
         place = {name: index for index, name in enumerate(names)}
         for edge in self.edges:
-            self._check_edge(edge, place)
+            if not _runs_well(edge, place):
+                self._refuse_edge(edge, place)
         for group in self.colocated:
             refuse_unknown("colocated", group, place)
         return self
-
-    def _check_edge(self, edge: Edge, place: dict[str, int]) -> None:
-        if not _runs_well(edge, place):
-            self._refuse_edge(edge, place)
 
     def _refuse_edge(self, edge: Edge, place: dict[str, int]) -> None:
         """Say what is wrong with an edge."""
@@ -170,12 +167,16 @@ class Profile(Wire):
 
 def _runs_well(edge: Edge, place: dict[str, int]) -> bool:
     """Whether an edge is as it must be: the quick way, as a service checks many profiles of many edges."""
-    start = place.get(edge.source, MAX_LAYERS)
-    for target in edge.targets:
+    source, targets = edge.source, edge.targets
+    start = place.get(source, MAX_LAYERS)
+    for target in targets:
         if place.get(target, -1) <= start:
             return False
-    for keeper in edge.saved_by:
-        if keeper not in edge.targets and keeper != edge.source:
+    keepers = edge.saved_by
+    if keepers == targets:
+        return True
+    for keeper in keepers:
+        if keeper not in targets and keeper != source:
             return False
     return True
 

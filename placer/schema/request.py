@@ -190,11 +190,12 @@ class PlacementRequest(Wire):
                 raise ValueError(f"constraints.min_devices is {least}, but {what} {number}")
 
     def _check_times(self, profile: Profile, cluster: Cluster) -> None:
+        trains = self.is_training
         for kind in {device.type for device in cluster.devices}:
             for layer in profile.layers:
                 if kind not in layer.forward_ms:
                     raise ValueError(f"layer {layer.name!r} has no forward_ms for device type {kind!r}")
-                if self.is_training and kind not in layer.backward_ms:
+                if trains and kind not in layer.backward_ms:
                     raise ValueError(f"layer {layer.name!r} has no backward_ms for device type {kind!r}")
 
     @property
