@@ -277,6 +277,8 @@ def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
 
 def _content(request: PlacementRequest) -> dict[str, Any]:
     """The request without what is default, but with its versions, so that a reader of another version can tell."""
+    if not isinstance(request, PlacementRequest):
+        raise InputError(f"the request is a {type(request).__name__}; give a placer.PlacementRequest(profile=profile)")
     content = request.model_dump(mode="json", exclude_defaults=True)
     content["schema_version"] = request.schema_version
     content["profile"]["schema_version"] = request.profile.schema_version

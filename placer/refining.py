@@ -78,6 +78,8 @@ def refine(
         InputError: there is no placement, or rounds or repeats are below 1.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
+    if not isinstance(placement, Placement):
+        raise InputError(f"placement is a {type(placement).__name__}; give one that suggest or solve returned")
     if not placement.layer_devices:
         raise InputError(f"the placement is {placement.status} and places no layer, so there is nothing to measure")
     if rounds < 1 or repeats < 1:

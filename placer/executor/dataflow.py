@@ -133,6 +133,8 @@ class DataFlow(PipelinedRuns):
             raise InputError(f"optimizer is {optimizer!r}; give the torch.optim.Optimizer whose state is to move")
         if placement is not None:
             self._adopt(_placement(placement))
+        if not isinstance(self.layer_gpus, Mapping):
+            raise PlacementError(f"layer_gpus is {self.layer_gpus!r}; give a map of layer names to devices")
         places = {name: self._device(place) for name, place in self.layer_gpus.items()}
         refuse_unknown_layers(self.module, places, list(self._default_map()))
         assignment = Assignment(places, self.output_device)

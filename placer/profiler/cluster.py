@@ -77,8 +77,8 @@ def resolve_limits(found: Sequence[torch.device], memory_bytes: MemoryLimit) -> 
     for device, limit in limits.items():
         if device not in found:
             raise InputError(f"memory_bytes names {device}, which is none of {', '.join(map(str, found))}")
-        if limit <= 0:
-            raise InputError(f"memory_bytes of {device} is {limit}; give a positive number of bytes")
+        if not isinstance(limit, int) or limit <= 0:
+            raise InputError(f"memory_bytes of {device} is {limit!r}; give a positive whole number of bytes")
         total = hardware.memory_bytes(device)[1]
         if device.type == "cuda" and limit > total:
             raise InputError(f"memory_bytes of {device} is {limit}, but the device has {total} bytes")

@@ -20,6 +20,7 @@ from functools import partial
 from math import inf, nextafter
 from time import monotonic
 
+from placer.errors import InputError
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
 from placer.solver import answer, bounds, conflict, costs, limits, local, stages, starts, ties
 from placer.solver.check import check
@@ -88,9 +89,11 @@ def solve(
         ``check``.
 
     Raises:
-        InputError: the request's figures are too large to add up.
+        InputError: this is no request, or its figures are too large to add up.
     """
     began = monotonic()
+    if not isinstance(request, PlacementRequest):
+        raise InputError(f"solve was given a {type(request).__name__}; give a placer.PlacementRequest(profile=profile)")
     meter = Meter(request.work_limit or inf)
     if request.objective == "step":
         placement = _step_search(request, progress, stop, meter).answer()
@@ -154,7 +157,7 @@ def _fewest_search(
         if progress is not None:
             progress(Incumbent(value, bound, time_s))
 
-    return FewestSearch(request, look, tell, stop)
+    return FewestSearch(request, look, tell, stop, meter)
 
 
 @dataclass

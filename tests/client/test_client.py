@@ -131,6 +131,13 @@ def test_a_fault_of_the_request_is_an_input_error_with_the_services_words(ask, r
     assert len(script.calls) == 1
 
 
+def test_what_is_no_request_is_named_and_not_sent(ask, request_):
+    script = Script()
+    with pytest.raises(InputError, match=r"a Profile; give a placer\.PlacementRequest\(profile=profile\)"):
+        ask(script, "place", request_.profile)
+    assert not script.calls
+
+
 @pytest.mark.parametrize("status", [404, 500, 501])
 def test_another_problem_is_a_server_error_with_its_status_and_is_not_repeated(ask, status):
     script = Script((status, {"detail": "no such placement"}))

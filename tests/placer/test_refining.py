@@ -157,6 +157,8 @@ def test_a_placement_of_nothing_is_refused() -> None:
     empty = Placement(status="infeasible", objective="throughput")
     with pytest.raises(InputError, match="infeasible and places no layer"):
         placer.refine(empty, nn.Linear(2, 2), torch.randn(2, 2))
+    with pytest.raises(InputError, match="placement is a dict; give one that suggest or solve returned"):
+        placer.refine(empty.model_dump(), nn.Linear(2, 2), torch.randn(2, 2))
 
 
 def test_a_model_that_runs_through_hooks_is_refused_with_the_reason() -> None:

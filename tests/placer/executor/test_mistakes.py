@@ -89,6 +89,13 @@ def test_what_is_no_optimizer_is_named_and_nothing_moves() -> None:
     assert set(flow.layer_gpus.values()) == {0}
 
 
+def test_a_map_that_is_none_is_named() -> None:
+    flow = DataFlow(ToyModel(), DEVICES)
+    flow.layer_gpus = [0, 1, 1]  # type: ignore[assignment]
+    with pytest.raises(PlacementError, match=r"layer_gpus is \[0, 1, 1\]; give a map"):
+        flow.update_flow()
+
+
 def test_an_empty_batch_runs_but_cannot_be_measured() -> None:
     with pytest.raises(InputError, match="a batch of 0"):
         placer.suggest(ToyModel(), X[:0], devices=DEVICES)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -37,9 +38,9 @@ def test_a_limit_for_a_device_that_is_not_measured_is_refused() -> None:
         measure_cluster(["cpu:0", "cpu:1"], memory_bytes={"cpu:5": 1}, progress=False)
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_must_be_positive(limit: int) -> None:
-    with pytest.raises(InputError, match=f"is {limit}; give a positive number"):
+@pytest.mark.parametrize("limit", [0, -1, 1.5, "1GiB"])
+def test_a_limit_must_be_a_positive_whole_number(limit: Any) -> None:
+    with pytest.raises(InputError, match=f"is {limit!r}; give a positive whole number"):
         measure_cluster(["cpu:0"], memory_bytes=limit, progress=False)
 
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from placer.errors import InputError
 from placer.schema import Constraints, Edge, Placement
 from placer.solver.solve import Incumbent, solve
 
@@ -15,6 +16,11 @@ def test_equal_layers_are_shared_equally(chain):
     assert placement.objective_value == 2.0
     assert placement.status == "optimal" and placement.gap == 0.0
     assert [load.layers for load in placement.devices] == [2, 2, 2, 2]
+
+
+def test_a_profile_alone_is_refused_with_the_request_to_make_of_it(chain):
+    with pytest.raises(InputError, match=r"a Profile; give a placer\.PlacementRequest\(profile=profile\)"):
+        solve(chain([1.0]).profile)
 
 
 def test_a_split_that_costs_more_than_it_gains_is_not_made(chain):
