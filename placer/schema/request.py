@@ -77,7 +77,8 @@ class PlacementRequest(Wire):
         workers: cores that the solver may use.
         bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
         break_ties: whether, of the placements with as small an objective, the one is looked for that transfers least,
-            and of those the one whose devices' compute times differ least; not under objectives ``step``, ``devices``.
+            and of those the one whose devices' compute times differ least; under objective ``step``, of those with the
+            micro-batches and the schedule of the best.
         explain: whether the answer says what limits it and what would help, by solving changed questions in what is
             left of the time.
     """
@@ -124,8 +125,6 @@ class PlacementRequest(Wire):
         for profile in (self.profile, *self.profiles):
             self._check_times(profile, cluster)
         self._check_sizes()
-        if self.break_ties and self.objective in ("step", "devices"):
-            raise ValueError(f"break_ties: objective {self.objective!r} does not break ties")
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
             needs = "needs one" if self.objective == "devices" else "takes none"
             raise ValueError(f"bottleneck_ms is {self.bottleneck_ms}: objective {self.objective!r} {needs}")
@@ -139,8 +138,6 @@ class PlacementRequest(Wire):
                 if given:
                     raise ValueError(f"{name}: only objective 'step' chooses it; the objective is {self.objective!r}")
             return
-        if self.break_ties:
-            raise ValueError("break_ties: objective 'step' breaks none; leave it out")
         names = [layer.name for layer in self.profile.layers]
         for profile in self.profiles:
             if [layer.name for layer in profile.layers] != names or profile.training != self.profile.training:

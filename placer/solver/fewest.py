@@ -12,8 +12,9 @@ from dataclasses import replace
 from math import ceil
 from time import monotonic
 
-from placer.schema import Infeasibility, Placement, PlacementRequest
-from placer.solver import answer, costs
+from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
+from placer.solver import answer, costs, ties
+from placer.solver.cpsat import Limits, Meter
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 
@@ -35,13 +36,19 @@ class FewestSearch:
         search: looks for a placement on so many devices.
         tell: called with each better placement.
         stop: ends the search.
+        meter: counts the work.
     """
 
     def __init__(
-        self, request: PlacementRequest, search: BottleneckSearch, tell: Found, stop: threading.Event | None
+        self,
+        request: PlacementRequest,
+        search: BottleneckSearch,
+        tell: Found,
+        stop: threading.Event | None,
+        meter: Meter,
     ) -> None:
         assert request.bottleneck_ms is not None  # the request was validated
-        self._request, self._search, self._tell, self._stop = request, search, tell, stop
+        self._request, self._search, self._tell, self._stop, self._meter = request, search, tell, stop, meter
         self._most_ms = request.bottleneck_ms * (1 + costs.ROUNDING)
         self._problem = Problem.from_request(request)
         self._began = monotonic()
@@ -61,10 +68,40 @@ class FewestSearch:
             else:
                 break  # the time is over
         if best is not None:
-            return answer.found(self._problem, best, float(bound), "fewest devices", self._time_s())
+            return self._found(best, float(bound))
         if bound > self._problem.most_devices:
             reason = reason or self._too_slow()
         return answer.nothing(self._problem, reason, float(bound), "fewest devices", self._time_s())
+
+    def _found(self, best: list[int], bound: float) -> Placement:
+        """The best, or one on as few devices that transfers less or is better balanced."""
+        broken: Ties | None = None
+        if self._request.break_ties:
+            best, broken = self._ties_broken(best)
+        placement = answer.found(self._problem, best, bound, "fewest devices", self._time_s())
+        return placement.model_copy(update={"ties": broken})
+
+    def _ties_broken(self, best: list[int]) -> tuple[list[int], Ties]:
+        few = self._within(len(set(best)))
+        kept = [best]
+
+        def limits(work: float) -> Limits:
+            asked = few.request
+            left_s = max(0.0, self._request.time_limit_s - self._time_s())
+            return Limits(left_s, asked.workers, asked.seed, self._stop, None, work, self._meter)
+
+        def offer(devices: list[int] | None) -> list[int]:
+            if devices is not None and len(set(devices)) <= few.most_devices and self._fits(devices):
+                kept.append(devices)
+            return min(kept, key=self._rank)
+
+        broken = ties.broken(few, best, limits, offer, self._most_ms)
+        return offer(None), broken
+
+    def _rank(self, devices: list[int]) -> ties.Rank:
+        result = costs.evaluate(self._problem, devices)
+        assert result is not None  # it fits
+        return ties.rank(result)
 
     def _within(self, most: int) -> Problem:
         """The question for a small bottleneck on at most so many devices."""

@@ -21,8 +21,8 @@ from time import monotonic
 from typing import NamedTuple
 
 from placer import schedule
-from placer.schema import Placement, PlacementRequest, SingleDevice, Step
-from placer.solver import answer, costs, pipelines, step_bounds, step_moves
+from placer.schema import Placement, PlacementRequest, SingleDevice, Step, Ties
+from placer.solver import answer, costs, pipelines, step_bounds, step_moves, step_ties
 from placer.solver.cpsat import Meter
 from placer.solver.problem import Problem
 from placer.solver.step_choices import Choice, choice_of, judged, questions, said
@@ -93,6 +93,17 @@ class StepSearch:
         for number, choice in enumerate(rows):
             self._all_cuts(choice, self._share(1 / (len(rows) - number)))
         return self._placement() if self.best.devices is not None else self._nothing()
+
+    def _break_ties(self) -> Ties | None:
+        """Look for a map with as short a step that transfers less, or is better balanced."""
+        if not self.request.break_ties:
+            return None
+
+        def over() -> bool:
+            self.meter.done += EVALUATION
+            return self._left_s() <= 0 or self.meter.left <= 0 or self._stopped()
+
+        return step_ties.broken(self.best, over)
 
     def _work(self, choice: Choice, share: Share) -> None:
         """Search one choice, if it may be better."""
@@ -238,13 +249,14 @@ class StepSearch:
     def _placement(self) -> Placement:
         """The best as it is returned: under the whole question's name, with all choices."""
         best = self.best
+        broken = self._break_ties()
         assert best.devices is not None
         bound = max(0.0, min(self._bound(), best.value))
         placement = answer.found(best.problem, best.devices, bound, self.method, self._time_s())
         single = self._single_device()
         speedup = single.objective_value / best.value if best.value else None
         fields = {"id": self.request.content_hash(), "single_device": single, "speedup": speedup}
-        return placement.model_copy(update=fields | {"step": self._step()})
+        return placement.model_copy(update=fields | {"step": self._step(), "ties": broken})
 
     def _nothing(self) -> Placement:
         """There is none, if that is proven of every choice; else none was found."""

@@ -4,7 +4,8 @@
     spread     the largest compute(d) less the smallest, over the devices that hold layers, in milliseconds
 
 Two searches follow the one for the objective: placements that reach it, with as little transfer as can be; and those
-that transfer as little, with as small a spread.
+that transfer as little, with as small a spread. Under objective ``devices`` those on as few devices are as good; see
+``step_ties`` for objective ``step``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ def rank(result: costs.Costs) -> Rank:
 
 
 def broken(
-    problem: Problem, best: list[int], limits: Callable[[float], Limits], offer: Callable[[list[int] | None], list[int]]
+    problem: Problem,
+    best: list[int],
+    limits: Callable[[float], Limits],
+    offer: Callable[[list[int] | None], list[int]],
+    most: float | None = None,
 ) -> Ties:
     """Search for the smallest rank among placements that are as good as the best.
 
@@ -44,23 +49,25 @@ def broken(
         best: by layer, its device.
         limits: for a search of so much work.
         offer: keeps a placement if it is as good and of smaller rank; returns the one that is kept.
+        most: placements whose objective is no more than this are as good; that of the best if None.
 
     Returns:
         The rank that was reached, and whether it is proven.
     """
     found = _costs(problem, best)
-    nodes = reduced(problem, found.objective_value)
+    most = found.objective_value if most is None else most
+    nodes = reduced(problem, most)
     if not worth_building(problem, nodes):
-        return _ties(found, proven=False)
-    best, transfer_proven = _least(_TieModel(problem, nodes, found, None), problem, best, limits, offer, 0)
-    found = _costs(problem, best)
-    model = _TieModel(problem, nodes, found, rank(found)[0])
+        return ties_of(found, proven=False)
+    best, transfer_proven = _least(_TieModel(problem, nodes, most, None), problem, best, limits, offer, 0)
+    model = _TieModel(problem, nodes, most, rank(_costs(problem, best))[0])
     best, spread_proven = _least(model, problem, best, limits, offer, 1)
     # Of a device that recomputes the program knows too little time: its smallest spread is none that is proven.
-    return _ties(_costs(problem, best), proven=transfer_proven and spread_proven and not problem.may_recompute)
+    return ties_of(_costs(problem, best), proven=transfer_proven and spread_proven and not problem.may_recompute)
 
 
-def _ties(found: costs.Costs, proven: bool) -> Ties:
+def ties_of(found: costs.Costs, proven: bool) -> Ties:
+    """The rank of a placement as it is told."""
     transfer_ms, spread_ms = rank(found)
     return Ties(transfer_ms=transfer_ms, spread_ms=spread_ms, proven=proven)
 
@@ -94,14 +101,14 @@ class _TieModel(PlacementModel):
     Args:
         problem: what is asked.
         nodes: its layers, joined where they must be together.
-        known: the costs of that placement.
+        most: the objective of that placement.
         most_ms: transfers may take no more than this, and the spread is made small; None: transfers are.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, known: costs.Costs, most_ms: float | None) -> None:
+    def __init__(self, problem: Problem, nodes: Reduction, most: float, most_ms: float | None) -> None:
         self._most_ms = most_ms
         self._steps_per_ms = TIME_STEPS / max(longest_ms(problem), 1e-9)
-        super().__init__(problem, nodes, upper=known.objective_value)
+        super().__init__(problem, nodes, upper=most)
 
     def steps(self, time_ms: float) -> int:
         """A time in the model's unit, rounded down; where bytes are the objective too."""

@@ -5,7 +5,6 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from placer.errors import PlacementError
 from placer.schema import Constraints
@@ -76,6 +75,37 @@ def test_ties_are_left_alone_unless_it_is_asked_for(chain):
     assert solve(chain([9, 3, 3])).ties is None
 
 
-def test_objective_step_refuses_to_break_ties(chain):
-    with pytest.raises(ValidationError, match="break_ties"):
-        chain([1, 1], objective="step", break_ties=True)
+@SETTINGS
+@given(data=st.data())
+def test_no_placement_on_as_few_devices_has_a_smaller_rank(data, strategies, enumeration):
+    asked = data.draw(strategies.requests(objectives=("throughput",)))
+    most_ms = data.draw(st.sampled_from([4.1, 8.0, 12.0, 20.0, 40.0]))
+    placement = solve(asked.model_copy(update={"objective": "devices", "bottleneck_ms": most_ms, "break_ties": True}))
+    assume(placement.layer_devices)
+    every = enumeration(asked, placement.contiguous)
+    names = [layer.name for layer in asked.profile.layers]
+    ranks = []
+    for choice in itertools.product([device.name for device in asked.devices], repeat=len(names)):
+        where = dict(zip(names, choice, strict=True))
+        bottleneck = every.value(where)
+        if bottleneck is not None and bottleneck <= most_ms and len(set(choice)) <= placement.objective_value:
+            ranks.append(rank(asked, every, where))
+    transfer = min(ranks)[0]
+    assert placement.ties.proven
+    assert placement.ties.transfer_ms == pytest.approx(transfer, abs=1e-4)
+    spread = min(spread for other, spread in ranks if other <= transfer + 1e-9)
+    assert placement.ties.spread_ms == pytest.approx(spread, abs=1e-4)
+
+
+def test_as_few_devices_share_the_work_evenly(chain):
+    request = chain([1] * 8, devices=4, objective="devices", bottleneck_ms=6, break_ties=True)
+    placement = solve(request)
+    assert sorted(load.compute_ms for load in placement.devices) == [0, 0, 4, 4] and placement.ties.proven
+
+
+def test_of_as_short_steps_the_best_balanced_is_taken(chain):
+    # inference: the way through all and 3 times the longest stage, l0; the others are shared as evenly as can be
+    request = chain([9, 3, 3], devices=3, objective="step", chunks=4, break_ties=True)
+    rules = Constraints(min_devices=3)
+    placement = solve(request.model_copy(update={"constraints": rules}))
+    assert sorted(load.compute_ms for load in placement.devices) == [3, 3, 9] and placement.ties.proven

@@ -1,0 +1,188 @@
+"""Small questions for objective ``step``, and every answer that there could be, each played by a clock."""
+
+import itertools
+from collections import Counter, defaultdict
+
+from hypothesis import strategies as st
+from step_clock import StepClock
+
+from placer.schedule import Pipeline, Transfer, plan
+from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
+
+MS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.25])
+SIZE = st.sampled_from([0, 1, 2, 3, 5])
+
+
+@st.composite
+def profiles(draw, training, row, kinds, count, size):
+    """A few layers measured at one micro-batch size; in a row each reads from the one before, and gradients return."""
+    names = [f"l{i}" for i in range(count)]
+    times = st.fixed_dictionaries({kind: MS for kind in kinds})
+    layers = [
+        Layer(
+            name=name,
+            forward_ms=draw(times),
+            backward_ms=draw(times) if training else {},
+            weights_ms=draw(times) if training and draw(st.booleans()) else {},
+            optimizer_ms=draw(times) if training and draw(st.booleans()) else {},
+            param_bytes=draw(SIZE),
+            saved_bytes=draw(SIZE) if training else 0,
+            backward_workspace_bytes=draw(SIZE) if training else 0,
+        )
+        for name in names
+    ]
+    edges = []
+    for source, name in enumerate(names[:-1]):
+        targets = draw(st.sets(st.sampled_from(names[source + 1 :]))) | ({names[source + 1]} if row else set())
+        size_of_gradient = draw(SIZE) + row if training else 0
+        kept = [name] if training and draw(st.booleans()) else []
+        if targets:
+            edges.append(
+                Edge(
+                    source=name,
+                    targets=sorted(targets),
+                    bytes=draw(SIZE),
+                    gradient_bytes=size_of_gradient,
+                    saved_by=kept,
+                )
+            )
+    return Profile(layers=layers, edges=edges, training=training, batch_size=size)
+
+
+@st.composite
+def requests(draw, row=False, contiguous=None):
+    """2 to 4 layers on 2 or 3 devices, a batch of up to 4 samples in micro-batches of 1 and 2."""
+    training = draw(st.booleans()) or draw(st.booleans())
+    kinds = draw(st.lists(st.sampled_from("ab"), min_size=2, max_size=3))
+    count = draw(st.integers(2, 4 if len(kinds) == 2 else 3))
+    sizes = draw(st.sampled_from([(1,), (2,), (2, 1), (1, 2)]))
+    made = [draw(profiles(training, row, sorted(set(kinds)), count, size)) for size in sizes]
+    limit = draw(st.sampled_from([12, 25, 10_000]))
+    devices = [Device(name=f"d{i}", type=kind, memory_bytes=limit) for i, kind in enumerate(kinds)]
+    links = [
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=draw(st.sampled_from([1e3, 4e3])))
+        for a, b in itertools.permutations(devices, 2)
+    ]
+    return PlacementRequest(
+        profile=made[0],
+        profiles=made[1:],
+        cluster=Cluster(devices=devices, links=links),
+        objective="step",
+        schedule=draw(st.sampled_from(["auto", "auto", "1f1b", "zero-bubble", "fill-drain", "interleaved"])),
+        batch_size=draw(st.sampled_from([2, 4])),
+        constraints=Constraints(contiguous=contiguous),
+        workers=1,
+    )
+
+
+class Steps:
+    """Every answer that there could be."""
+
+    def __init__(self, request, enumeration):
+        self.request, self.enumeration = request, enumeration
+
+    def all(self):
+        """The step of each assignment, for each way to run it, that meets every requirement."""
+        for every, where in self.maps():
+            if every.obeys_rules(where) and every.can_pass(where):
+                yield from self.steps(every, where)
+
+    def maps(self):
+        """Each way to run it, as an enumeration, with each assignment."""
+        names = [layer.name for layer in self.request.profile.layers]
+        for asked, contiguous in self.ways():
+            every = self.enumeration(asked, contiguous)
+            for choice in itertools.product([device.name for device in every.devices], repeat=len(names)):
+                yield every, dict(zip(names, choice, strict=True))
+
+    def ways(self):
+        asked, training = self.request.schedule, self.request.is_training
+        every = ["1f1b", "zero-bubble", "fill-drain"] if training else ["fill-drain"]
+        kinds = [(order, True) for order in (every if asked == "auto" else [asked])]
+        if training and asked in ("auto", "interleaved") and self.request.constraints.contiguous is not True:
+            kinds.append(("interleaved", False))
+        for profile in (self.request.profile, *self.request.profiles):
+            chunks, rest = divmod(self.request.batch_size, profile.batch_size)
+            for order, contiguous in kinds if not rest else []:
+                yield (
+                    self.request.model_copy(update={"profile": profile, "chunks": chunks, "schedule": order}),
+                    contiguous,
+                )
+
+    def steps(self, every, where):
+        """The step for each order of the stages in which memory suffices."""
+        for pipeline, stage_of, found in self.plans(every, where):
+            if self.fits(every, where, stage_of, found):
+                yield StepClock(pipeline, found).play() + self.optimizer(every, where)
+
+    def plans(self, every, where):
+        """By order of the stages: one if they are a row, or segments."""
+        used = sorted(set(where.values()))
+        orders = itertools.permutations(used) if every.contiguous else [None]
+        for order in orders:
+            place = {device: stage for stage, device in enumerate(order or ())}
+            if order and not all(place[a] < place[b] for _, a, b in every.sends(where)):
+                continue
+            if order:
+                stages, stage_of = list(order), {layer: place[device] for layer, device in where.items()}
+            else:
+                runs = [(device, list(names)) for device, names in itertools.groupby(where, key=where.get)]
+                stages = [device for device, _ in runs]
+                stage_of = {name: stage for stage, (_, names) in enumerate(runs) for name in names}
+            pipeline = self.pipeline(every, where, stages, stage_of)
+            times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+            found = plan(
+                every.request.schedule, pipeline.places, every.request.chunks, training=every.training, **times
+            )
+            yield pipeline, stage_of, found
+
+    def pipeline(self, every, where, stages, stage_of):
+        kind = {device.name: device.type for device in every.devices}
+        totals = {"forward": [0.0] * len(stages), "backward": [0.0] * len(stages), "weights": [0.0] * len(stages)}
+        for layer in every.layers:
+            here, back = kind[where[layer.name]], layer.backward_ms.get(kind[where[layer.name]], 0.0)
+            totals["forward"][stage_of[layer.name]] += layer.forward_ms[here]
+            totals["backward"][stage_of[layer.name]] += back
+            totals["weights"][stage_of[layer.name]] += min(back, layer.weights_ms.get(here, back / 2))
+        there, back = Counter(), Counter()
+        for number, a, b in every.sends(where):
+            edge = every.request.profile.edges[number]
+            first = min(stage_of[name] for name in edge.targets if where[name] == b)
+            there[stage_of[edge.source], first] += self.hop(every, a, b, edge.bytes)
+            if edge.gradient_bytes:
+                back[stage_of[edge.source], first] += self.hop(every, b, a, edge.gradient_bytes)
+        transfers = tuple(Transfer(*pair, time, back.get(pair)) for pair, time in sorted(there.items()))
+        places = tuple([device.name for device in every.devices].index(name) for name in stages)
+        return Pipeline(places, *(tuple(totals[name]) for name in ("forward", "backward", "weights")), transfers)
+
+    @staticmethod
+    def hop(every, a, b, size):
+        return 1000 * (every.link[a, b].latency_s + size / every.link[a, b].bandwidth_bytes_per_s)
+
+    @staticmethod
+    def optimizer(every, where):
+        kind = {device.name: device.type for device in every.devices}
+        total = defaultdict(float)
+        for layer in every.layers:
+            total[where[layer.name]] += layer.optimizer_ms.get(kind[where[layer.name]], 0.0)
+        return max(total.values())
+
+    @classmethod
+    def fits(cls, every, where, stage_of, found):
+        uses = cls.uses(every, where, stage_of, found)
+        return all(uses[device.name] <= device.memory_bytes - device.reserve_bytes for device in every.devices)
+
+    @staticmethod
+    def uses(every, where, stage_of, found):
+        """Bytes by device, with as many micro-batches in flight as the plan has."""
+        uses = {}
+        for device in every.devices:
+            use = every.use(where, device.name, 1)
+            mine = [layer for layer in every.layers if where[layer.name] == device.name]
+            for layer in mine if every.training else ():
+                use += (found.in_flight[stage_of[layer.name]] - 1) * layer.saved_bytes
+            for edge in every.request.profile.edges if every.training else ():
+                held = [found.in_flight[stage_of[name]] for name in edge.saved_by if where[name] == device.name]
+                use += (max(held) - 1) * edge.bytes if held else 0
+            uses[device.name] = use
+        return uses
