@@ -61,16 +61,16 @@ def every() -> list[Job]:
     names = list(cases.FULL)
     return [
         *(_training(name, "ours", 150.0) for name in names),
-        *(_stream(name, "ours", 2 * PEER_S) for name in stream.NAMES),
+        *(_stream(name, "ours", 3 * PEER_S) for name in stream.NAMES),
         Job(switching.CASE, "ours", PEER_S, switching.measure),
         Job(overhead.CASE, "ours", PEER_S, overhead.measure),
         Job(large.CASE, "ours", 4 * PEER_S, large.measure),
         *(_training(name, distributed.ENGINE, 2 * PEER_S) for name in names),
-        Job(tutorial_resnet50.CASE, "ours", 90.0, tutorial_resnet50.measure),
-        Job(compiling.CASE, "ours", 2 * PEER_S, compiling.measure),
+        Job(tutorial_resnet50.CASE, "ours", 2 * PEER_S, tutorial_resnet50.measure),
+        Job(compiling.CASE, "ours", 3 * PEER_S, compiling.measure),
         *(_training(name, tutorial.ENGINE, PEER_S) for name in names),
         *(_stream(name, engine, PEER_S) for engine in (tutorial.ENGINE, stream.DISPATCH) for name in stream.NAMES),
-        *(_training(name, gpipe.ENGINE, PEER_S) for name in names),
+        *(_training(name, gpipe.ENGINE, 2 * PEER_S) for name in names),
         *(_training(name, distributed.PLACED, 2 * PEER_S) for name in names),
     ]
 

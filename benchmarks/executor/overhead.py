@@ -94,7 +94,7 @@ def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, 
         optimizer.step()
         return loss.detach()
 
-    replay, _ = _graph(step)
+    replay, _ = _graph(step, optimizer.zero_grad)
 
     def run() -> None:
         for static, given in zip(statics, batch, strict=True):
@@ -104,14 +104,15 @@ def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, 
     return timing.steps(run, cases.places(1))
 
 
-def _graph(work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """What replays the work, and the static result."""
+def _graph(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> tuple[Callable[[], None], Any]:
+    """What replays the work, and the static result; ``before`` is called once more ahead of the recording."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for _ in range(1 + timing.WARM_UPS):
             work()
     torch.cuda.synchronize()
+    before()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = work()

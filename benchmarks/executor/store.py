@@ -8,7 +8,6 @@ Samples of another machine, or of other versions, are not mixed with these: they
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,15 @@ from .. import record
 from .sample import Sample
 
 FILE = "executor.samples.jsonl"
+
+
+def read(path: Path) -> tuple[Any, dict[str, list[Sample]]]:
+    """Machine and versions of a file, and the samples of each job, whatever the machine."""
+    conditions, *entries = map(json.loads, path.read_text().splitlines())
+    jobs: dict[str, list[Sample]] = {}
+    for entry in entries:
+        jobs.setdefault(entry["job"], []).append(Sample(**entry["sample"]))
+    return conditions, jobs
 
 
 class Store:
@@ -35,15 +43,11 @@ class Store:
         self._renewed: set[str] = set()
         self.jobs: dict[str, list[Sample]] = {}
         if self._path is not None and self._path.exists():
-            self._read(self._path.read_text().splitlines())
-
-    def _read(self, lines: Iterable[str]) -> None:
-        head, *entries = map(json.loads, lines)
-        if head != self._conditions:
-            print("the samples that are there come from another machine or other versions: none is kept")
-            return
-        for entry in entries:
-            self.jobs.setdefault(entry["job"], []).append(Sample(**entry["sample"]))
+            conditions, jobs = read(self._path)
+            if conditions == self._conditions:
+                self.jobs = jobs
+            else:
+                print("the samples that are there come from another machine or other versions: none is kept")
 
     def add(self, job: str, sample: Sample) -> None:
         """Keep a sample; the first one of a job takes the place of all that it had, unless it was not run at all."""

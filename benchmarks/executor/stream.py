@@ -29,9 +29,11 @@ NAMES = ("resnet101", "gpt")
 DISPATCH = "accelerate"
 ROUNDS = 2
 """How often the case's batch comes in a stream to those who work off one batch after another."""
-LONG = 4 if cases.is_small() else 32
-"""The same for ours, which a stream's beginning and end cost more than all others."""
+LONG = 2 if cases.is_small() else 8
+"""The same for ours, for each device: filling and draining the devices is no part of the time of a batch."""
 PIECES = (2,) if cases.is_small() else (2, 4, 8)
+WHOLE = (1,) if cases.is_small() else (1, 2)
+"""The sizes for who runs one device after another, and so gains nothing by smaller ones."""
 TRIED = 2
 """Of our sizes, those that are run for each number of devices: the fastest by prediction."""
 GRANULARITY = "fine"
@@ -68,7 +70,7 @@ def stream(case: Training) -> Iterator[Sample]:
             continue
         for placement in placements:
             pieces = placement.chunks
-            yield attempt(name, "ours", count, pieces, partial(_streamed, case, model, flows[0], placement))
+            yield attempt(name, "ours", count, pieces, partial(_streamed, case, model, flows[0], placement, count))
 
 
 def _profiles(case: Training, model: nn.Module) -> list[Profile]:
@@ -97,12 +99,16 @@ def _predicted_ms(placement: Placement) -> float:
     return placement.chunks * max(load.load_ms for load in placement.devices)
 
 
-def _streamed(case: Training, model: nn.Module, flow: DataFlow, placement: Placement) -> dict[str, list[float]]:
+def _streamed(
+    case: Training, model: nn.Module, flow: DataFlow, placement: Placement, count: int
+) -> dict[str, list[float]]:
     flow.update_flow(placement)
     batches = _pieces(case, placement.chunks)
     with torch.no_grad():
         differences = [_difference(y, model(x)) for x, y in zip(batches, flow.stream(batches), strict=True)]
-    values = _times(lambda inputs: _exhaust(flow.stream(inputs)), case, placement.chunks, len(cases.places()), LONG)
+    values = _times(
+        lambda inputs: _exhaust(flow.stream(inputs)), case, placement.chunks, len(cases.places()), LONG * count
+    )
     stages = [stage for pipeline in flow._streams.pipelines() for stage in pipeline.stages]
     return values | {
         "difference": [max(differences)],
@@ -116,7 +122,7 @@ def dispatched(case: Training) -> Iterator[Sample]:
     """Peer: accelerate's ``dispatch_model``, its own map for balanced memory."""
     cases.prepare()
     for count in cases.counts():
-        for pieces in PIECES:
+        for pieces in WHOLE:
             yield attempt(PREFIX + case.name, DISPATCH, count, pieces, partial(_dispatched, case, count, pieces))
 
 

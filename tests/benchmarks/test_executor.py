@@ -348,3 +348,28 @@ def test_eager_pytorch_repeats_a_slow_step_three_times(part, monkeypatch):
     timing = part("timing")
     monkeypatch.setattr(timing, "ENOUGH_S", 0.0)
     assert len(timing.steps(lambda: None, part("cases").places(1), 7)["step_ms"]) == timing.FEWEST
+
+
+@pytest.fixture
+def experiment(part, tmp_path):
+    """Samples of the tutorial's experiment, beside results in a folder."""
+    store, sample = part("store").Store(tmp_path), part("sample").Sample
+    steps = {("eager", 1, 120): 40.0, ("tutorial", 2, 120): 50.0, ("tutorial", 2, 20): 35.0, ("ours", 2, 20): 22.0}
+    for (engine, devices, split), ms in steps.items():
+        store.add("tutorial:ours", sample("tutorial", engine, devices, split, {"step_ms": [ms, ms + 1]}))
+    return tmp_path
+
+
+def test_the_tutorials_pictures_show_every_engine_and_are_the_same_file_each_time(part, experiment):
+    pictures = part("pictures")
+    assert pictures.main(experiment) == 0
+    first = (experiment / pictures.NAME).read_bytes()
+    assert pictures.main(experiment) == 0
+    assert (experiment / pictures.NAME).read_bytes() == first
+    for label in ("one device", "split", "Placer", "20 at a time"):
+        assert f"<!-- {label}".encode() in first
+
+
+def test_without_samples_of_the_experiment_there_is_no_picture(part, tmp_path, capsys):
+    assert part("pictures").main(tmp_path) == 2
+    assert "no samples of the case 'tutorial'" in capsys.readouterr().err
