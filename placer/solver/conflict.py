@@ -5,6 +5,8 @@ Of a set of requirements it can be tried whether some placement meets them all. 
 correction: every group that cannot hold has one of its requirements in it. So a smallest set that has one of every
 correction known is looked for; if no placement meets it, it is the group, else what meets it gives another correction.
 
+Under objective ``step`` a placement may be one of any number of micro-batches, schedule and kind: the ways.
+
     corrections {a, c} {b, c}  ->  {c} is tried: a placement meets it, without d  ->  {a, c} {b, c} {d}  ->  {c, d} ...
 
 Source: Ignatiev et al., "Smallest MUS extraction with minimal hitting set dualization", CP 2015.
@@ -12,6 +14,7 @@ Source: Ignatiev et al., "Smallest MUS extraction with minimal hitting set duali
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +29,7 @@ from placer.solver.infeasible import CONTRADICTION, plain_reason
 from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
+from placer.solver.step_choices import bottleneck_of
 from placer.solver.words import listed, readable
 
 AMPLE_BYTES = 2**60
@@ -55,16 +59,18 @@ class Requirement:
     device: int = -1
 
 
-def explained(problem: Problem, reason: Infeasibility, search: Search, over: Callable[[], bool]) -> Infeasibility:
+def explained(
+    ways: Sequence[Problem], reason: Infeasibility, search: Search, over: Callable[[], bool]
+) -> Infeasibility:
     """The reason with the group of requirements that cannot hold together, as far as time allows.
 
     Args:
-        problem: what is asked, and cannot be.
+        ways: what is asked, and cannot be: any of them would do.
         reason: why, as far as it is known.
         search: looks for a placement.
         over: whether the time is over.
     """
-    conflict = Conflict(problem, search, over)
+    conflict = Conflict(ways, search, over)
     group = conflict.irreducible()
     smallest = conflict.smallest(group) if group else None
     words = tuple(conflict.all[number].words for number in sorted(group if smallest is None else smallest))
@@ -76,9 +82,13 @@ def explained(problem: Problem, reason: Infeasibility, search: Search, over: Cal
     return reason.model_copy(update=found)
 
 
-def requirements(problem: Problem) -> list[Requirement]:
-    """All that is asked of a placement, but what every placement meets."""
-    return [*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)]
+def requirements(ways: Sequence[Problem]) -> list[Requirement]:
+    """All that is asked of a placement, whatever the way, but what every placement meets."""
+    every = [[*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)] for problem in ways]
+    asked = dict.fromkeys(itertools.chain(*every))
+    if not all(problem.contiguous for problem in ways):  # then it is a way's own, and nobody's rule
+        return [requirement for requirement in asked if requirement.kind != "contiguous"]
+    return list(asked)
 
 
 def _of_layers(problem: Problem) -> Iterator[Requirement]:
@@ -122,17 +132,17 @@ def _of_devices(problem: Problem) -> Iterator[Requirement]:
 
 
 class Conflict:
-    """The requirements of a problem that cannot be met.
+    """The requirements of a question that cannot be met.
 
     Args:
-        problem: what is asked.
+        ways: what is asked; any of them would do.
         search: looks for a placement.
         over: whether the time is over.
     """
 
-    def __init__(self, problem: Problem, search: Search, over: Callable[[], bool]) -> None:
-        self._problem, self._search, self._over = problem, search, over
-        self.all = requirements(problem)
+    def __init__(self, ways: Sequence[Problem], search: Search, over: Callable[[], bool]) -> None:
+        self._ways, self._search, self._over = ways, search, over
+        self.all = requirements(ways)
         self._corrections: list[Numbers] = []
 
     def irreducible(self) -> Numbers:
@@ -177,27 +187,40 @@ class Conflict:
 
     def _met_with(self, numbers: Numbers) -> Numbers | None:
         """What a placement that meets some requirements meets in all; None if it is not known."""
-        contiguous = [number for number in numbers if self.all[number].kind == "contiguous"]
-        # One that need not be contiguous may be: fewer micro-batches are in flight then.
-        shapes = [True] if contiguous else [True, False] if self._problem.contiguous else [False]
         known = True
-        for shape in shapes:
-            easier = self._only(numbers, shape)
-            nodes = reduced(easier)
-            if plain_reason(easier, nodes) is not None:
-                continue
-            for devices in self._quick(easier, nodes):
-                met = self._met_by(devices, easier)
-                if met >= numbers:
+        for problem in self._ways:
+            for shape in self._shapes(problem, numbers):
+                met = self._met_in(self._only(problem, numbers, shape), numbers)
+                if met is not None and met != IMPOSSIBLE:
                     return met
-            if not worth_building(easier, nodes):
-                return None
-            answer = self._search(self._model(easier, nodes, numbers))
-            if answer.devices is not None:
-                met = self._met_by(answer.devices, easier)
-                return met if met >= numbers else None  # where devices may recompute, the program allows too much
-            known = known and answer.infeasible
+                known = known and met is not None
         return IMPOSSIBLE if known else None
+
+    def _shapes(self, problem: Problem, numbers: Numbers) -> list[bool]:
+        """Whether stages may be contiguous, and may be otherwise, where that is all that is asked."""
+        if not any(requirement.kind == "contiguous" for requirement in self.all):
+            return [problem.contiguous]
+        asked = any(self.all[number].kind == "contiguous" for number in numbers)
+        # One that need not be contiguous may be: fewer micro-batches are in flight then.
+        return [True] if asked else [True, False]
+
+    def _met_in(self, easier: Problem, numbers: Numbers) -> Numbers | None:
+        """The same for one way that has no other requirements."""
+        loose = bottleneck_of(easier) if easier.request.objective == "step" else easier
+        nodes = reduced(loose)
+        if plain_reason(loose, nodes) is not None:
+            return IMPOSSIBLE
+        for devices in self._quick(loose, nodes):
+            met = self._met_by(devices, easier)
+            if met >= numbers:
+                return met
+        if not worth_building(loose, nodes):
+            return None
+        answer = self._search(self._model(loose, nodes, numbers))
+        if answer.devices is None:
+            return IMPOSSIBLE if answer.infeasible else None
+        met = self._met_by(answer.devices, easier)
+        return met if met >= numbers else None  # where devices may recompute, the program allows too much
 
     @staticmethod
     def _quick(easier: Problem, nodes: Reduction) -> Iterator[list[int]]:
@@ -215,16 +238,16 @@ class Conflict:
             return PlacementModel(easier, nodes, any_will_do=True)
         return PlacementModel(replace(easier, request=_timed(easier)), nodes, upper=most_ms * (1 + costs.ROUNDING))
 
-    def _only(self, numbers: Numbers, contiguous: bool) -> Problem:
+    def _only(self, problem: Problem, numbers: Numbers, contiguous: bool) -> Problem:
         """The problem with no other requirements than these."""
-        problem, count = self._problem, len(self._problem.devices)
+        count = len(problem.devices)
         asked = [self.all[number] for number in sorted(numbers)]
         kinds = {requirement.kind for requirement in asked}
         limited = {requirement.device for requirement in asked if requirement.kind == "limit"}
         ample = {"memory_bytes": AMPLE_BYTES, "reserve_bytes": 0}
         return replace(
             problem,
-            allowed=self._allowed(asked),
+            allowed=_allowed(problem, asked),
             groups=closed_groups(_together(asked)),
             contiguous=contiguous,
             most_devices=problem.most_devices if "most" in kinds else min(count, len(problem.layers)),
@@ -237,21 +260,13 @@ class Conflict:
             ),
         )
 
-    def _allowed(self, asked: Sequence[Requirement]) -> tuple[frozenset[int], ...]:
-        allowed = [frozenset(range(len(self._problem.devices)))] * len(self._problem.layers)
-        for requirement in asked:
-            for layer in requirement.layers if requirement.kind in ("pin", "ban") else ():
-                only = frozenset({requirement.device})
-                allowed[layer] = allowed[layer] & only if requirement.kind == "pin" else allowed[layer] - only
-        return tuple(allowed)
-
     def _met_by(self, devices: Sequence[int], easier: Problem) -> Numbers:
         """The requirements that an answer to an easier problem meets."""
         result = costs.evaluate(easier, devices)
         assert result is not None  # the model refuses missing links and cycles
         use = [memory.total_bytes for memory in result.memory]
         layers = Counter(devices).values()
-        problem = self._problem
+        problem = self._ways[0]  # what is asked of devices and layers is the same for all
         holds: dict[str, Callable[[Requirement], bool]] = {
             "pin": lambda r: devices[r.layers[0]] == r.device,
             "ban": lambda r: all(devices[layer] != r.device for layer in r.layers),
@@ -265,6 +280,16 @@ class Conflict:
             "limit": lambda r: use[r.device] <= problem.devices[r.device].usable_bytes,
         }
         return frozenset(number for number, asked in enumerate(self.all) if holds[asked.kind](asked))
+
+
+def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[int], ...]:
+    """By layer, the devices that pins and bans leave."""
+    allowed = [frozenset(range(len(problem.devices)))] * len(problem.layers)
+    for requirement in asked:
+        for layer in requirement.layers if requirement.kind in ("pin", "ban") else ():
+            only = frozenset({requirement.device})
+            allowed[layer] = allowed[layer] & only if requirement.kind == "pin" else allowed[layer] - only
+    return tuple(allowed)
 
 
 def _together(asked: Sequence[Requirement]) -> Iterator[tuple[int, ...]]:

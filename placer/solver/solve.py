@@ -32,6 +32,7 @@ from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.stages import StageModel
+from placer.solver.step_choices import questions
 from placer.solver.step_time import StepSearch
 
 __all__ = ["Incumbent", "Search", "solve"]
@@ -101,7 +102,7 @@ def solve(
         placement = _fewest_search(request, progress, stop, meter).answer()
     else:
         placement = Search(Problem.from_request(request), progress, stop, meter=meter).answer()
-    if placement.infeasible is not None and request.objective != "step":
+    if placement.infeasible is not None:
         why = _conflict(request, placement.infeasible, stop, meter, began)
         placement = placement.model_copy(update={"infeasible": why})
     if request.explain and placement.layer_devices:
@@ -125,7 +126,8 @@ def _conflict(
         return left_s() <= 0 or meter.left <= 0 or (stop is not None and stop.is_set())
 
     search = Searcher(left_s, request.workers, request.seed, stop, meter)
-    return conflict.explained(Problem.from_request(request), reason, search, over)
+    ways = questions(request) if request.objective == "step" else [request]
+    return conflict.explained([Problem.from_request(way) for way in ways], reason, search, over)
 
 
 def _step_search(

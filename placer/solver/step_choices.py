@@ -40,10 +40,15 @@ class Choice:
     @property
     def bottleneck(self) -> Problem:
         """The same question with objective ``throughput``."""
-        asked = self.problem.request.model_copy(update={"objective": "throughput", "transfers": "overlapped"})
-        if asked.schedule == "interleaved" and not self.problem.contiguous:
-            asked = asked.model_copy(update={"chunks": 1})  # at least one is in flight: infeasible is infeasible
-        return replace(self.problem, request=asked)
+        return bottleneck_of(self.problem)
+
+
+def bottleneck_of(problem: Problem) -> Problem:
+    """A question by objective ``step`` as one for a small bottleneck, which no less can be placed for."""
+    asked = problem.request.model_copy(update={"objective": "throughput", "transfers": "overlapped"})
+    if asked.schedule == "interleaved" and not problem.contiguous:
+        asked = asked.model_copy(update={"chunks": 1})  # at least one is in flight: infeasible is infeasible
+    return replace(problem, request=asked)
 
 
 def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:

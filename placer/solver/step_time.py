@@ -21,7 +21,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from placer import schedule
-from placer.schema import Placement, PlacementRequest, SingleDevice, Step, Ties
+from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
 from placer.solver import answer, costs, pipelines, step_bounds, step_moves, step_ties
 from placer.solver.cpsat import Meter
 from placer.solver.problem import Problem
@@ -261,10 +261,18 @@ class StepSearch:
     def _nothing(self) -> Placement:
         """There is none, if that is proven of every choice; else none was found."""
         open_choices = [choice for choice in self.choices if choice.reason is None]
-        last = (open_choices or self.choices)[-1]
-        reason = None if open_choices else last.reason
-        placement = answer.nothing(last.problem, reason, self._bound(), "each choice", self._time_s())
+        told = open_choices[-1] if open_choices else min(self.choices, key=_distance)
+        reason = None if open_choices else self._told(told)
+        placement = answer.nothing(told.problem, reason, self._bound(), "each choice", self._time_s())
         return placement.model_copy(update={"id": self.request.content_hash(), "single_device": self._single_device()})
+
+    def _told(self, choice: Choice) -> Infeasibility | None:
+        """Why there is none, of the choice that comes nearest; which it is, where memory tells them apart."""
+        reason, asked = choice.reason, choice.problem.request
+        if reason is None or not reason.short_bytes or len(self.choices) == 1:
+            return reason
+        which = f"{asked.chunks} micro-batches of {asked.profile.batch_size} under {asked.schedule!r} come nearest"
+        return reason.model_copy(update={"reason": f"{reason.reason}; {which}"})
 
     def _single_device(self) -> SingleDevice:
         """The best that one device does, whatever the choice."""
@@ -285,3 +293,9 @@ class StepSearch:
             optimizer_ms=pipelines.optimizer_ms(problem, best.devices),
             choices=tuple(map(said, self.choices)),
         )
+
+
+def _distance(choice: Choice) -> tuple[bool, int]:
+    """How far from a placement a choice is: the bytes that are short, or farther than any number of them."""
+    short = choice.reason.short_bytes if choice.reason is not None else 0
+    return not short, short

@@ -58,7 +58,7 @@ def test_nothing_meets_the_group_and_something_meets_every_smaller_one(data, str
     request = data.draw(strategies.requests(objectives=("throughput",)))
     placement = solve(request)
     assume(placement.status == "infeasible")
-    asked = conflict.requirements(Problem.from_request(request))
+    asked = conflict.requirements([Problem.from_request(request)])
     words = [requirement.words for requirement in asked]
     group = [words.index(text) for text in placement.infeasible.requirements]
     assert group and placement.infeasible.smallest
