@@ -163,10 +163,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def table(name: str, folder: Path = RESULTS) -> str:
-    """The results of one benchmark as a markdown table, with the machine below."""
+def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
+    """The results of one benchmark as a markdown table, with the machine below.
+
+    Args:
+        name: of the benchmark.
+        folder: where its results are.
+        whole: whether rows are shown for which nothing was asked.
+    """
     content = read(name, folder)
-    rows = content["rows"]
+    rows = [entry for entry in content["rows"] if whole or entry["target"] is not None]
+    others = len(content["rows"]) - len(rows)
     peers = list(dict.fromkeys(peer for entry in rows for peer in entry["peers"]))
     figures = list(dict.fromkeys(name for entry in rows for name in entry.get(FIGURES, {})))
     head = ["case", "measure", "value", *figures, "target", "met", *peers]
@@ -178,7 +185,8 @@ def table(name: str, folder: Path = RESULTS) -> str:
         [
             *("| " + " | ".join(line) + " |" for line in lines),
             "",
-            f"{where['cpu']}, {where['cores']} cores{gpus}; {made}; {content['date']}; `{content['command']}`.",
+            f"{where['cpu']}, {where['cores']} cores{gpus}; {made}; {content['date']}; `{content['command']}`."
+            + (f" Without a target, in `benchmarks/results/{name}.json`: {others} more." if others else ""),
         ]
     )
 

@@ -67,6 +67,14 @@ def test_a_table_shows_value_spread_target_and_peers(record, written):
     assert "| c | time | - | 1 s | no |  |" in record.table("made", written)
 
 
+def test_what_nothing_was_asked_for_is_counted_and_shown_when_the_whole_is_wanted(record, tmp_path):
+    record.write("made", [record.row("a", "time", "s", 1.5, target=2.0), record.row("b", "count", "", 3)], tmp_path)
+    assert "| b |" not in record.table("made", tmp_path)
+    assert "in `benchmarks/results/made.json`: 1 more." in record.table("made", tmp_path)
+    assert "| b | count | 3 |" in record.table("made", tmp_path, whole=True)
+    assert "more" not in record.table("made", tmp_path, whole=True)
+
+
 def test_only_what_is_between_markers_is_rewritten(record, written):
     text = "before\n<!-- table made -->\nold\n<!-- end table made -->\nafter"
     renewed = record.with_tables(text, written)
