@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from placer import zoo
 
+from .. import record
+
 STAND_INS = 2
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -75,6 +77,12 @@ def counts() -> list[int]:
     """How many devices are tried: all, and two of more."""
     everything = len(places())
     return [everything] if everything <= 2 else [everything, 2]
+
+
+def asked() -> list[int]:
+    """How many devices the results tell of: those of the machine, however many of them this process may see."""
+    gpus = 0 if is_small() else len(record.machine()["gpus"])
+    return counts() if not gpus else [gpus] if gpus <= 2 else [gpus, 2]
 
 
 def prepare() -> None:

@@ -7,8 +7,13 @@ Samples of another machine, or of other versions, are not mixed with these: they
 
 from __future__ import annotations
 
+import fcntl
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from getpass import getuser
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,7 @@ def read(path: Path) -> tuple[Any, dict[str, list[Sample]]]:
 
 
 class Store:
-    """What the jobs of this machine and these versions gave.
+    """What the jobs of this machine and these versions gave; several processes may add to it at the same time.
 
     Args:
         folder: of the results; None keeps nothing.
@@ -40,35 +45,47 @@ class Store:
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / FILE
         self._conditions = {"machine": record.machine(), "versions": record.versions()}
-        self._renewed: set[str] = set()
-        self.jobs: dict[str, list[Sample]] = {}
-        if self._path is not None and self._path.exists():
-            conditions, jobs = read(self._path)
-            if conditions == self._conditions:
-                self.jobs = jobs
-            else:
-                print("the samples that are there come from another machine or other versions: none is kept")
+        self._mine: dict[str, list[Sample]] = {}
+        self.jobs = self._known()
+        if not self.jobs and self._path is not None and self._path.exists():
+            print("the samples that are there come from another machine or other versions: none is kept")
 
     def add(self, job: str, sample: Sample) -> None:
         """Keep a sample; the first one of a job takes the place of all that it had, unless it was not run at all."""
         if sample.was_not_run and self.jobs.get(job):
             return
-        if job not in self._renewed:
-            self._renewed.add(job)
-            self.jobs[job] = []
-        self.jobs[job].append(sample)
-        self._write()
+        self._mine.setdefault(job, []).append(sample)
+        with self._alone():
+            self.jobs = self._known() | self._mine
+            self._write()
 
     def samples(self) -> list[Sample]:
         """Of all jobs."""
         return [sample for samples in self.jobs.values() for sample in samples]
+
+    def _known(self) -> dict[str, list[Sample]]:
+        """The samples of the file, if they are of this machine and these versions."""
+        if self._path is None or not self._path.exists():
+            return {}
+        conditions, jobs = read(self._path)
+        return jobs if conditions == self._conditions else {}
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process writes meanwhile."""
+        if self._path is None:
+            yield
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with Path(tempfile.gettempdir(), f"{FILE}.{getuser()}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _write(self) -> None:
         if self._path is None:
             return
         entries: list[Any] = [self._conditions]
         entries += [{"job": job, "sample": asdict(sample)} for job, found in self.jobs.items() for sample in found]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_suffix(".part")
         part.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         part.replace(self._path)

@@ -22,7 +22,7 @@ def streamed(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     if one is not None:
         spread = spread_of(one.values["step_ms"])
         yield row(f"{label}, 1 device", "a batch, eager PyTorch", "ms", rounded(time_of(one)), spread=spread)
-    for count in cases.counts():
+    for count in cases.asked():
         yield from _streamed(f"{label}, {count} devices", name, samples, one, count)
     yield from failures(label, samples)
 

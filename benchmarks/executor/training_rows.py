@@ -37,7 +37,7 @@ def training(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     if eager is not None:
         spread = spread_of(eager.values["step_ms"])
         yield row(f"{label}, 1 device", "training step, eager PyTorch", "ms", rounded(time_of(eager)), spread=spread)
-    for count in cases.counts():
+    for count in cases.asked():
         yield from _pipelined(f"{label}, {count} devices", name, samples, eager, count)
     yield from failures(label, samples)
 

@@ -145,7 +145,7 @@ def made(part, monkeypatch):
     """Rows of made-up samples, as four GPUs would give them."""
     cases, sample = part("cases"), part("sample").Sample
     monkeypatch.setattr(cases, "is_small", lambda: False)
-    monkeypatch.setattr(cases, "counts", lambda: [4, 2])
+    monkeypatch.setattr(cases, "asked", lambda: [4, 2])
     ours = {"step_ms": [100.0], "host_ms": [30.0], "predicted_ms": [90.0], "loss_difference": [0.0], "stages": [4.0]}
     samples = [
         sample("gpt", "eager", 1, 1, {"step_ms": [300.0]}),
@@ -189,7 +189,7 @@ def streamed(part, monkeypatch):
     """Rows of made-up streams, as four GPUs would give them."""
     cases, sample = part("cases"), part("sample").Sample
     monkeypatch.setattr(cases, "is_small", lambda: False)
-    monkeypatch.setattr(cases, "counts", lambda: [4])
+    monkeypatch.setattr(cases, "asked", lambda: [4])
     ours = {"step_ms": [50.0], "host_ms": [1.0], "predicted_ms": [45.0], "difference": [0.0], "eager_stages": [0.0]}
     samples = [
         sample("stream-gpt", "eager", 1, 1, {"step_ms": [200.0]}),
@@ -271,6 +271,23 @@ def test_a_job_that_found_no_time_leaves_what_it_gave_before(ran, steps, part):
     rows = ran("gpt:tutorial", [part("sample").Sample("gpt", "tutorial", 0, 0, failed="not run, no time")])
     assert not [row for row in rows if row["measure"].startswith("no value")]
     assert _row(rows, "training step, speed-up", "2 devices")["peers"] == {"tutorial's split": None}
+
+
+def test_processes_that_run_jobs_at_the_same_time_lose_none_of_their_samples(part, steps, tmp_path):
+    one, other = part("store").Store(tmp_path), part("store").Store(tmp_path)
+    one.add("gpt:ours", steps("ours", 10.0))
+    other.add("gpt:tutorial", steps("tutorial", 20.0))
+    one.add("gpt:ours", steps("eager", 30.0, 1))
+    found = [steps("ours", 10.0), steps("eager", 30.0, 1), steps("tutorial", 20.0)]
+    assert all(part("store").Store(tmp_path).samples().count(sample) == 1 for sample in found)
+    assert len(one.samples()) == 3
+
+
+def test_rows_tell_of_the_machines_devices_however_many_a_process_sees(part, monkeypatch):
+    cases, record = part("cases"), importlib.import_module("benchmarks.record")
+    monkeypatch.setattr(cases, "is_small", lambda: False)
+    monkeypatch.setattr(record, "machine", lambda: {"gpus": ["H200"] * 4})
+    assert cases.asked() == [4, 2]
 
 
 def test_what_a_run_found_is_written_before_its_next_job_breaks_it_off(part, monkeypatch, tmp_path, steps):
