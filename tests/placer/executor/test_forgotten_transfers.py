@@ -13,12 +13,29 @@ from splitting import assert_same, scatter_layers, step, twins
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
+from placer.devices import Courier
+from placer.errors import StageError
 from placer.graph.structure import flatten
 from placer.testing import MixedDevicesError, logical_devices
 from placer.zoo import unet
 
 Make = Callable[[], nn.Module]
 Inputs = tuple[Tensor, ...]
+
+
+class Refused(nn.Module):
+    """Runs through hooks, for its branch on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.norm = (*(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z = self.second(y) if y.sum() > 0 else self.third(y)
+        normed: Tensor = self.norm(z + y)
+        return normed * x
+
 
 MODELS = {
     "skips": (Skips, (torch.randn(4, 5, dtype=torch.float64),)),
@@ -29,6 +46,7 @@ MODELS = {
     ),
     # Its tied weight is moved to the head's device in every run, and the gradient lands on a Parameter elsewhere.
     "tied": (TiedTokens, (torch.tensor([[1, 2, 3], [0, 5, 2]]),)),
+    "through hooks": (Refused, (torch.randn(6, 4, dtype=torch.float64),)),
 }
 
 
@@ -155,3 +173,57 @@ def test_a_gradient_that_lands_on_a_parameter_of_another_device_is_caught() -> N
         elsewhere = _OneWay.apply(weight, devices.copy, torch.device("cpu:1"))
         with pytest.raises(MixedDevicesError, match="gradient"):
             (elsewhere * elsewhere).sum().backward()
+
+
+class _Forgetful:
+    """In the place of ``Courier.send``: counts what is sent, and forgets one of it."""
+
+    def __init__(self) -> None:
+        self._send = Courier.send
+        self.sent, self.forgotten = 0, -1
+
+    def send(self, courier: Courier, source: Tensor, ready: Any, target: Tensor, *rest: Any) -> Any:
+        number, self.sent = self.sent, self.sent + 1
+        if number != self.forgotten:
+            return self._send(courier, source, ready, target, *rest)
+        target.fill_(torch.nan)  # else the value of an earlier step may lie there
+        return None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_every_transfer_that_a_training_step_forgets_shows_in_its_loss_or_gradients(
+    schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = twins(Skips)
+    inputs = torch.randn(4, 5, dtype=torch.float64)
+    goal = torch.zeros_like(reference(inputs)).detach()
+    for part, its in zip(inputs.chunk(2), goal.chunk(2), strict=True):
+        (nn.functional.mse_loss(reference(part), its) / 2).backward()
+    expected = [parameter.grad for parameter in reference.parameters()]
+    forgetful = _Forgetful()
+    monkeypatch.setattr(Courier, "send", lambda courier, *rest: forgetful.send(courier, *rest))
+
+    def caught() -> bool:
+        try:
+            train(inputs, goal, chunks=2)
+        except (StageError, MixedDevicesError):
+            return True
+        found = [parameter.grad for parameter in model.parameters()]
+        return not all(
+            torch.allclose(one.cpu(), other) for one, other in zip(found, expected, strict=True) if other is not None
+        )
+
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3, seed=3)
+        train = flow.train_step(nn.functional.mse_loss, schedule=schedule)
+        assert not caught()
+        forgetful.sent = 0
+        assert not caught()
+        every, missed = forgetful.sent, []
+        assert every >= 8
+        for number in range(every):
+            forgetful.sent, forgetful.forgotten = 0, number
+            if not caught():
+                missed.append(number)
+    assert missed == []
