@@ -98,7 +98,7 @@ class _Flat(nn.Module):
         with _GradientMode() as mode:
             leaves, structure = flatten(self.module(*args, **kwargs))
         self._outputs.append(structure)
-        self.custom.update(_custom_functions(leaves) or mode.custom)
+        self.custom.update(custom_functions(leaves) or mode.custom)
         return tuple(leaves)
 
 
@@ -135,10 +135,10 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     refuse_hooks(module)
     tensors, inputs = flatten((args, kwargs))
-    device = _capture_device(module, tensors)
+    device = capture_device(module, tensors)
     batch = batch_size(tensors)
-    with _traceable(module, device), checkpoints.noticed(module) as checkpointed:
-        examples = tuple(_example(tensor, device) for tensor in tensors)
+    with traceable(module, device), checkpoints.noticed(module) as checkpointed:
+        examples = tuple(example(tensor, device) for tensor in tensors)
         program, outputs = _export(module, inputs, examples, batch)
     graph_module = program.module()
     _refuse_shapes_from_values(graph_module.graph)
@@ -222,7 +222,7 @@ def _refuse_shapes_from_values(graph: fx.Graph) -> None:
                 raise CaptureError(f"the shape that {node.target} gives depends on values of tensors")
 
 
-def _custom_functions(leaves: Sequence[Any]) -> set[str]:
+def custom_functions(leaves: Sequence[Any]) -> set[str]:
     """The custom autograd functions that a result went through: export keeps what their forward does, and no more."""
     found: set[str] = set()
     seen: set[Any] = set()
@@ -249,7 +249,7 @@ def _reason(error: Exception) -> str:
     return f"torch.export: {type(error).__name__}: {lines[0] if lines else ''}"[:1000]
 
 
-def _capture_device(module: nn.Module, tensors: Sequence[Any]) -> torch.device:
+def capture_device(module: nn.Module, tensors: Sequence[Any]) -> torch.device:
     """Where the state is, if it is in one place; else the CPU."""
     places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if not places:
@@ -257,14 +257,15 @@ def _capture_device(module: nn.Module, tensors: Sequence[Any]) -> torch.device:
     return places.pop() if len(places) == 1 else torch.device("cpu")
 
 
-def _example(tensor: Any, device: torch.device) -> Any:
+def example(tensor: Any, device: torch.device) -> Any:
+    """An input as the capture takes it: a tensor of its shape on the device of the capture."""
     if not isinstance(tensor, Tensor) or tensor.device == device:
         return tensor
     return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
 
 
 @contextmanager
-def _traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
+def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
     """State in one place, gradients on, autocast off: what is captured must not depend on the surroundings."""
     with ExitStack() as stack:
         stack.enter_context(devices.unobserved())

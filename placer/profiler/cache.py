@@ -2,6 +2,7 @@
 
     <folder>/layers/3f/3f09...c1.json      one layer on one type of device
     <folder>/links/a0/a07b...22.json       one link of one machine
+    <folder>/graphs/7e/7e10...5d.json      the layers of one model at one batch size
 
 A key is a hash of everything that the measurement depends on, so that an entry is never out of date: what changes makes
 another key. Entries are written whole or not at all; one that cannot be read is measured and written again.
@@ -26,7 +27,7 @@ from placer.errors import InputError
 CacheLike = bool | str | os.PathLike[str]
 """True: the folder that ``PLACER_CACHE`` names, else the user's own; False: none; or a folder."""
 
-_KINDS = ("layers", "links")
+_KINDS = ("layers", "links", "graphs")
 _OFF = ("", "0", "off", "no", "false")
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Cache:
         """Keep an entry; a folder that cannot be written to is told of once and costs only the time of measuring again.
 
         Args:
-            kind: ``layers`` or ``links``.
+            kind: ``layers``, ``links`` or ``graphs``.
             key: from ``key_of``.
             content: what JSON can hold.
         """

@@ -39,8 +39,13 @@ def conditions(device: torch.device) -> dict[str, Any]:
         "versions": _versions(),
         "settings": {name: _setting(read) for name, read in _settings(device).items()},
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
-        "measured_by": _code(),
+        "measured_by": _code("profiler", "devices"),
     }
+
+
+def capture_facts() -> dict[str, Any]:
+    """What a captured graph depends on beside the model, as facts for a key."""
+    return {"versions": _versions(), "captured_by": _code("graph", "profiler")}
 
 
 def _versions() -> dict[str, str]:
@@ -126,9 +131,9 @@ def _option(value: Any) -> str:
 
 
 @cache
-def _code() -> str:
-    """A hash of the sources that measure: better measuring makes what was measured before out of date."""
-    folders = (Path(__file__).parent, Path(devices.__file__).parent)
+def _code(*packages: str) -> str:
+    """A hash of sources of Placer: better measuring makes what was measured before out of date."""
+    folders = [Path(__file__).parents[1] / package for package in packages]
     total = hashlib.sha256()
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         total.update(path.name.encode() + b"\0" + path.read_bytes())

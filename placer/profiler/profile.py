@@ -22,6 +22,7 @@ from placer.profiler import inputs
 from placer.profiler.cache import Cache, CacheLike, open_cache
 from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
 from placer.profiler.conditions import conditions, optimizer_facts
+from placer.profiler.graphs import KnownGraphs
 from placer.profiler.links import links_to_measure
 from placer.profiler.measure import Measurement, measure_layers
 from placer.profiler.optimizer import OptimizerLike, OptimizerState
@@ -124,8 +125,9 @@ def profile(
     with unobserved(), keep_random_state(found), torch.inference_mode(False), inputs.mode(model, training):
         tensors, structure = inputs.trackable(args, kwargs)
         given = [tensors] if batch_sizes is None else inputs.resized(tensors, batch_sizes)
-        graphs = capture_each(model, [structure.unflatten(batch) for batch in given], granularity)
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
+        calls = [structure.unflatten(batch) for batch in given]
+        graphs = _graphs(model, calls, granularity, folder, list(known.values()))
         missing = [len(of_kind.missing(graph.layers)) for of_kind in known.values() for graph in graphs]
         with progress_bar(progress, sum(missing) + links_to_measure(found, folder)) as step:
             measured = [
@@ -140,6 +142,19 @@ def profile(
     _log.info("%d layers were measured, %d taken from the cache", *counts)
     profiles = [write(graph, rows, training, state, cluster) for graph, rows in zip(graphs, measured, strict=True)]
     return profiles[0] if batch_sizes is None else profiles
+
+
+def _graphs(
+    model: nn.Module, calls: Sequence[Any], granularity: Granularity, folder: Cache | None, known: Sequence[Remembered]
+) -> list[LayerGraph]:
+    """The graph of each call, captured unless an earlier run has captured it and measured all of its layers."""
+    earlier = KnownGraphs(folder, model, calls, granularity)
+    found = earlier.read()
+    if found is not None and not any(of_kind.missing(graph.layers) for of_kind in known for graph in found):
+        return found
+    graphs = capture_each(model, calls, granularity)
+    earlier.keep(graphs)
+    return graphs
 
 
 def capture_each(model: nn.Module, calls: Sequence[Any], granularity: Granularity) -> list[LayerGraph]:

@@ -42,7 +42,7 @@ def test_precision_and_autocast_count() -> None:
 
 def test_better_measuring_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = conditions(CPU)
-    monkeypatch.setattr(module, "_code", lambda: "new sources")
+    monkeypatch.setattr(module, "_code", lambda *packages: "new sources")
     assert changed(before, conditions(CPU)) == {"measured_by"}
 
 

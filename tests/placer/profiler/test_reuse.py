@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from placer import profiler
+from placer import profiler, zoo
 from placer.profiler import measure
+from placer.profiler import profile as profile_module
+from placer.profiler.cache import Cache
 from placer.profiler.profile import profile
 from placer.schema import Profile
 
@@ -64,6 +66,66 @@ def test_a_second_profile_runs_no_layer(take: Any, monkeypatch: pytest.MonkeyPat
     take(chain(*SIZES))
     monkeypatch.setattr(measure, "bring_state", lambda *_: pytest.fail("a layer's state was brought to a device"))
     take(chain(*SIZES))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "resnet": (lambda: zoo.resnet18(), lambda: torch.randn(2, 3, 32, 32)),
+    "unet": (lambda: zoo.unet(width=2), lambda: torch.randn(2, 3, 32, 32)),
+    "llama": (lambda: zoo.llama(2, 16, 2, 1, 24, 32), lambda: torch.randint(32, (2, 8))),  # with constants
+    "tied": (lambda: Tied(), lambda: torch.randn(2, 8)),
+}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.shift = torch.ones(8)  # neither a parameter nor a buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x).relu() + self.shift)
+        return result
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_second_profile_captures_nothing_and_says_the_same(
+    take: Any, name: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, inputs = MODELS[name]
+    first = take(make(), inputs(), training=training, granularity="fine")
+    monkeypatch.setattr(profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again"))
+    assert take(make(), inputs(), training=training, granularity="fine") == first
+
+
+def test_layers_that_are_known_in_another_order_are_another_graph(take: Any, counted: list[str]) -> None:
+    layers = [nn.Linear(8, 8), nn.ReLU(), nn.Tanh()]
+    take(nn.Sequential(*layers, *layers), granularity="fine")
+    counted.clear()
+    found = take(nn.Sequential(*layers, layers[0], layers[2], layers[1]), granularity="fine")
+    assert [layer.module for layer in found.layers] == ["Linear", "ReLU", "Tanh", "Linear", "Tanh", "ReLU"]
+    assert [edge.bytes for edge in found.edges] == [64] * 5
+
+
+def test_several_batch_sizes_are_known_together(take: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = take(chain(*SIZES), batch_sizes=(2, 4))
+    monkeypatch.setattr(profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again"))
+    assert take(chain(*SIZES), batch_sizes=(2, 4)) == first
+
+
+def test_a_graph_that_cannot_be_read_is_captured_again(take: Any, tmp_path: Path) -> None:
+    first = take(chain(*SIZES))
+    cache = Cache(tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob("graphs/*/*.json")
+    for content in ({}, [], cache.read("graphs", path.stem) | {"layers": [{"name": "x"}]}):
+        cache.write("graphs", path.stem, content)
+        assert take(chain(*SIZES)) == first
+
+
+def test_a_graph_that_is_cut_by_a_function_is_captured_every_time(take: Any, tmp_path: Path) -> None:
+    take(chain(*SIZES), granularity=lambda path, module: True)
+    assert not list((tmp_path / "cache").glob("graphs/*/*.json"))
 
 
 def test_a_changed_layer_measures_only_itself(take: Any, counted: list[str]) -> None:

@@ -1,0 +1,187 @@
+"""What a capture depends on, told without capturing: the operations that a model's code runs, on tensors without data.
+
+    model, inputs ──▶ forward pass on fake tensors ──▶ modules entered, operations, arguments ──▶ hash
+
+It takes a small part of the time of ``capture``. The user's code itself runs, as it is now, so that no change of it, of
+what it reads, or of the libraries that it calls goes unseen where it changes what is done. Equal footprints are equal
+graphs; that is what ``profile`` finds the layers of earlier runs by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from placer.errors import CaptureError
+from placer.graph import checkpoints
+from placer.graph.export import capture_device, custom_functions, example, refuse_hooks, traceable
+from placer.graph.layers import named_state
+from placer.graph.structure import flatten
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """A hash of what the model does with these inputs, in its present mode.
+
+    Args:
+        model: any module; it is left as it was.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+
+    Returns:
+        The hash; None where it cannot be told: the model could not be captured either, is compiled, keeps something
+        of its pass, or runs what is no plain operation on tensors.
+    """
+    try:
+        refuse_hooks(model)
+        if any(child._compiled_call_impl is not None or hasattr(child, "_orig_mod") for child in model.modules()):
+            return None
+        with _kept(model) as changed:
+            parts = _run(model, args, kwargs)
+        return None if changed else hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    except Exception:  # whatever the model's own code may raise: a capture will tell
+        return None
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """What is done, line by line."""
+    tensors, inputs = flatten((args, kwargs))
+    device = capture_device(model, tensors)
+    with traceable(model, device), checkpoints.noticed(model) as checkpointed, _eager():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        own = named_state(model)
+        state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in own.items()}
+        given = [example(tensor, device) for tensor in tensors]
+        given = [mode.from_tensor(item) if isinstance(item, Tensor) else item for item in given]
+        log = _Log(model)
+        log.parts += [f"input {log.spelt(item)}" for item in given]
+        log.parts += [f"state {name} {type(own[name]).__name__} {log.spelt(tensor)}" for name, tensor in state.items()]
+        again, others = inputs.unflatten(given)
+        with log.modules(), mode, log:
+            result = torch.func.functional_call(model, state, again, others, tie_weights=True, strict=False)
+        leaves, outputs = flatten(result)
+        if custom_functions(leaves):
+            raise CaptureError("custom autograd functions")
+        log.parts += [f"output {log.spelt(leaf)}" for leaf in leaves]
+        return [repr(inputs.key), repr(outputs.key), repr(checkpointed), *_tree(model), *log.parts]
+
+
+def _tree(model: nn.Module) -> Iterator[str]:
+    """The modules, which layers are cut along, and which state each has."""
+    numbers: dict[int, int] = {}
+    for name, child in model.named_modules(remove_duplicate=False):
+        held = {
+            key: None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
+            for key, tensor in (*child._parameters.items(), *child._buffers.items())
+        }
+        number = numbers.setdefault(id(child), len(numbers))
+        yield f"{name} {type(child).__module__}.{type(child).__qualname__} {number} {child.training} {held}"
+
+
+class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operation: tensors by number, in the order in which they first appear.
+
+    Attributes:
+        parts: what was written, a line each.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parts: list[str] = []
+        self._names = {id(child): name for name, child in model.named_modules()}
+        self._numbers: dict[int, int] = {}
+        self._seen: list[Tensor] = []  # held, so that no other tensor takes the place of one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.spelt((args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        surroundings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        self.parts.append(f"{func} {before} {self.spelt(result)} {surroundings}")
+        return result
+
+    @contextmanager
+    def modules(self) -> Iterator[None]:
+        """Write down which modules are entered and left."""
+
+        def enter(child: nn.Module, _: Any) -> None:
+            if id(child) in self._names:
+                self.parts.append(f"> {self._names[id(child)]}")
+
+        def leave(child: nn.Module, _: Any, __: Any) -> None:
+            if id(child) in self._names:
+                self.parts.append("<")
+
+        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def spelt(self, item: Any) -> str:
+        """Anything that an operation takes or gives."""
+        if isinstance(item, Tensor):
+            return self._tensor(item)
+        if isinstance(item, _PLAIN):
+            return repr(item)
+        if isinstance(item, list | tuple):
+            return f"[{', '.join(map(self.spelt, item))}]"
+        if isinstance(item, Mapping):
+            return f"{{{', '.join(f'{key}: {self.spelt(value)}' for key, value in item.items())}}}"
+        raise CaptureError(f"a {type(item).__name__} is no plain argument")
+
+    def _tensor(self, tensor: Tensor) -> str:
+        if id(tensor) in self._numbers:
+            return f"t{self._numbers[id(tensor)]}"
+        number = self._numbers[id(tensor)] = len(self._seen)
+        self._seen.append(tensor)
+        strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+        return f"t{number}:{tensor.dtype} {list(tensor.shape)} {strides} {tensor.device.type} {tensor.requires_grad}"
+
+
+def _eager() -> Any:
+    """Functions that the user compiled run as they are written."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[list[str]]:
+    """Give modules the attributes back that a pass sets on them, and tell of which it did."""
+    changed: list[str] = []
+    before = {child: (dict(child.__dict__), _contents(child)) for child in model.modules()}
+    try:
+        yield changed
+    finally:
+        for child, (fields, contents) in before.items():
+            for value, was in contents:
+                if len(value) != len(was) or any(a is not b for a, b in zip(_items(value), _items(was), strict=True)):
+                    changed.append(type(value).__name__)
+                    _refill(value, was)
+            if child.__dict__.keys() != fields.keys() or any(child.__dict__[key] is not fields[key] for key in fields):
+                changed.append(type(child).__name__)
+                child.__dict__.clear()
+                child.__dict__.update(fields)
+
+
+def _contents(child: nn.Module) -> list[tuple[Any, Any]]:
+    """The lists and dicts among a module's own attributes, with a copy of each."""
+    return [(value, value.copy()) for key, value in child.__dict__.items() if type(value) in (list, dict)]
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [part for pair in value.items() for part in pair]
+
+
+def _refill(value: Any, was: Any) -> None:
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(was)
