@@ -53,7 +53,8 @@ def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator
     store = Store(folder)
     for job, sample in jobs.run(names, budget_s):
         store.add(job.name, sample)
-        samples = store.samples()
-        renewed = {known.case for known in samples}
-        kept = [row for row in before if not any(rows.belongs(row["case"], case) for case in renewed)]
-        yield [*kept, *rows.rows(samples)]
+        ours = {name.partition(":")[0] for name in store.jobs if name.endswith(":ours")}
+        # Rows that are there without samples go when there are samples of ours, not of a peer alone.
+        kept = [row for row in before if not any(rows.belongs(row["case"], case) for case in ours)]
+        old = {known.case for known in store.samples() if any(rows.belongs(row["case"], known.case) for row in kept)}
+        yield [*kept, *rows.rows([known for known in store.samples() if known.case not in old])]

@@ -314,6 +314,15 @@ def test_rows_without_samples_stay_where_machine_and_versions_are_the_same(ran, 
     assert not any(row["case"].endswith("old") for row in rows)
 
 
+def test_rows_of_ours_without_samples_stay_where_only_a_peer_was_run_anew(ran, tmp_path, steps):
+    record = importlib.import_module("benchmarks.record")
+    kept = record.row("tiny: GPT, 2 layers, d=32, 8 x 16 tokens, 2 devices", "training step", "ms", 1.0)
+    record.write("executor", [kept], tmp_path)
+    assert ran("gpt:tutorial", [steps("tutorial", 20.0)]) == [kept]
+    rows = ran("gpt:ours", [steps("eager", 30.0, 1), steps("ours", 10.0, **OURS)])
+    assert _row(rows, "training step, speed-up", "2 devices")["peers"] == {"tutorial's split": 1.5}
+
+
 def test_samples_of_other_versions_are_left_out(part, tmp_path, steps, monkeypatch):
     part("store").Store(tmp_path).add("gpt:ours", steps("eager", 30.0, 1))
     monkeypatch.setattr(importlib.import_module("benchmarks.record"), "versions", lambda: {"torch": "another"})
