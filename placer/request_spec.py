@@ -11,9 +11,21 @@ from typing import cast
 
 from placer.errors import InputError
 from placer.report.units import parse_bytes
-from placer.schema import Cluster, Constraints, Objective, PlacementRequest, Profile, ScheduleChoice, Transfers
+from placer.schema import (
+    Cluster,
+    Constraints,
+    Objective,
+    PlacementRequest,
+    Profile,
+    Recompute,
+    ScheduleChoice,
+    Transfers,
+)
 
 __all__ = ["limited", "request_for", "rules"]
+
+WORDS: tuple[Recompute, ...] = ("never", "auto", "always")
+"""Whether a device recomputes."""
 
 
 def limited(cluster: Cluster, limits: list[str]) -> Cluster:
@@ -57,6 +69,7 @@ def rules(
     min_devices: int | None = None,
     max_layers: int | None = None,
     recompute: bool = False,
+    recompute_on: Sequence[str] = (),
 ) -> Constraints:
     """What the placement must respect.
 
@@ -69,6 +82,7 @@ def rules(
         min_devices: use at least so many.
         max_layers: no device holds more layers.
         recompute: whether devices may run forwards once more where memory would not do otherwise.
+        recompute_on: ``DEVICE=never``, ``DEVICE=auto`` or ``DEVICE=always`` each: whether that device does.
 
     Raises:
         InputError: one is not of that form, or there is no such device.
@@ -84,8 +98,24 @@ def rules(
         min_devices=min_devices,
         max_layers=max_layers,
         contiguous=contiguous,
-        recompute="auto" if recompute else "never",
+        recompute=_recompute(cluster, "auto" if recompute else "never", recompute_on),
     )
+
+
+def _recompute(cluster: Cluster, others: Recompute, by_device: Sequence[str]) -> Recompute | dict[str, Recompute]:
+    """One word for all devices, or a word for each that is named and one for the others."""
+    if not by_device:
+        return others
+    words: dict[str, Recompute] = {"*": others}
+    for text in by_device:
+        device, _, asked = text.rpartition("=")
+        word = next((word for word in WORDS if word == asked), None)
+        if word is None or not device:
+            raise InputError(
+                f"{text!r} names no device and {', '.join(WORDS)}; write DEVICE=always, as in cuda:1=always"
+            )
+        words[_device(cluster, device)] = word
+    return words
 
 
 def _pair(cluster: Cluster, text: str) -> tuple[str, str]:

@@ -69,6 +69,10 @@ Contiguous = Annotated[
 Recompute = Annotated[
     bool, typer.Option("--recompute", help="where memory would not do otherwise, keep less and run forwards once more")
 ]
+RecomputeOn = Annotated[
+    list[str],
+    typer.Option("--recompute-on", metavar="DEVICE=WORD", help="never, auto or always, for one device; repeatable"),
+]
 TimeLimit = Annotated[float, typer.Option(min=0.001, help="seconds to solve; then the best so far is the answer")]
 WorkLimit = Annotated[
     float | None,

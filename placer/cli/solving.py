@@ -36,6 +36,7 @@ from placer.cli.options import (
     Output,
     Pins,
     Recompute,
+    RecomputeOn,
     ScheduleOption,
     Server,
     Sizes,
@@ -71,6 +72,7 @@ def solve(
     min_devices: MinDevices = None,
     max_layers: MaxLayers = None,
     recompute: Recompute = False,
+    recompute_on: RecomputeOn = [],  # noqa: B006
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
     work_limit: WorkLimit = None,
@@ -91,7 +93,7 @@ def solve(
     if target is None:
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = limited(target, memory)
-    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute)
+    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
     others = [_profile_in(name) for name in also]
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
     request = request_for(subject, target, limits, *given, break_ties, bottleneck, work_limit)
@@ -121,6 +123,7 @@ def suggest(
     min_devices: MinDevices = None,
     max_layers: MaxLayers = None,
     recompute: Recompute = False,
+    recompute_on: RecomputeOn = [],  # noqa: B006
     contiguous: Contiguous = None,
     time_limit: TimeLimit = 30.0,
     work_limit: WorkLimit = None,
@@ -138,7 +141,7 @@ def suggest(
     measured = profiles[-1]  # the largest micro-batch
     target = measured.cluster
     assert target is not None  # profile() measures the devices
-    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute)
+    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
     request = request_for(measured, target, limits, *given, break_ties, bottleneck, work_limit)
     answer(request, server, output, json)

@@ -9,7 +9,16 @@ changed copy.
 
 from __future__ import annotations
 
-from placer.schema.base import SCHEMA_VERSION, Limiting, Objective, Schedule, ScheduleChoice, Status, Transfers
+from placer.schema.base import (
+    SCHEMA_VERSION,
+    Limiting,
+    Objective,
+    Recompute,
+    Schedule,
+    ScheduleChoice,
+    Status,
+    Transfers,
+)
 from placer.schema.batch import Batch, BatchAnswer, BatchAnswers
 from placer.schema.cluster import Cluster, Device, Link, Rate
 from placer.schema.history import PlacementPage, Progress, Summary
@@ -61,6 +70,7 @@ __all__ = [
     "Profile",
     "Progress",
     "Rate",
+    "Recompute",
     "Refinement",
     "Round",
     "Schedule",

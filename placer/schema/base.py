@@ -41,6 +41,9 @@ ScheduleChoice = Literal["auto", Schedule]
 """``auto``: the best for the batch, under objective ``step``."""
 
 Transfers = Literal["added", "overlapped"]
+Recompute = Literal["never", "auto", "always"]
+"""Whether a device runs forwards once more before each backward pass; ``auto``: where memory would not do otherwise."""
+
 Limiting = Literal["memory", "link", "layer", "work"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 

@@ -15,6 +15,7 @@ from placer.schema.base import (
     SCHEMA_VERSION,
     Name,
     Objective,
+    Recompute,
     ScheduleChoice,
     Transfers,
     Wire,
@@ -32,8 +33,11 @@ class Constraints(Wire):
         contiguous: each stage is a set of layers with no path that leaves it and comes back (the quotient graph over
             devices is acyclic). None: contiguous, unless a group of colocated layers would then pull the whole model
             onto one device, as tied embeddings do; then free.
-        recompute: ``auto``: a device whose memory would not do otherwise keeps, in training, of micro-batches in flight
-            only the values that come from other devices, and runs forwards once more before each backward pass.
+        recompute: whether a device that holds layers keeps, in training, of micro-batches in flight only the values
+            that come from other devices, and runs forwards once more before each backward pass: ``never``, ``always``,
+            or ``auto``, if memory would not do otherwise. One word for all devices, or device -> word; a device of
+            ``*`` stands for all others, which else never do. Where one always does, objective ``step`` has no free
+            stages.
         pinned: layer -> the device that it must be on.
         forbidden: layer -> devices that it must not be on. A layer of ``*`` stands for every layer.
         colocated: groups of layers that must share a device, beside those of the profile.
@@ -43,13 +47,19 @@ class Constraints(Wire):
     """
 
     contiguous: bool | None = None
-    recompute: Literal["never", "auto"] = "never"
+    recompute: Recompute | Annotated[dict[Name, Recompute], IN_ORDER] = "never"
     pinned: Annotated[dict[Name, Name], IN_ORDER] = {}
     forbidden: Annotated[dict[Name, Annotated[tuple[Name, ...], FIRST]], IN_ORDER] = {}
     colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
     max_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
     min_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
     max_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+
+    def recompute_on(self, device: str) -> Recompute:
+        """Whether a device recomputes, by its name."""
+        if isinstance(self.recompute, str):
+            return self.recompute
+        return self.recompute.get(device, self.recompute.get("*", "never"))
 
 
 class PlacementRequest(Wire):
@@ -119,6 +129,10 @@ class PlacementRequest(Wire):
             refuse_unknown("constraints.forbidden", banned, devices, "device")
         for group in rules.colocated:
             refuse_unknown("constraints.colocated", group, layers)
+        if isinstance(rules.recompute, dict):
+            refuse_unknown(
+                "constraints.recompute", (name for name in rules.recompute if name != "*"), devices, "device"
+            )
         _refuse_unreachable(cluster)
         self._check_pins(cluster)
         self._check_numbers(len(devices), len(layers))

@@ -109,7 +109,7 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     used = list(dict.fromkeys(where.values()))
     memory = Memory(request, where)
     orders = itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
-    slowest = check_recompute.repeated(request, where, tuple(used)) if check_recompute.may(request, 1) else request
+    slowest = check_recompute.repeated(request, where, [d for d in used if check_recompute.may(request, d, 1)])
     return _within_bottleneck(slowest, where) and any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
@@ -187,11 +187,13 @@ def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ..
 
 
 def _check_recompute(request: PlacementRequest, where: Where, placement: Placement) -> None:
-    """Only devices that hold layers recompute, and only where it is asked for."""
+    """Only devices that hold layers recompute, only where it is asked for, and everywhere where it must be."""
     for device in placement.recompute:
         require(device in where.values(), f"{device!r} recomputes, but holds no layer")
         flight = _flight(request, where, placement.stages, placement.contiguous, device)
-        require(check_recompute.may(request, flight), f"{device!r} recomputes, which was not asked for")
+        require(check_recompute.may(request, device, flight), f"{device!r} recomputes, which was not asked for")
+    for device in set(where.values()) - set(placement.recompute):
+        require(not check_recompute.must(request, device), f"{device!r} does not recompute, which was asked for")
 
 
 # Loads and memory

@@ -28,20 +28,35 @@ def _slower(layer: Layer, kind: str) -> Layer:
 
 
 def least(request: PlacementRequest, memory: Memory, device: str, flight: Flight) -> int:
-    """What a device needs at the least, in bytes, recomputed if that may be."""
-    needs = [memory.total(device, flight)]
-    if may(request, flight):
+    """What a device needs at the least, in bytes, recomputed if it must or may be."""
+    needs = [] if must(request, device) else [memory.total(device, flight)]
+    if may(request, device, flight):
         needs.append(memory.total(device, flight, again=True))
     return min(needs)
 
 
 def alone(request: PlacementRequest, memory: Memory, device: Device, flight: Flight) -> bool:
-    """Whether a device that has all layers recomputes: where it helps, and memory is short or all that counts."""
+    """Whether a device with all layers recomputes: it must, or it helps and memory is short, or all that counts."""
+    if must(request, device.name):
+        return True
     need = memory.total(device.name, flight)
     short = request.objective == "memory" or need > device.usable_bytes
-    return may(request, flight) and short and memory.total(device.name, flight, again=True) < need
+    return may(request, device.name, flight) and short and memory.total(device.name, flight, again=True) < need
 
 
-def may(request: PlacementRequest, flight: Flight) -> bool:
+def may(request: PlacementRequest, device: str, flight: Flight) -> bool:
     """Whether a device may recompute: in training, if asked for, and where a device's stages are counted as one."""
-    return request.is_training and request.constraints.recompute == "auto" and isinstance(flight, int)
+    return request.is_training and rule(request, device) != "never" and isinstance(flight, int)
+
+
+def must(request: PlacementRequest, device: str) -> bool:
+    """Whether a device that holds layers recomputes in any case."""
+    return request.is_training and rule(request, device) == "always"
+
+
+def rule(request: PlacementRequest, device: str) -> str:
+    """What is asked of a device: by its own name, else by that of all others."""
+    asked = request.constraints.recompute
+    if isinstance(asked, str):
+        return asked
+    return asked[device] if device in asked else asked.get("*", "never")

@@ -14,6 +14,7 @@ from typing import Any
 
 from placer.schedule import Plan, plan
 from placer.schema import Edge, Placement, PlacementRequest
+from placer.solver import check_recompute
 
 Where = Mapping[str, str]
 Event = tuple[Any, ...]
@@ -34,7 +35,8 @@ def choices(request: PlacementRequest) -> Iterator[PlacementRequest]:
     whole = request.batch_size or request.chunks * request.profile.batch_size
     contiguous_too = ["1f1b", "zero-bubble", "fill-drain"] if request.is_training else ["fill-drain"]
     kinds = [(order, True) for order in (contiguous_too if request.schedule == "auto" else [request.schedule])]
-    if request.is_training and request.schedule in ("auto", "interleaved"):
+    always = any(check_recompute.must(request, device.name) for device in request.devices)
+    if request.is_training and request.schedule in ("auto", "interleaved") and not always:
         kinds += [("interleaved", False)] * (request.constraints.contiguous is not True)
     for profile in (request.profile, *request.profiles):
         if whole % profile.batch_size:

@@ -50,8 +50,9 @@ backward(l) + forward(l) everywhere below and above, and of further micro-batche
     use(d)      = ... + (in_flight(d) - 1) * entering(d) + ...      in place of (in_flight(d) - 1) * kept(d)
     entering(d) = sum of bytes(v) over v made elsewhere and read on d
 
-With ``recompute = "auto"`` those devices do so that would be over their limits otherwise (under objective ``memory``:
-all) and for which entering(d) < kept(d) and in_flight(d) > 1; none where micro-batches are counted segment by segment.
+With ``recompute = "always"`` all devices that hold layers do so; with ``"auto"`` those that would be over their limits
+otherwise (under objective ``memory``: all) and for which entering(d) < kept(d) and in_flight(d) > 1; none where
+micro-batches are counted segment by segment.
 
 Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs
 forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits
@@ -136,7 +137,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     if stages is None:
         return None
     flights = [in_flight(problem, stages, device) for device in range(len(problem.devices))]
-    again = recomputed(problem, footprints, flights)
+    again = recomputed(problem, footprints, flights, stages)
     compute, send, receive = loads(problem, assignment, again)
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
@@ -148,23 +149,30 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     return Costs(tuple(compute), tuple(send), tuple(receive), load, memory, stages, value, again)
 
 
-def recomputed(problem: Problem, footprints: Sequence[Footprint], flights: Sequence[int]) -> frozenset[int]:
-    """The devices that recompute: those over their limit otherwise, if it helps; for small memory, all that it helps.
+def recomputed(
+    problem: Problem, footprints: Sequence[Footprint], flights: Sequence[int], stages: Sequence[int]
+) -> frozenset[int]:
+    """The devices that recompute: those that must, and of those that may the ones over their limit, if it helps.
+
+    For small memory, all do that may and that it helps.
 
     Args:
         problem: what is asked.
         footprints: by device.
         flights: by device, the micro-batches in flight.
+        stages: the devices that hold layers.
     """
     if not problem.may_recompute or _by_segment(problem):
         return frozenset()
     for_memory = problem.request.objective == "memory"
-    return frozenset(
-        number
-        for number, (one, flight, device) in enumerate(zip(footprints, flights, problem.devices, strict=True))
-        if one.total_bytes(flight, again=True) < one.total_bytes(flight)
-        and (for_memory or one.total_bytes(flight) > device.usable_bytes)
-    )
+
+    def helps(device: int) -> bool:
+        one, flight = footprints[device], flights[device]
+        short = for_memory or one.total_bytes(flight) > problem.devices[device].usable_bytes
+        return short and one.total_bytes(flight, again=True) < one.total_bytes(flight)
+
+    rule = problem.recompute
+    return frozenset(d for d in stages if rule[d] == "always" or (rule[d] == "auto" and helps(d)))
 
 
 def fits(problem: Problem, costs: Costs) -> bool:
@@ -209,7 +217,7 @@ def loads(
     compute, send, receive = ([0.0] * len(problem.devices) for _ in range(3))
     for layer, device in enumerate(assignment):
         compute[device] += problem.compute_ms(layer, device)
-        compute[device] += problem.forward_ms[layer][device] if device in again else 0.0
+        compute[device] += problem.again_ms(layer, device) if device in again else 0.0
     for value in problem.values:
         source, sent = assignment[value.source], False
         for target in receivers(value.readers, assignment, source):
@@ -296,9 +304,7 @@ def _roomiest_order(
 
     def excess(stage: int) -> tuple[int, int]:
         flight = min(problem.request.chunks, len(waiting))
-        use = footprints[used[stage]].total_bytes(flight)
-        if problem.may_recompute:
-            use = min(use, footprints[used[stage]].total_bytes(flight, again=True))
+        use = _least_bytes(problem, footprints[used[stage]], used[stage], flight)
         over = max(0, use - problem.devices[used[stage]].usable_bytes)
         return over, use if problem.request.objective == "memory" else 0
 
@@ -308,6 +314,15 @@ def _roomiest_order(
         stages.append(used[chosen])
         waiting.remove(chosen)
     return tuple(stages)
+
+
+def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> int:
+    """What a device needs with so many micro-batches in flight, recomputed where it must, or may and that is less."""
+    rule = problem.recompute[device]
+    if rule == "always":
+        return one.total_bytes(flight, again=True)
+    kept = one.total_bytes(flight)
+    return min(kept, one.total_bytes(flight, again=True)) if rule == "auto" else kept
 
 
 def latency_ms(problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()) -> float:
@@ -328,8 +343,11 @@ def latency_ms(problem: Problem, assignment: Assignment, again: frozenset[int] =
         times = problem.backward_ms
         if again:
             times = tuple(
-                tuple(back + (row[device] if device in again else 0.0) for device, back in enumerate(backs))
-                for row, backs in zip(problem.forward_ms, problem.backward_ms, strict=True)
+                tuple(
+                    back + (problem.again_ms(layer, device) if device in again else 0.0)
+                    for device, back in enumerate(backs)
+                )
+                for layer, backs in enumerate(problem.backward_ms)
             )
         total += _makespan(range(count - 1, -1, -1), assignment, times, backwards)
     return total

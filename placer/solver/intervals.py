@@ -58,13 +58,13 @@ class Intervals:
         """The cost of each interval as one stage on a device: its part of the objective, or infinity."""
         limit = self.problem.devices[device].usable_bytes
         if self.problem.request.objective == "memory":
-            cost = self._least_memory(flight)
+            cost = self._least_memory(device, flight)
         else:
             cost = self._time(device)
-            if self._limited and self.problem.may_recompute:
+            if self._limited and self.problem.recompute[device] == "auto":
                 cost = np.where(self._memory(flight) <= limit, cost, self._time(device, again=True))
         if self._limited:
-            cost = np.where(self._least_memory(flight) <= limit, cost, inf)
+            cost = np.where(self._least_memory(device, flight) <= limit, cost, inf)
         if self.problem.most_layers is not None:
             layers = np.cumsum([0] + [len(block) for block in self._layers])
             cost = np.where(layers[None, :] - layers[:, None] > self.problem.most_layers, inf, cost)
@@ -137,9 +137,12 @@ class Intervals:
     def _memory(self, flight: int) -> Table:
         return self._fixed + (flight - 1) * self._kept + self._moment
 
-    def _least_memory(self, flight: int) -> Table:
-        """The same, recomputed where that is less and allowed."""
-        kept = np.minimum(self._kept, self._entering) if self.problem.may_recompute else self._kept
+    def _least_memory(self, device: int, flight: int) -> Table:
+        """The same, recomputed where it must be, or that is less and allowed."""
+        rule = self.problem.recompute[device]
+        if rule == "never":
+            return self._memory(flight)
+        kept = self._entering if rule == "always" else np.minimum(self._kept, self._entering)
         return self._fixed + (flight - 1) * kept + self._moment
 
     @cached_property

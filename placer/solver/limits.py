@@ -118,7 +118,7 @@ def _of_memory(request: PlacementRequest, placement: Placement) -> Iterator[tupl
         if load.memory.total_bytes > load.limit_bytes / 2:
             more = int(cluster.devices[number].memory_bytes * MORE_MEMORY)
             yield f"{readable(more)} more on {load.device}", _with(request, _roomier(cluster, number, more))
-    if placement.training and request.constraints.recompute == "never":
+    if placement.training and request.constraints.recompute != "auto":
         yield "recompute allowed", _ruled(request, recompute="auto")
 
 

@@ -115,11 +115,11 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
     """How many micro-batches a device holds, and the literals under which it does.
 
     Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p + f - 1 is used.
-    Under zero-bubble every stage holds 2 S - 1: so many if stage S - 1 is used. Where a device may recompute, one: what
-    it keeps of others is left to the evaluation of what is found.
+    Under zero-bubble every stage holds 2 S - 1: so many if stage S - 1 is used. Where the device may recompute, one:
+    what it keeps of others is left to the evaluation of what is found.
     """
     chunks, schedule = model.problem.request.chunks, model.problem.request.schedule
-    if model.problem.may_recompute:
+    if model.problem.recompute[device] != "never":
         yield 1, []
         return
     if not model.problem.contiguous or schedule == "fill-drain":

@@ -45,7 +45,7 @@ def pipeline_of(
         device = places[stage]
         forward[stage] += problem.forward_ms[layer][device]
         backward[stage] += problem.backward_ms[layer][device]
-        backward[stage] += problem.forward_ms[layer][device] if device in again else 0.0
+        backward[stage] += problem.again_ms(layer, device) if device in again else 0.0
         weights[stage] += weights_ms(problem, layer, device)
     transfers = _transfers(problem, stage_of, places)
     return Pipeline(places, tuple(forward), tuple(backward), tuple(weights), transfers)
@@ -85,7 +85,7 @@ def staged(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -
 def weights_ms(problem: Problem, layer: int, device: int) -> float:
     """The part of a layer's backward pass that can be done later: as measured, else half of it."""
     measured = problem.layers[layer].weights_ms.get(problem.devices[device].type)
-    whole = problem.backward_ms[layer][device]
+    whole = problem.layers[layer].backward_ms.get(problem.devices[device].type, 0.0) if problem.training else 0.0
     return HALF * whole if measured is None else min(measured, whole)
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Self
 
 from placer.errors import InputError
-from placer.schema import Device, Layer, Link, PlacementRequest
+from placer.schema import Device, Layer, Link, PlacementRequest, Recompute
 from placer.solver.components import closed_groups, strong_components
 
 LARGEST_BYTES = 2**60
@@ -54,7 +54,8 @@ class Problem:
         devices: in the cluster's order.
         values: one per edge.
         forward_ms: by layer and device.
-        backward_ms: by layer and device; zeros in inference.
+        backward_ms: by layer and device, with one more forward pass on devices that always recompute; zeros in
+            inference.
         links: by source and target device; None where no value may pass.
         allowed: by layer, the devices that it may be on.
         groups: layers that must share a device, two or more each; layers pinned to one device are such a group.
@@ -115,10 +116,21 @@ class Problem:
         """Whether a training step is placed."""
         return self.request.is_training
 
+    @cached_property
+    def recompute(self) -> tuple[Recompute, ...]:
+        """By device, whether it runs forwards once more instead of keeping what its layers save."""
+        if not self.training:
+            return tuple("never" for _ in self.devices)
+        return tuple(self.request.constraints.recompute_on(device.name) for device in self.devices)
+
     @property
     def may_recompute(self) -> bool:
-        """Whether a device may run forwards once more instead of keeping what its layers save."""
-        return self.training and self.request.constraints.recompute == "auto"
+        """Whether any device may."""
+        return any(rule != "never" for rule in self.recompute)
+
+    def again_ms(self, layer: int, device: int) -> float:
+        """What a layer takes more where its device recomputes and need not: ``compute_ms`` has it where it must."""
+        return 0.0 if self.recompute[device] == "always" else self.forward_ms[layer][device]
 
     def compute_ms(self, layer: int, device: int) -> float:
         """Forward and, in training, backward time of a layer on a device."""
@@ -154,6 +166,7 @@ class Problem:
             self.devices[one].usable_bytes == self.devices[other].usable_bytes
             and self.devices[one].type == self.devices[other].type
             and (one in self.untaxed) == (other in self.untaxed)
+            and self.recompute[one] == self.recompute[other]
             and all((one in devices) == (other in devices) for devices in self.allowed)
             and _same_way(self.links[one][other], self.links[other][one])
             and all(
@@ -194,8 +207,13 @@ def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ..
 def _backward_ms(request: PlacementRequest) -> tuple[tuple[float, ...], ...]:
     if not request.is_training:
         return ((0.0,) * len(request.devices),) * len(request.profile.layers)
+    always = [request.constraints.recompute_on(device.name) == "always" for device in request.devices]
     return tuple(
-        tuple(layer.backward_ms[device.type] for device in request.devices) for layer in request.profile.layers
+        tuple(
+            layer.backward_ms[device.type] + (layer.forward_ms[device.type] if again else 0.0)
+            for device, again in zip(request.devices, always, strict=True)
+        )
+        for layer in request.profile.layers
     )
 
 

@@ -94,7 +94,9 @@ def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRe
 
 def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
     """Whether placements are contiguous, and the schedule."""
-    asked, may_be_free = request.schedule, request.constraints.contiguous is not True
+    asked = request.schedule
+    by_rule = any(request.constraints.recompute_on(device.name) == "always" for device in request.devices)
+    may_be_free = request.constraints.contiguous is not True and not by_rule
     if not request.is_training:
         yield True, "fill-drain" if asked == "auto" else asked
         return

@@ -62,8 +62,9 @@ def broken(
     best, transfer_proven = _least(_TieModel(problem, nodes, most, None), problem, best, limits, offer, 0)
     model = _TieModel(problem, nodes, most, rank(_costs(problem, best))[0])
     best, spread_proven = _least(model, problem, best, limits, offer, 1)
-    # Of a device that recomputes the program knows too little time: its smallest spread is none that is proven.
-    return ties_of(_costs(problem, best), proven=transfer_proven and spread_proven and not problem.may_recompute)
+    # Of a device that may recompute the program knows too little time: its smallest spread is none that is proven.
+    known = "auto" not in problem.recompute
+    return ties_of(_costs(problem, best), proven=transfer_proven and spread_proven and known)
 
 
 def ties_of(found: costs.Costs, proven: bool) -> Ties:

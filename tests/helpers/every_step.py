@@ -100,7 +100,8 @@ class Steps:
         every = ["1f1b", "zero-bubble", "fill-drain"] if training else ["fill-drain"]
         kinds = [(order, True) for order in (every if asked == "auto" else [asked])]
         if training and asked in ("auto", "interleaved") and self.request.constraints.contiguous is not True:
-            kinds.append(("interleaved", False))
+            if all(self.rule(device.name) != "always" for device in self.request.devices):
+                kinds.append(("interleaved", False))
         for profile in (self.request.profile, *self.request.profiles):
             chunks, rest = divmod(self.request.batch_size, profile.batch_size)
             for order, contiguous in kinds if not rest else []:
@@ -111,11 +112,26 @@ class Steps:
 
     def steps(self, every, where):
         """The step for each order of the stages in which memory suffices."""
-        for pipeline, stage_of, found in self.plans(every, where):
-            if self.fits(every, where, stage_of, found):
-                yield StepClock(pipeline, found).play() + self.optimizer(every, where)
+        for again in self.recomputed(every, where):
+            for pipeline, stage_of, found in self.plans(every, where, again):
+                if self.fits(every, where, stage_of, found, again):
+                    yield StepClock(pipeline, found).play() + self.optimizer(every, where)
 
-    def plans(self, every, where):
+    def rule(self, device):
+        """Whether a device recomputes: never, always, or as it likes."""
+        asked = self.request.constraints.recompute
+        return asked if isinstance(asked, str) else asked.get(device) or asked.get("*") or "never"
+
+    def recomputed(self, every, where):
+        """Every set of devices that may recompute together; none where micro-batches are counted by segment."""
+        used = sorted(set(where.values()))
+        free = [device for device in used if self.rule(device) == "auto" and every.training and every.contiguous]
+        fixed = [device for device in used if self.rule(device) == "always" and every.training]
+        for size in range(len(free) + 1):
+            for chosen in itertools.combinations(free, size):
+                yield {*fixed, *chosen}
+
+    def plans(self, every, where, again=frozenset()):
         """By order of the stages: one if they are a row, or segments."""
         used = sorted(set(where.values()))
         orders = itertools.permutations(used) if every.contiguous else [None]
@@ -129,20 +145,21 @@ class Steps:
                 runs = [(device, list(names)) for device, names in itertools.groupby(where, key=where.get)]
                 stages = [device for device, _ in runs]
                 stage_of = {name: stage for stage, (_, names) in enumerate(runs) for name in names}
-            pipeline = self.pipeline(every, where, stages, stage_of)
+            pipeline = self.pipeline(every, where, stages, stage_of, again)
             times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
             found = plan(
                 every.request.schedule, pipeline.places, every.request.chunks, training=every.training, **times
             )
             yield pipeline, stage_of, found
 
-    def pipeline(self, every, where, stages, stage_of):
+    def pipeline(self, every, where, stages, stage_of, again):
         kind = {device.name: device.type for device in every.devices}
         totals = {"forward": [0.0] * len(stages), "backward": [0.0] * len(stages), "weights": [0.0] * len(stages)}
         for layer in every.layers:
             here, back = kind[where[layer.name]], layer.backward_ms.get(kind[where[layer.name]], 0.0)
             totals["forward"][stage_of[layer.name]] += layer.forward_ms[here]
             totals["backward"][stage_of[layer.name]] += back
+            totals["backward"][stage_of[layer.name]] += layer.forward_ms[here] if where[layer.name] in again else 0.0
             totals["weights"][stage_of[layer.name]] += min(back, layer.weights_ms.get(here, back / 2))
         there, back = Counter(), Counter()
         for number, a, b in every.sends(where):
@@ -168,17 +185,22 @@ class Steps:
         return max(total.values())
 
     @classmethod
-    def fits(cls, every, where, stage_of, found):
-        uses = cls.uses(every, where, stage_of, found)
+    def fits(cls, every, where, stage_of, found, again=frozenset()):
+        uses = cls.uses(every, where, stage_of, found, again)
         return all(uses[device.name] <= device.memory_bytes - device.reserve_bytes for device in every.devices)
 
     @staticmethod
-    def uses(every, where, stage_of, found):
+    def uses(every, where, stage_of, found, again=frozenset()):
         """Bytes by device, with as many micro-batches in flight as the plan has."""
         uses = {}
         for device in every.devices:
             use = every.use(where, device.name, 1)
             mine = [layer for layer in every.layers if where[layer.name] == device.name]
+            if device.name in again:
+                entering = {number for number, _, target in every.sends(where) if target == device.name}
+                size = sum(every.request.profile.edges[number].bytes for number in entering)
+                uses[device.name] = use + (found.in_flight[stage_of[mine[0].name]] - 1) * size
+                continue
             for layer in mine if every.training else ():
                 use += (found.in_flight[stage_of[layer.name]] - 1) * layer.saved_bytes
             for edge in every.request.profile.edges if every.training else ():

@@ -37,6 +37,14 @@ def test_recomputing_is_allowed_where_it_is_asked_for(run: Run) -> None:
     answer = run("solve", "-", *asked, "--recompute", stdin=trained.to_json())
     assert answer.code == 0, answer.err
     assert answer.placement.recompute
+    answer = run("solve", "-", "--chunks", "8", "--recompute-on", "1=always", stdin=trained.to_json())
+    assert answer.placement.recompute == ("cpu:1",)
+    assert run("solve", "-", "--recompute-on", "1=often", stdin=trained.to_json()).code == 2
+
+
+def test_a_pin_to_a_forbidden_device_is_bad_input(run: Run, chain_file: Path) -> None:
+    answer = run("solve", chain_file, "--pin", "l0=0", "--forbid", "l0=0")
+    assert answer.code == 2 and "constraints.pinned" in answer.err and "forbidden" in answer.err
 
 
 def test_a_step_is_chosen_among_the_profiles_that_are_given(run: Run, tmp_path: Path) -> None:

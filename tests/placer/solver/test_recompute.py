@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from placer.errors import PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
@@ -57,11 +58,17 @@ def requests(draw, row):
         profile=Profile(layers=layers, edges=edges, training=True),
         cluster=Cluster(devices=devices, links=links),
         objective=draw(st.sampled_from(["throughput", "memory", "latency"])),
-        constraints=Constraints(contiguous=True, recompute="auto"),
+        constraints=Constraints(contiguous=True, recompute=draw(recompute_rules([device.name for device in devices]))),
         chunks=draw(st.sampled_from([1, 2, 4])),
         schedule=draw(st.sampled_from(["1f1b", "fill-drain", "zero-bubble"])),
         workers=1,
     )
+
+
+def recompute_rules(devices):
+    """One word for all devices, or one for some and one for all others."""
+    words = st.sampled_from(["auto", "auto", "never", "always"])
+    return st.one_of(st.just("auto"), words, st.dictionaries(st.sampled_from([*devices, "*"]), words))
 
 
 class Recomputed:
@@ -85,10 +92,16 @@ class Recomputed:
     def values(self, where, order):
         for size in range(len(order) + 1):
             for again in itertools.combinations(order, size):
+                if not all(self.rule(device) in ("auto", ("never", "always")[device in again]) for device in order):
+                    continue
                 use = {device: self.use(where, order, device, device in again) for device in order}
                 if any(use[d.name] > d.memory_bytes for d in self.plain.devices if d.name in use):
                     continue
                 yield float(max(use.values())) if self.request.objective == "memory" else self.time(where, again)
+
+    def rule(self, device):
+        asked = self.request.constraints.recompute
+        return asked if isinstance(asked, str) else asked.get(device) or asked.get("*") or "never"
 
     def use(self, where, order, device, again):
         chunks = self.request.chunks
@@ -206,3 +219,35 @@ def test_recomputing_that_is_not_reckoned_is_refused():
     placement = solve(request)
     with pytest.raises(PlacementError, match="compute_ms of d0"):
         check(request, placement.model_copy(update={"recompute": ("d0",)}))
+
+
+def test_a_device_that_always_recomputes_does_so_where_memory_is_ample():
+    placement = solve(row(1000, recompute={"d1": "always"}, schedule="1f1b", layers=5))
+    assert placement.recompute == ("d1",)
+    # 5 layers on 4 devices: one has two, 6 ms, and it is not d1, which takes 4 for each
+    assert placement.objective_value == pytest.approx(6.0) and placement.status == "optimal"
+
+
+def test_a_device_that_never_recomputes_keeps_all_while_the_others_need_not():
+    """Of 8 micro-batches in flight a device keeps 80 bytes; those that recompute do with 30."""
+    rules = {"d2": "never", "*": "auto"}
+    placement = solve(row(30, recompute=rules, schedule="fill-drain"))
+    assert "d2" not in placement.stages and set(placement.recompute) == set(placement.stages)
+
+
+def test_of_a_step_with_a_device_that_always_recomputes_stages_are_contiguous():
+    placement = solve(row(1000, recompute="always", objective="step", schedule="auto", devices=2, layers=2))
+    assert {choice.contiguous for choice in placement.step.choices} == {True}
+    assert set(placement.recompute) == set(placement.stages)
+
+
+def test_a_device_that_does_not_recompute_though_it_must_is_caught():
+    request = row(1000, recompute="always")
+    placement = solve(request)
+    with pytest.raises(PlacementError, match="does not recompute, which was asked for"):
+        check(request, placement.model_copy(update={"recompute": ()}))
+
+
+def test_a_rule_for_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ValidationError, match=r"constraints.recompute: there is no device 'd9'"):
+        row(1000, recompute={"d9": "always"})

@@ -6,6 +6,7 @@ import math
 import pytest
 from every_step import Steps, requests
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from placer.errors import PlacementError
@@ -31,6 +32,25 @@ def test_no_choice_and_no_assignment_is_better_and_the_bound_holds(request, enum
         return
     assert placement.objective_value >= best * (1 - 1e-9)
     assert placement.bound <= best * (1 + 1e-9)
+
+
+@SETTINGS
+@given(request=requests(), data=st.data())
+def test_nothing_is_better_where_devices_must_may_or_must_not_recompute(request, data, enumeration):
+    words = st.sampled_from(["auto", "always", "never"])
+    rule = data.draw(st.one_of(words, st.dictionaries(st.sampled_from(["d0", "d1", "*"]), words)))
+    limit = data.draw(st.sampled_from([8, 12, 18]))
+    devices = tuple(device.model_copy(update={"memory_bytes": limit}) for device in request.devices)
+    changes = {"constraints": request.constraints.model_copy(update={"recompute": rule})}
+    changes["cluster"] = request.placed_on.model_copy(update={"devices": devices})
+    request = request.model_copy(update=changes)
+    placement = solve(request)
+    best = min(Steps(request, enumeration).all(), default=None)
+    if best is None:
+        assert not placement.layer_devices
+        return
+    assert placement.status != "infeasible" and placement.bound <= best * (1 + 1e-9)
+    assert placement.objective_value is None or placement.objective_value >= best * (1 - 1e-9)
 
 
 @SETTINGS
