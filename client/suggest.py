@@ -31,7 +31,7 @@ __all__ = ["suggest"]
 
 
 def suggest(
-    model: nn.Module | None,
+    model: nn.Module | None = None,
     example_inputs: Any = None,
     *,
     server: str | None = None,

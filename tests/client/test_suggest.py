@@ -95,6 +95,8 @@ def test_a_model_that_carries_no_inputs_is_an_input_error_that_says_what_to_pass
 def test_what_is_no_module_is_an_input_error():
     with pytest.raises(InputError, match="SimpleNamespace"):
         suggest(SimpleNamespace(), torch.ones(1))
+    with pytest.raises(InputError, match="give an nn.Module, or a profile"):
+        suggest()
 
 
 def test_it_is_the_public_suggest():
@@ -102,7 +104,7 @@ def test_it_is_the_public_suggest():
 
 
 def test_a_given_profile_is_placed_without_measuring(profile):
-    placement = suggest(None, profile=profile)
+    placement = suggest(profile=profile)
     assert placement.status == "optimal"
     # One layer on each device: a bottleneck of 1 ms and a transfer, against 2 ms on one.
     assert len(set(placement.layer_devices.values())) == 2
@@ -110,7 +112,7 @@ def test_a_given_profile_is_placed_without_measuring(profile):
 
 def test_the_arguments_reach_the_solver(profile):
     rules = placer.Constraints(pinned={"a": "cpu:1"}, max_devices=1)
-    placement = suggest(None, profile=profile, constraints=rules, objective="latency", chunks=3, schedule="fill-drain")
+    placement = suggest(profile=profile, constraints=rules, objective="latency", chunks=3, schedule="fill-drain")
     assert placement.layer_devices == {"a": "cpu:1", "b": "cpu:1"}
     assert (placement.objective, placement.chunks, placement.schedule) == ("latency", 3, "fill-drain")
 
@@ -118,7 +120,7 @@ def test_the_arguments_reach_the_solver(profile):
 def test_a_step_takes_the_micro_batch_and_the_schedule_that_are_best(profile):
     """Two samples take as long as one: a batch of 8 goes in 4 micro-batches of 2."""
     larger = profile.model_copy(update={"batch_size": 2})
-    placement = suggest(None, profile=[larger, profile], objective="step", batch_size=8)
+    placement = suggest(profile=[larger, profile], objective="step", batch_size=8)
     assert (placement.batch_size, placement.chunks) == (2, 4)
 
 
@@ -131,33 +133,33 @@ def test_micro_batches_are_measured_at_the_sizes_that_are_asked_for():
 
 def test_sizes_to_measure_and_a_profile_together_are_refused(profile):
     with pytest.raises(InputError, match="batch_sizes are measured here"):
-        suggest(None, profile=profile, batch_sizes=[2])
+        suggest(profile=profile, batch_sizes=[2])
 
 
 def test_a_model_that_fits_nowhere_is_an_infeasible_error_with_the_reason(profile):
     small = [device.model_copy(update={"memory_bytes": GIB // 2}) for device in profile.cluster.devices]
     cluster = profile.cluster.model_copy(update={"devices": tuple(small)})
     with pytest.raises(InfeasibleError, match="'a'"):
-        suggest(None, profile=profile.model_copy(update={"cluster": cluster}))
+        suggest(profile=profile.model_copy(update={"cluster": cluster}))
 
 
 def test_no_placement_in_time_is_a_solve_limit_error(profile, monkeypatch):
     unknown = Placement(status="unknown", objective="throughput")
     monkeypatch.setattr("placer.solver.solve.solve", lambda request: unknown)
     with pytest.raises(SolveLimitError, match="time_limit_s"):
-        suggest(None, profile=profile, time_limit_s=0.5)
+        suggest(profile=profile, time_limit_s=0.5)
 
 
 @pytest.mark.parametrize("wrong", [{"chunks": 0}, {"objective": "fun"}, {"time_limit_s": float("nan")}])
 def test_an_argument_that_cannot_be_used_is_an_input_error_that_names_it(profile, wrong):
     (name,) = wrong
     with pytest.raises(InputError, match=name):
-        suggest(None, profile=profile, **wrong)
+        suggest(profile=profile, **wrong)
 
 
 def test_a_profile_and_devices_together_are_refused(profile):
     with pytest.raises(InputError, match="leave devices"):
-        suggest(None, profile=profile, devices=2)
+        suggest(profile=profile, devices=2)
 
 
 @pytest.fixture
@@ -175,14 +177,14 @@ def asked(monkeypatch):
 
 
 def test_a_server_is_asked_when_given(profile, asked):
-    assert suggest(None, profile=profile, server="http://one").layer_devices["b"] == "cpu:0"
+    assert suggest(profile=profile, server="http://one").layer_devices["b"] == "cpu:0"
     assert [(host, request.profile) for host, request in asked] == [("one", profile)]
 
 
 def test_the_environments_server_is_asked_unless_another_is_given(profile, asked, monkeypatch):
     monkeypatch.setenv("PLACER_URL", "http://environment")
-    suggest(None, profile=profile)
-    suggest(None, profile=profile, server="http://argument")
+    suggest(profile=profile)
+    suggest(profile=profile, server="http://argument")
     assert [host for host, _ in asked] == ["environment", "argument"]
 
 
@@ -204,4 +206,4 @@ def test_a_server_that_cannot_be_reached_is_an_error_and_not_solved_here(profile
         module, "Client", lambda server: Client(server, retries=0, transport=httpx.MockTransport(refuse))
     )
     with pytest.raises(UnreachableError, match="http://one"):
-        suggest(None, profile=profile, server="http://one")
+        suggest(profile=profile, server="http://one")
