@@ -111,9 +111,7 @@ def _recompute(cluster: Cluster, others: Recompute, by_device: Sequence[str]) ->
         device, _, asked = text.rpartition("=")
         word = next((word for word in WORDS if word == asked), None)
         if word is None or not device:
-            raise InputError(
-                f"{text!r} names no device and {', '.join(WORDS)}; write DEVICE=always, as in cuda:1=always"
-            )
+            raise InputError(f"{text!r} is no device and one of {', '.join(WORDS)}; write cuda:1=always")
         words[_device(cluster, device)] = word
     return words
 

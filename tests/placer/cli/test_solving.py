@@ -38,7 +38,7 @@ def test_recomputing_is_allowed_where_it_is_asked_for(run: Run) -> None:
     assert answer.code == 0, answer.err
     assert answer.placement.recompute
     answer = run("solve", "-", "--chunks", "8", "--recompute-on", "1=always", stdin=trained.to_json())
-    assert answer.placement.recompute == ("cpu:1",)
+    assert answer.placement.recompute == ("cuda:1",)
     assert run("solve", "-", "--recompute-on", "1=often", stdin=trained.to_json()).code == 2
 
 
