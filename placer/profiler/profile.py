@@ -128,8 +128,9 @@ def profile(
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
         calls = [structure.unflatten(batch) for batch in given]
         graphs = _graphs(model, calls, granularity, folder, list(known.values()))
-        missing = [len(of_kind.missing(graph.layers)) for of_kind in known.values() for graph in graphs]
-        with progress_bar(progress, sum(missing) + links_to_measure(found, folder)) as step:
+        layers = [layer for graph in graphs for layer in graph.layers]
+        missing = sum(len(of_kind.missing(layers)) for of_kind in known.values())
+        with progress_bar(progress, missing + links_to_measure(found, folder)) as step:
             measured = [
                 {
                     kind: measure_layers(graph, batch, device, training, repeats, step, state, known[kind])
