@@ -10,6 +10,7 @@ in this order. Cases are ``resnet101``, ``gpt``, ``unet``, ``stream-resnet101``,
 ``tutorial``, ``torchgpipe`` and ``accelerate``. Rows are made anew, from what every job of the same machine and
 versions last found.
 ``PLACER_EXECUTOR_BUDGET_S`` is the time that all may take, 460 if left out; what it leaves undone is named in a row.
+``PLACER_EXECUTOR_TINY=1 python -m benchmarks.executor CASE:ENGINE -`` shows that a job runs on GPUs, at tiny sizes.
 Results are written after each sample: whatever ends a run, what it found until then stays.
 """
 

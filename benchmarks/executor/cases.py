@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,21 +57,26 @@ class Training:
             return self.data()
 
 
+def on_gpus() -> bool:
+    """Whether there are GPUs to run on; else stand-ins."""
+    return torch.cuda.is_available()
+
+
 def is_small() -> bool:
-    """Whether the tiny sizes are run: without GPUs."""
-    return not torch.cuda.is_available()
+    """Whether the tiny sizes are run: without GPUs, or on request, to see that all runs on them."""
+    return not on_gpus() or bool(os.environ.get("PLACER_EXECUTOR_TINY"))
 
 
 def places(count: int | None = None) -> list[torch.device]:
     """The devices: the first so many GPUs, all of them if None, or else stand-ins."""
-    if is_small():
+    if not on_gpus():
         return [torch.device("cpu", index) for index in range(count or STAND_INS)]
     return [torch.device("cuda", index) for index in range(count or torch.cuda.device_count())]
 
 
 def home() -> torch.device:
     """Where models and batches are made."""
-    return torch.device("cpu") if is_small() else torch.device("cuda", 0)
+    return torch.device("cuda", 0) if on_gpus() else torch.device("cpu")
 
 
 def counts() -> list[int]:
@@ -87,7 +93,7 @@ def asked() -> list[int]:
 
 def prepare() -> None:
     """What is the same for all who run: TF32 on GPUs; one thread for stand-ins, as processes share the cores."""
-    if is_small():
+    if not on_gpus():
         torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True

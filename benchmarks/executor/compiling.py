@@ -34,7 +34,7 @@ def _steps(compiles: bool) -> dict[str, list[float]]:
     flow = DataFlow(model, [str(place) for place in cases.places(DEVICES)], fine_grained=True)
     flow.layer_gpus.update(_halves(flow.layer_gpus))
     flow.update_flow()
-    backend: Any = ("aot_eager" if cases.is_small() else True) if compiles else False
+    backend: Any = (True if cases.on_gpus() else "aot_eager") if compiles else False
     step = flow.train_step(cases.token_loss, torch.optim.SGD(flow.parameters(), lr=1e-3), compile=backend)
     losses = [step(tokens, target, chunks=CHUNKS).item()]
     for place, why in step.not_compiled_because.items():

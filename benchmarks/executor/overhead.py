@@ -19,7 +19,7 @@ from . import cases, ours, timing
 from .sample import Sample, attempt
 
 CASE = "overhead"
-STREAMED = 4 if not torch.cuda.is_available() else 50
+STREAMED = 4 if cases.is_small() else 50
 
 
 def measure() -> Iterator[Sample]:

@@ -130,7 +130,7 @@ def _dispatched(case: Training, count: int, pieces: int) -> dict[str, list[float
     accelerate, helpers = import_module("accelerate"), import_module("accelerate.utils")
     model = _model(case).cpu()
     options = {"no_split_module_classes": _WHOLE_BLOCKS}
-    if cases.is_small():
+    if not cases.on_gpus():
         where: Any = {"": "cpu"}
     else:
         room = {index: torch.cuda.get_device_properties(index).total_memory for index in range(count)}

@@ -12,7 +12,7 @@ from placer import devices
 
 WARM_UPS = 2
 FEWEST = 3
-REPEATS = 5 if not torch.cuda.is_available() else 7
+REPEATS = 7 if torch.cuda.is_available() else 5
 ENOUGH_S = 4.0
 """What takes longer is repeated less often, but ``FEWEST`` times."""
 

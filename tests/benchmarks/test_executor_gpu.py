@@ -1,0 +1,44 @@
+"""On real GPUs: every kind of job of the executor's benchmark runs, at tiny sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+JOBS = [
+    "gpt:ours",
+    "stream-gpt",
+    "stream-resnet101:ours",
+    "switching",
+    "overhead",
+    "large",
+    "tutorial",
+    "gpt:torchgpipe",
+    "unet:tutorial",
+    "unet:torch.distributed",
+    "unet:placer.distributed",
+    "compile",
+]
+
+
+@pytest.mark.gpu
+def test_every_kind_of_job_gives_values_on_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    program = (
+        f"import json, benchmarks.executor as e\nif __name__ == '__main__': print('ROWS' + json.dumps(e.run({JOBS!r})))"
+    )
+    environment = os.environ | {"PLACER_EXECUTOR_TINY": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", program]
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    print(answer.stdout)
+    assert answer.returncode == 0, answer.stderr
+    rows = json.loads(answer.stdout.partition("ROWS")[2])
+    measures = [row["measure"] for row in rows]
+    assert "training step" in measures
+    assert not [measure for measure in measures if measure.startswith("no value") and "not installed" not in measure]
