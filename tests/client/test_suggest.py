@@ -95,7 +95,7 @@ def test_a_model_that_carries_no_inputs_is_an_input_error_that_says_what_to_pass
 def test_what_is_no_module_is_an_input_error():
     with pytest.raises(InputError, match="SimpleNamespace"):
         suggest(SimpleNamespace(), torch.ones(1))
-    with pytest.raises(InputError, match="give an nn.Module, or a profile"):
+    with pytest.raises(InputError, match=r"give an nn\.Module, or a profile"):
         suggest()
 
 
