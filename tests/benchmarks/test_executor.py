@@ -100,18 +100,11 @@ def test_a_case_alone_gives_rows_of_ours_and_of_every_peer():
 
 
 @pytest.mark.slow
-def test_the_schedules_that_come_after_one_that_fails_are_run_all_the_same():
-    program = (
-        "from benchmarks.executor import cases, distributed as d\n"
-        "if __name__ == '__main__':\n"
-        "    turns = [d.Turn(d.ENGINE, 2, 3), d.Turn(d.ENGINE, 2, 4)]\n"
-        "    for s in d.together(cases.training('gpt'), turns): print('SAMPLE', s.chunks, bool(s.failed))\n"
-    )
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program]
-    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    told = [line for line in answer.stdout.splitlines() if line.startswith("SAMPLE")]
-    assert told == ["SAMPLE 3 True", "SAMPLE 4 False"], answer.stderr
+def test_the_schedules_that_come_after_one_that_fails_are_run_all_the_same(part):
+    together, cases = part("distributed"), part("cases")
+    turns = [together.Turn(together.ENGINE, 2, chunks) for chunks in (3, 4)]  # the batch does not divide by three
+    found = [(sample.chunks, bool(sample.failed)) for sample in together.together(cases.training("gpt"), turns)]
+    assert found == [(3, True), (4, False)]
 
 
 def test_a_job_in_a_process_of_its_own_hands_its_samples_on(part):
