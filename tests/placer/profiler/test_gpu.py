@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from placer import devices, zoo
 from placer.errors import ProfilingError
 from placer.graph.capture import capture
+from placer.profiler import profile as profile_module
 from placer.profiler.cluster import measure_cluster
 from placer.profiler.memory import measure_memory
 from placer.profiler.profile import profile
@@ -135,6 +137,14 @@ def test_a_model_on_a_device_gives_the_profile_of_one_on_the_host() -> None:
     device = profile(model.cuda(), x.cuda(), ["cuda:0"], progress=False)
     assert host.edges == device.edges
     assert [layer.saved_bytes for layer in host.layers] == [layer.saved_bytes for layer in device.layers]
+
+
+def test_a_second_profile_captures_nothing_and_says_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, x = MODELS["resnet18"]()
+    given: dict[str, Any] = {"progress": False, "cache": tmp_path}
+    first = profile(model.cuda(), x.cuda(), ["cuda:0"], **given)
+    monkeypatch.setattr(profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again"))
+    assert profile(model, x.cuda(), ["cuda:0"], **given).layers == first.layers
 
 
 def test_recorded_time_leaves_launches_out(make_trial: Any) -> None:
