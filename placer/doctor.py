@@ -22,7 +22,7 @@ __all__ = ["Report", "examine"]
 
 _EXTRAS = {
     "torch": ("torch", "numpy"),
-    "server": ("fastapi", "uvicorn", "pydantic-settings", "prometheus-client"),
+    "server": ("fastapi", "uvicorn", "pydantic-settings", "prometheus-client", "sqlalchemy", "alembic"),
 }
 _USES = {"torch": "profile models and apply placements", "server": "serve placements"}
 _TIMEOUT_S = 5.0
@@ -106,10 +106,13 @@ def _state(extra: str) -> str:
 
 
 def _look_at_devices(report: Report) -> None:
-    import torch
+    try:
+        import torch
 
-    from placer.profiler.cluster import measure_cluster
-
+        from placer.profiler.cluster import measure_cluster
+    except (ImportError, OSError) as error:  # installed, but a library of it is missing or does not fit
+        report.problems.append(f"cannot {_USES['torch']}: torch is installed and cannot be imported: {error}")
+        return
     report.versions["CUDA"] = str(torch.version.cuda or "none: this torch was built for CPUs")
     if not torch.cuda.is_available():
         report.notes.append("torch sees no GPU; CPU stand-ins cpu:0, cpu:1, ... try placements without one")
