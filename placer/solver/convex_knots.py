@@ -48,7 +48,7 @@ def convex_knot_bound(problem: Problem, nodes: Reduction, upper: float, bound: f
     """A lower bound on the bottleneck of contiguous placements that are no worse than ``upper``, in milliseconds.
 
     Args:
-        problem: what is asked, of the kind that ``stages.applies`` names.
+        problem: what is asked, of the kind that ``stage_scope.applies`` names.
         nodes: its layers, joined where they must be together.
         upper: a bottleneck that is known.
         bound: what is proven already; knots that bind less than that are left alone.

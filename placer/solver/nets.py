@@ -1,10 +1,11 @@
-"""Values as nets of nodes, over links that are all alike."""
+"""Values as nets of nodes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
 
+from placer.schema import Link
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -26,9 +27,15 @@ class Net:
     back_ms: float
 
 
-def joined_nets(problem: Problem, nodes: Reduction) -> list[Net]:
-    """The values by their ends; those that cannot be cut, or cost nothing, are left out."""
-    link = problem.one_link
+def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) -> list[Net]:
+    """The values by their ends, over such a link; those that cannot be cut, or cost nothing, are left out.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers.
+        link: that all values go over; the one that all links are like, if left out.
+    """
+    link = link or problem.one_link
     assert link is not None
     by_ends: dict[tuple[int, tuple[int, ...]], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for value in problem.values:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, nextafter
 from time import monotonic
 
 from placer.errors import InputError
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
-from placer.solver import answer, bounds, conflict, costs, limits, local, stages, starts, ties
+from placer.solver import answer, bounds, conflict, costs, limits, local, stage_scope, starts, ties
 from placer.solver.check import check
 from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits, Meter
@@ -31,6 +31,7 @@ from placer.solver.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.model import PlacementModel, worth_building
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
+from placer.solver.stage_links import quickest_everywhere, stage_links
 from placer.solver.stages import StageModel
 from placer.solver.step_choices import questions
 from placer.solver.step_time import StepSearch
@@ -53,6 +54,12 @@ CLIMB_SHARE = 0.4
 
 LOCAL_SHARE = 0.4
 """How much of the time, or of the work, may be over when local search ends."""
+
+RELAXED_SHARE = 0.6
+"""How much of the time that is left a problem may take that asks less."""
+
+STAGES_SHARE = 0.7
+"""How much of the time that is left stages may take that know less than is asked."""
 
 CONFLICT_SHARE = 0.2
 """How much of the time may be spent on why there is no placement, when that is known."""
@@ -222,7 +229,9 @@ class Search:
 
     def _program(self) -> Infeasibility | None:
         """The integer program, in rounds, each narrowed by what the last one found; the reason if infeasible."""
-        staged = stages.applies(self.problem) and stages.worth_building(self.problem, self.nodes)
+        staged = stage_scope.applies(self.problem) and stage_scope.worth_building(self.problem, self.nodes)
+        if not staged and stage_scope.bounds(self.problem) and stage_scope.worth_building(self.problem, self.nodes):
+            self._relax()
         if not staged and not worth_building(self.problem, self.nodes):
             return None
         if staged and self.best is not None:
@@ -241,8 +250,25 @@ class Search:
                 break
         return None
 
+    def _relax(self) -> None:
+        """A bound, and maybe better placements, from problems that ask less: of links, and of memory."""
+        links = stage_links(self.problem)
+        if links is None or self.best is None or self.value <= 0 or self._over(RELAXED_SHARE):
+            return
+        easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
+        search = Search(easier, stop=self.stop, meter=self.meter)
+        search.answer()
+        self._prove(min(search.bound, self.value))
+        self._offer(search.best, search.method)
+        if not self._open() or self._over(1.0):
+            return
+        model = StageModel(self.problem, reduced(self.problem, self.value), self._better(), links)
+        result = model.solve(replace(self._limits(inf), time_s=STAGES_SHARE * self.left_s()))
+        self._prove(self._nothing_below() if result.infeasible else min(result.bound, self._nothing_below()))
+        self._offer(result.devices, "integer program")
+
     def _model(self, nodes: Reduction, upper: float | None) -> StageModel | PlacementModel:
-        if upper is not None and upper > 0 and stages.applies(self.problem):
+        if upper is not None and upper > 0 and stage_scope.applies(self.problem):
             return StageModel(self.problem, nodes, upper)
         return PlacementModel(self.problem, nodes, upper=upper)
 

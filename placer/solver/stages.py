@@ -1,4 +1,4 @@
-"""The integer program in stage-prefix form, for pipelines over links that are all alike.
+"""The integer program in stage-prefix form: exact over links that are all alike, else a bound from below.
 
     y[n, p]     node n is at stage p or before, so x[n, p] = y[n, p] - y[n, p - 1] says that it is at stage p
     t[e, p]     net e touches stage p and another: its transfer keeps stage p busy
@@ -25,6 +25,8 @@ from placer.solver.moment_rules import moment_of_training
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
+from placer.solver.stage_links import StageLinks, stage_links, surcharges
+from placer.solver.stage_scope import knows_memory
 from placer.solver.windows import stage_windows
 
 TIME_STEPS = 2**31
@@ -32,50 +34,26 @@ TIME_STEPS = 2**31
 
 BYTE_STEPS = 2**40
 
-MOST_CLASSES = 3
-"""With more classes of devices than so many, devices are chosen node by node."""
-
-MOST_RULES = 600_000
-"""A model with more rules than about so many would take longer to write down than most searches may last."""
-
 Literal = cp_model.IntVar
 Prefix = cp_model.IntVar | bool
 Sum = cp_model.LinearExpr | int
-
-
-def applies(problem: Problem) -> bool:
-    """Whether the form can state the problem."""
-    request = problem.request
-    return (
-        problem.contiguous
-        and request.objective == "throughput"
-        and problem.one_link is not None
-        and len(problem.alike_devices()) <= MOST_CLASSES
-        and (not memory_rules.can_bind(problem) or (problem.training and _steady(problem)))
-    )
-
-
-def worth_building(problem: Problem, nodes: Reduction) -> bool:
-    """Whether the integer program of this problem is small enough to be written down."""
-    return (len(nodes.nodes) + len(problem.values)) * problem.most_devices <= MOST_RULES
-
-
-def _steady(problem: Problem) -> bool:
-    """Whether every stage has equally many micro-batches in flight."""
-    return problem.request.schedule == "fill-drain" or problem.request.chunks == 1 or problem.may_recompute
 
 
 class StageModel:
     """A CP-SAT model of one problem.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: what is asked, of the kind that ``stage_scope.bounds`` names.
         nodes: its layers, joined where they must be together.
         upper: a bottleneck that is known; only placements at least as good are searched.
+        links: as ``stage_links`` gives them; their ``between`` may be left out for a quicker, lower bound.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
+    def __init__(self, problem: Problem, nodes: Reduction, upper: float, links: StageLinks | None = None) -> None:
         self.problem, self.nodes, self.upper = problem, nodes, upper
+        given = links or stage_links(problem)
+        assert given is not None  # stage_scope.bounds() was asked before
+        self.links = given
         self.cp = cp_model.CpModel()
         self._at: dict[tuple[int, int], Literal] = {}
         self.stages = range(problem.most_devices)
@@ -92,7 +70,7 @@ class StageModel:
         self._stages_hold_enough_and_not_too_much()
         self.makespan = self.cp.new_int_var(0, TIME_STEPS, "bottleneck")
         self._loads()
-        if memory_rules.can_bind(problem):
+        if memory_rules.can_bind(problem) and knows_memory(problem):
             self._memory()
         self.cp.minimize(self.makespan)
 
@@ -114,7 +92,7 @@ class StageModel:
             ]
             self.y.append(row)
             for p in range(first + 1, last):
-                self._clause(self._not(row[p - 1]), row[p])
+                self.clause(self.negated(row[p - 1]), row[p])
 
     def _choose_kinds(self) -> None:
         """Every stage is of one class, no class has more stages than devices, and nodes keep to allowed devices."""
@@ -132,7 +110,7 @@ class StageModel:
             for c, members in enumerate(self.classes):
                 if members[0] not in devices or self._too_long(node, members[0]):
                     for p in self.stages:
-                        self._clause(*self._absent(node, p), self._not(self.kind[p][c]))
+                        self.clause(*self.absent(node, p), self.negated(self.kind[p][c]))
 
     def _too_long(self, node: int, device: int) -> bool:
         return self.steps(self._work(node, device)) > TIME_STEPS
@@ -142,13 +120,14 @@ class StageModel:
 
     # Clauses
 
-    def _clause(self, *literals: Prefix) -> None:
+    def clause(self, *literals: Prefix) -> None:
         """At least one of them holds."""
         if not any(literal is True for literal in literals):
             self.cp.add_bool_or([literal for literal in literals if literal is not False])
 
     @staticmethod
-    def _not(literal: Prefix) -> Prefix:
+    def negated(literal: Prefix) -> Prefix:
+        """The literal that holds if this one does not."""
         if isinstance(literal, bool):
             return not literal
         return cast("cp_model.IntVar", ~literal)  # a literal too, though not of that class
@@ -157,11 +136,11 @@ class StageModel:
         """Whether the node is before the stage."""
         return self.y[node][stage - 1] if stage else False
 
-    def _absent(self, node: int, stage: int) -> tuple[Prefix, Prefix]:
+    def absent(self, node: int, stage: int) -> tuple[Prefix, Prefix]:
         """Two literals; one holds if and only if the node is not at the stage."""
-        return self._not(self.y[node][stage]), self._before(node, stage)
+        return self.negated(self.y[node][stage]), self._before(node, stage)
 
-    def _here(self, node: int, stage: int) -> bool:
+    def can_be(self, node: int, stage: int) -> bool:
         """Whether the node can be at the stage at all."""
         first, last = self.windows[node]
         return first <= stage <= last
@@ -179,7 +158,7 @@ class StageModel:
         """A value is read at its source's stage or later."""
         for source, reader in self.arcs:
             for p in self.stages:
-                self._clause(self._not(self.y[reader][p]), self.y[source][p])
+                self.clause(self.negated(self.y[reader][p]), self.y[source][p])
 
     def _first_stages_are_used_first(self) -> None:
         """Where a stage is empty, so are all later ones: all ends of the pipeline are before it."""
@@ -189,7 +168,7 @@ class StageModel:
         for p in self.stages[1:]:
             self.cp.add_implication(used[p], used[p - 1])
             for node in ends:
-                self._clause(used[p], self.y[node][p - 1])
+                self.clause(used[p], self.y[node][p - 1])
 
     def _stages_hold_enough_and_not_too_much(self) -> None:
         """The stages that must be used hold a node, and none more layers than it may."""
@@ -240,7 +219,7 @@ class StageModel:
         """By stage, what it sends and what it receives."""
         terms: list[tuple[list[Sum], list[Sum]]] = [([], []) for _ in self.stages]
         shared: dict[tuple[int, ...], float] = defaultdict(float)
-        for net in joined_nets(self.problem, self.nodes):
+        for net in joined_nets(self.problem, self.nodes, self.links.quickest):
             if self._costs_all_alike(net):
                 shared[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
             else:
@@ -250,6 +229,8 @@ class StageModel:
                 touched = self._touched(pins, p)
                 if touched is not None:
                     terms[p][0].append(self.steps(time_ms) * touched)
+        if self.links.between is not None:
+            surcharges(self, self.links.between, terms)
         return terms
 
     def _costs_all_alike(self, net: Net) -> bool:
@@ -260,7 +241,7 @@ class StageModel:
 
     def _touched(self, pins: Sequence[int], stage: int) -> Literal | None:
         """Whether a net is cut and has a pin at the stage; None if it cannot be so."""
-        if all(not self._here(node, stage) for node in pins):
+        if all(not self.can_be(node, stage) for node in pins):
             return None
         touched = self.cp.new_bool_var("")
         centre, *others = pins
@@ -271,13 +252,13 @@ class StageModel:
 
     def _apart(self, node: int, other: int, stage: int, then: Prefix) -> None:
         """If a node is at the stage and the other is not, then something holds."""
-        if not self._here(node, stage):
+        if not self.can_be(node, stage):
             return
-        absent = self._absent(node, stage)
+        absent = self.absent(node, stage)
         if (node, other) not in self._ordered:  # the other may be before
-            self._clause(*absent, self._not(self._before(other, stage)), then)
+            self.clause(*absent, self.negated(self._before(other, stage)), then)
         if (other, node) not in self._ordered:  # the other may be behind
-            self._clause(*absent, self.y[other][stage], then)
+            self.clause(*absent, self.y[other][stage], then)
 
     @cached_property
     def _ordered(self) -> frozenset[tuple[int, int]]:
@@ -290,7 +271,7 @@ class StageModel:
         most = min(len(net.readers), len(self.stages) - 1)
         for p in self.stages:
             sent, received = terms[p]
-            if self._here(net.source, p):
+            if self.can_be(net.source, p):
                 cut, times = self._cut(net, p, sum(t for t in taken if t is not None), most)
                 sent.append(there * (cut if self.problem.multicast else times))
                 received.append(back * times)
@@ -301,7 +282,7 @@ class StageModel:
 
     def _taken(self, net: Net, stage: int) -> Literal | None:
         """Whether a reader is at the stage and the source is not."""
-        able = [reader for reader in net.readers if self._here(reader, stage)]
+        able = [reader for reader in net.readers if self.can_be(reader, stage)]
         if not able:
             return None
         taken = self.cp.new_bool_var("")
@@ -318,9 +299,9 @@ class StageModel:
             return cut, cut
         times = self.cp.new_int_var(0, most, "")
         self.cp.add(times >= cut)
-        away = self._absent(net.source, stage)
+        away = self.absent(net.source, stage)
         here = self.cp.new_bool_var("")
-        self._clause(*away, here)
+        self.clause(*away, here)
         self.cp.add(times >= takers).only_enforce_if(here)
         return cut, times
 
@@ -343,11 +324,11 @@ class StageModel:
 
     def here(self, node: int, stage: int) -> Literal | None:
         """A literal that holds if the node is at the stage; None if it cannot be."""
-        if not self._here(node, stage):
+        if not self.can_be(node, stage):
             return None
         if (node, stage) not in self._at:
             self._at[node, stage] = self.cp.new_bool_var("")
-            self._clause(*self._absent(node, stage), self._at[node, stage])
+            self.clause(*self.absent(node, stage), self._at[node, stage])
         return self._at[node, stage]
 
     def share(self, node: int, stage: int) -> Sum:

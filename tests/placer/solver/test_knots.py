@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from placer.solver import stages
+from placer.solver import stage_scope
 from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits
 from placer.solver.knots import knot_bound
@@ -36,7 +36,7 @@ def test_no_assignment_is_below_the_bound(data, strategies, brute_force):
 def test_no_contiguous_assignment_is_below_the_bound_for_contiguous_ones(data, strategies, brute_force):
     request = data.draw(strategies.requests(objectives=("throughput",)))
     problem = Problem.from_request(request)
-    assume(stages.applies(problem))
+    assume(stage_scope.applies(problem))
     best = brute_force(request, True)
     assume(best)
     bound = convex_knot_bound(problem, reduced(problem), best * 1.1, 0.0, Limits(60))

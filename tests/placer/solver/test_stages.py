@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from placer.solver import costs, stages
+from placer.solver import costs, stage_scope
 from placer.solver.cpsat import Limits
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -23,7 +23,7 @@ SETTINGS = settings(
 def test_its_optimum_is_that_of_trying_every_assignment(data, strategies, brute_force):
     request = data.draw(strategies.requests(objectives=("throughput",)))
     problem = Problem.from_request(request)
-    assume(stages.applies(problem))
+    assume(stage_scope.applies(problem))
     nodes = reduced(problem)
     assume(all(nodes.allowed))
     answer = StageModel(problem, nodes, upper=100.0).solve(Limits(60))
