@@ -145,21 +145,24 @@ def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -
     pinned = Constraints(contiguous=True, pinned=dict(placement.layer_devices))
     alone = solve(request(case, found, chunks=1, constraints=pinned))
     loads = {load.device: load for load in alone.devices}
-    # What is there beside the model: streams that ran before have left workspaces of libraries.
-    before = [allocated(place) - _held(model, place) for place in cases.places(case.devices)]
     used = _peaks(case, model, alone)
-    names = [str(place) for place in cases.places(case.devices)]
     if not used:
         return {}
-    rows = [(loads[name], peak - start) for name, peak, start in zip(names, used, before, strict=True) if name in loads]
+    names = [str(place) for place in cases.places(case.devices)]
+    rows = [(loads[name], *peak) for name, peak in zip(names, used, strict=True) if name in loads]
     return {
-        "predicted_bytes": [float(load.memory.total_bytes) for load, _ in rows],
-        "measured_bytes": [float(peak) for _, peak in rows],
+        "predicted_bytes": [float(load.memory.total_bytes) for load, _, _ in rows],
+        "measured_bytes": [float(peak) for _, peak, _ in rows],
+        "reserved_bytes": [float(reserved) for _, _, reserved in rows],
     }
 
 
-def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[int]:
-    """By device, the most bytes of the allocator in a pass over one micro-batch that comes from the host."""
+def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int, int]]:
+    """By device, the most bytes of tensors in a pass over one micro-batch from the host, and the most held for them.
+
+    What is held has rounding and fragments in it. What libraries keep is in neither: the device's reserve has it.
+    Without GPUs nothing is counted.
+    """
     places = cases.places(case.devices)
     if cases.is_small():
         return []
@@ -168,21 +171,29 @@ def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[int]:
     flow.update_flow(placement)
     flow.output_device = torch.device(list(placement.layer_devices.values())[-1])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4) if case.training else None
-    try:
-        if optimizer is not None:
-            flow(inputs, chunks=1).float().mean().backward()
-            optimizer.step()  # the first one makes the optimizer's state
-            optimizer.zero_grad(set_to_none=False)
-        for place in places:
-            torch.cuda.synchronize(place)
-            torch.cuda.reset_peak_memory_stats(place)
+
+    def run() -> None:
         with torch.set_grad_enabled(case.training):
             output = flow(inputs, chunks=1)
             if case.training:
                 output.mean().backward()
         for place in places:
             torch.cuda.synchronize(place)
-        return [int(torch.cuda.max_memory_allocated(place)) for place in places]
+
+    try:
+        run()  # libraries take what they keep
+        if optimizer is not None:
+            optimizer.step()  # the first one makes the optimizer's state
+            optimizer.zero_grad(set_to_none=False)
+        release()
+        beside = [allocated(place) - _held(model, optimizer, place) for place in places]
+        for place in places:
+            torch.cuda.reset_peak_memory_stats(place)
+        run()
+        return [
+            (int(torch.cuda.max_memory_allocated(place)) - other, int(torch.cuda.max_memory_reserved(place)) - other)
+            for place, other in zip(places, beside, strict=True)
+        ]
     finally:
         flow.undo()
         model.zero_grad(set_to_none=True)
@@ -217,11 +228,15 @@ def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """What a model needs beside activations: parameters and buffers; with an optimizer also gradients and its state."""
+    return sum(tensor.nbytes for tensor in _state(model, optimizer))
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     held = [*model.parameters(), *model.buffers()]
     if optimizer is not None:
         held += [parameter for parameter in model.parameters() if parameter.requires_grad]  # a gradient for each
         held += [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
-    return sum(tensor.nbytes for tensor in held)
+    return held
 
 
 def _state_bytes(memory: MemoryUse) -> int:
@@ -281,10 +296,10 @@ def allocated(place: torch.device) -> int:
     return int(torch.cuda.memory_allocated(place)) if place.type == "cuda" else 0
 
 
-def _held(model: nn.Module, place: torch.device) -> int:
-    """The bytes that the allocator counts for a model's tensors on a device: each a multiple of 512."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == place}
-    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors.values())
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: torch.device) -> int:
+    """The bytes that the allocator counts for what stays on a device between steps: each a multiple of 512."""
+    here = [tensor for tensor in _state(model, optimizer) if tensor.device == place]
+    return sum(-(-tensor.nbytes // 512) * 512 for tensor in here)
 
 
 def _warm_libraries(place: torch.device) -> None:

@@ -19,6 +19,7 @@ UNDER = "peak memory of a device, most predicted below what was used"
 PASS = "a micro-batch through all stages"
 STATE = "parameters, gradients and optimizer state"
 PEAK = "peak memory of all devices"
+RESERVED = "what the allocator held at the peak beyond that"
 COLD, WARM = "profiling", "profiling again, all in the cache"
 OVERALL = "all cases"
 _LIMITS_S = {"resnet101": 20.0, "gpt": 10.0}
@@ -149,7 +150,9 @@ def _memory(
     yield row(case.label, UNDER, "%", _rounded(max(0.0, *(-error for error in errors))), target=_target(2.0))
     # accelerate says of its estimate for training that it is the peak
     told = {"Placer": sum(values["predicted_bytes"])} | _of_peers(others, "state_bytes")
-    yield row(case.label, PEAK, "MiB", _mib(sum(values["measured_bytes"])), peers=_all_mib(told))
+    used, reserved = sum(values["measured_bytes"]), sum(values["reserved_bytes"])
+    yield row(case.label, PEAK, "MiB", _mib(used), peers=_all_mib(told))
+    yield row(case.label, RESERVED, "%", _rounded(100 * (reserved / used - 1)))
 
 
 def _failed(sample: Sample) -> Row:

@@ -168,7 +168,7 @@ def made(part, monkeypatch):
             "memory",
             2,
             8,
-            {"predicted_bytes": [103.0, 99.0], "measured_bytes": [100.0, 100.0]},
+            {"predicted_bytes": [103.0, 99.0], "measured_bytes": [100.0, 100.0], "reserved_bytes": [100.0, 110.0]},
         ),
         sample(second.label, "stages", 4, 16, {"predicted_ms": [10.0], "measured_ms": [10.0], "loss_ms": [0.0]}),
         sample(second.label, "torchgpipe's balance_by_time", 4, 16, failed="not installed"),
@@ -195,6 +195,7 @@ def test_a_steps_error_beyond_the_target_is_missed_though_it_is_negative(made, p
 def test_memory_above_and_below_what_was_used_have_targets_of_their_own(made, part):
     rows, first, _ = made
     assert (rows[first, part("rows").OVER]["value"], rows[first, part("rows").UNDER]["value"]) == (3.0, 1.0)
+    assert rows[first, part("rows").RESERVED]["value"] == 5.0
 
 
 def test_profiling_time_has_its_target(made, part):

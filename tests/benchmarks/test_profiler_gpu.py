@@ -33,5 +33,5 @@ def test_every_part_of_a_case_has_a_value(part, name, way, tmp_path):
     assert all(number > 0 for number in (*values["stages"]["predicted_ms"], *values["memory"]["predicted_bytes"]))
     assert values["step"]["predicted_state_bytes"] == pytest.approx(values["step"]["state_bytes"], rel=0.01)
     measures = {row["measure"] for row in rows._case(case, samples)}
-    assert {rows.STAGE, rows.PASS, rows.STEP, rows.STATE, rows.OVER, rows.UNDER, rows.PEAK} <= measures
+    assert {rows.STAGE, rows.PASS, rows.STEP, rows.STATE, rows.OVER, rows.UNDER, rows.PEAK, rows.RESERVED} <= measures
     assert all(torch.cuda.memory_allocated(place) < 2**30 for place in cases.places())
