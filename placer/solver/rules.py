@@ -40,11 +40,12 @@ def loads(model: PlacementModel) -> None:
     """The objective is at least every device's load."""
     compute, send, receive = model.load_parts
     for device in model.devices:
+        most = model.most_busy(device)
         if model.problem.request.transfers == "overlapped":
             for part in (compute, send, receive):
-                model.cp.add(sum(part[device]) <= model.makespan)
+                model.cp.add(sum(part[device]) <= most)
         else:
-            model.cp.add(sum(compute[device] + send[device] + receive[device]) <= model.makespan)
+            model.cp.add(sum(compute[device] + send[device] + receive[device]) <= most)
 
 
 def load_parts(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
