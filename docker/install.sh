@@ -9,10 +9,21 @@ if [ -z "${PIP_INDEX_URL:-}" ]; then unset PIP_INDEX_URL; fi
 /opt/pip/bin/pip --python /opt/placer/bin/python install --disable-pip-version-check --no-cache-dir --no-compile "$@"
 
 # What only developers of those packages need: 90 MB. torch is left as it is; it imports its tests' helpers.
-for package in numpy pandas ortools; do
+for package in numpy ortools; do
     find /opt/placer/lib -path "*/site-packages/$package/*" \
         \( -type d -name tests -o -name '*.pyi' -o -name '*.pyx' -o -name '*.h' -o -name '*.a' -o -name '*.proto' \) \
         -prune -exec rm -r {} +
+done
+if command -v strip >/dev/null; then
+    for package in uvloop httptools sqlalchemy ortools; do
+        find /opt/placer/lib -path "*/site-packages/$package/*" -name '*.so*' -exec strip --strip-unneeded {} +
+    done
+fi
+
+# OR-Tools imports pandas for models built from a Series, of which there are none here: 45 MB with what it needs.
+for site in /opt/placer/lib/python3*/site-packages; do
+    rm -rf "$site"/pandas "$site"/pandas-* "$site"/pandas.libs "$site"/pytz* "$site"/dateutil "$site"/python_dateutil-*
+    cp /opt/without/pandas.py "$site"
 done
 
 # The file system is read-only later, so what is not compiled now is compiled at every start: what a solve imports.

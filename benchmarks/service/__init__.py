@@ -1,18 +1,24 @@
 """The service under load, on loopback: what a request, a start and a stop cost; and what becomes of it under attack.
 
-``PLACER_SERVICE_SOAK_S``, ``PLACER_SERVICE_BODIES`` and ``PLACER_SERVICE_CONTRACT_S`` make the soak, the hostile bodies
-and the run of schemathesis longer.
+``PLACER_SERVICE_CASES=rates,soak`` runs these parts alone (of ``rates``, ``postgres``, ``faults``, ``hostile``,
+``fuzz``, ``contract``, ``soak``) and keeps the others' rows, if they come from the same machine and versions. Results
+are written after each part. ``PLACER_SERVICE_SOAK_S``, ``PLACER_SERVICE_BODIES`` and ``PLACER_SERVICE_CONTRACT_S`` make
+the soak, the hostile bodies of both kinds, and the run of schemathesis longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks import record
 from benchmarks.record import row
 
-from . import hostile, measure, soak
+from . import faults, hostile, measure, postgres, soak
 
 
 class Asked(NamedTuple):
@@ -40,21 +46,89 @@ ROWS = [
 
 
 def run() -> list[dict[str, Any]]:
-    """Measure every row: the median of its samples, and the smallest and the largest as its spread."""
-    return [*map(_measured, ROWS), *_hostile_rows(), *_soak_rows()]
+    """Measure every part, or those that the environment names."""
+    made: list[dict[str, Any]] = []
+    for rows in progress():
+        made = rows
+    return made
+
+
+def progress(folder: Path | None = None) -> Iterator[list[dict[str, Any]]]:
+    """All rows, again after each part.
+
+    Args:
+        folder: of the results, where the rows are that are kept; None keeps none.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    chosen = [name for name in os.environ.get("PLACER_SERVICE_CASES", "").split(",") if name] or list(PARTS)
+    if unknown := set(chosen) - set(PARTS):
+        raise ValueError(f"PLACER_SERVICE_CASES: there is no {sorted(unknown)}; there are {', '.join(PARTS)}")
+    old = record.known("service", folder) if folder is not None else []
+    rows = {part: [one for one in old if part_of(one["case"]) == part] for part in PARTS}
+    for part in chosen:
+        rows[part] = PARTS[part]()
+        yield [one for part in PARTS for one in rows[part]]
+
+
+def part_of(case: str) -> str:
+    """The part that a row belongs to, by its case."""
+    return next((part for mark, part in MARKS.items() if mark in case), "rates")
+
+
+def _rate_rows() -> list[dict[str, Any]]:
+    return [*map(_measured, ROWS)]
+
+
+def _postgres_rows() -> list[dict[str, Any]]:
+    with postgres.postgres() as database:
+        found = [
+            _measured(asked._replace(case=f"{asked.case}, on PostgreSQL", samples=partial(asked.samples, database=url)))
+            for asked in ROWS[:2]
+            if (url := database.new_database())
+        ]
+    taken_over, twice = faults.replica_killed()
+    case = f"two replicas on PostgreSQL, {taken_over.accepted} jobs, one replica killed"
+    return [
+        *found,
+        row("two replicas on PostgreSQL, the same jobs asked of both", "solved more than once", "", twice, target=0),
+        row(case, "accepted and not answered once", "", taken_over.unanswered, target=0),
+        row(case, f"kill to all answered, with a lease of {faults.LEASE_S} s", "s", round(taken_over.seconds, 2)),
+    ]
+
+
+def _fault_rows() -> list[dict[str, Any]]:
+    found = {
+        "kill -9 of workers": faults.worker_killed(),
+        "kill -9 of the service, twice": faults.server_killed(),
+        "kill -9 of PostgreSQL": faults.postgres_killed(),
+        "a disk that is full for a while": faults.disk_full(),
+    }
+    return [
+        row(f"{what}, {how.accepted} jobs", "accepted and not answered once", "", how.unanswered, target=0)
+        for what, how in found.items()
+    ]
 
 
 def _hostile_rows() -> list[dict[str, Any]]:
-    sent, (runs, findings) = hostile.send(), hostile.fuzz()
-    contract = hostile.contract_findings()
+    sent = hostile.send()
     case = f"{sent.sent:,} hostile bodies"
     return [
         row(case, "answered with a 5xx", "", sent.failures, target=0),
         row(case, "largest problem", "B", sent.largest_bytes, target=4096),
         row(case, "memory, after all against after a fifth", "%", round(sent.growth_percent, 2), target=5),
-        row(f"{runs:,} bodies of a coverage-guided fuzzer", "findings", "", findings, target=0),
-        row(f"schemathesis, all checks, {contract.cases:,} cases", "findings", "", contract.findings, target=0),
     ]
+
+
+def _fuzz_rows() -> list[dict[str, Any]]:
+    runs, findings = hostile.fuzz()
+    return [row(f"{runs:,} bodies of a coverage-guided fuzzer", "findings", "", findings, target=0)]
+
+
+def _contract_rows() -> list[dict[str, Any]]:
+    found = hostile.contract_findings()
+    return [row(f"schemathesis, all checks, {found.cases:,} cases", "findings", "", found.findings, target=0)]
 
 
 def _soak_rows() -> list[dict[str, Any]]:
@@ -65,6 +139,27 @@ def _soak_rows() -> list[dict[str, Any]]:
         row(case, f"of {found.accepted:,} accepted jobs, not answered once", "", found.unanswered, target=0),
         row(case, "memory, at the end against a quarter through", "%", round(found.growth_percent, 2), target=5),
     ]
+
+
+PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "rates": _rate_rows,
+    "postgres": _postgres_rows,
+    "faults": _fault_rows,
+    "hostile": _hostile_rows,
+    "fuzz": _fuzz_rows,
+    "contract": _contract_rows,
+    "soak": _soak_rows,
+}
+MARKS = {
+    "kill -9 of": "faults",
+    "a disk that": "faults",
+    "hostile bodies": "hostile",
+    "coverage-guided": "fuzz",
+    "schemathesis": "contract",
+    "mixed load": "soak",
+    "on PostgreSQL": "postgres",
+}
+"""By these words in its case a row is known to be of a part; one without any is of ``rates``."""
 
 
 def _measured(asked: Asked) -> dict[str, Any]:

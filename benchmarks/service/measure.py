@@ -17,20 +17,20 @@ from .server import Server, serving, start, wait_ready
 POST = "/v1/placements?wait=0"
 
 
-def cache_hits_per_s(rounds: int = 5, requests: int = 2000) -> list[float]:
+def cache_hits_per_s(rounds: int = 5, requests: int = 2000, **settings: object) -> list[float]:
     """A 200-layer request that the store knows, POSTed again and again: answers per second of its processor."""
-    with serving() as server:
+    with serving(**settings) as server:
         connection = server.connect()
         raw = message("POST", "/v1/placements?wait=60", request_body())
         expect(connection.send(raw).status, 200)
         return [rate(server, requests, lambda _: expect(connection.send(raw).status, 200)) for _ in range(rounds)]
 
 
-def posts_per_s(rounds: int = 5, requests: int = 400) -> list[float]:
+def posts_per_s(rounds: int = 5, requests: int = 400, **settings: object) -> list[float]:
     """200-layer requests that are all new, checked and queued: accepted per second of the service's processor."""
     template = json.loads(request_body())
     samples = []
-    with serving("waiting", workers=1, queue=100_000) as server:
+    with serving("waiting", workers=1, queue=100_000, **settings) as server:
         connection = server.connect()
         for turn in range(rounds):
             raws = [

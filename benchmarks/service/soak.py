@@ -117,15 +117,15 @@ def soak(seconds: float = SECONDS) -> Soak:
             thread.join()
         grown = server.memory_bytes()
         accepted = set().union(*(client.accepted for client in clients))
-        unanswered = sum(not _answered(server.connect(), key) for key in accepted)
+        connection = server.connect()
+        unanswered = sum(not answered(connection, key) for key in accepted)
     statuses = sum((client.statuses for client in clients), Counter())
     failures = sum(count for status, count in statuses.items() if status >= 500)
     return Soak(statuses.total(), len(accepted), unanswered, failures, 100 * (grown / settled - 1))
 
 
-def _answered(connection: Connection, key: str) -> bool:
+def answered(connection: Connection, key: str) -> bool:
     """Whether the service has one placement of that id, once its solve has ended."""
     reply = connection.get(f"/v1/placements/{key}?wait=60")
     found = connection.get(f"/v1/placements?q={key}").json()["placements"]
-    connection.close()
     return reply.status == 200 and reply.json()["id"] == key and len(found) == 1

@@ -41,6 +41,12 @@ def stopping() -> Problem:
     return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
 
 
+def queue_full(what: str, seconds: int) -> Problem:
+    """There is no room for one more, and when there may be."""
+    detail = f"{what}; try again in {seconds} s"
+    return Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(seconds)})
+
+
 def is_proven(job: Job) -> bool:
     """Whether no longer solve would find anything else."""
     return job.solved is not None and json.loads(job.solved.summary)["status"] in ("optimal", "infeasible")
@@ -56,6 +62,8 @@ def how_it_ended(job: Job) -> str:
     """For the metrics."""
     if job.problem is not None:
         return "failed"
+    if job.elsewhere:
+        return "elsewhere"
     return "stopped" if job.stopped else "answered"
 
 

@@ -31,6 +31,7 @@ class Job:
         bound: the proven bound so far.
         stopped: whether it was told to end with the best so far.
         handed_on: whether the service stops and the next start goes on with it.
+        elsewhere: whether another replica answered it just before a worker here began.
         wanted: whether it goes on when nobody waits for it.
         waiting: how many wait for it.
         starts: how often a worker began with it.
@@ -52,6 +53,7 @@ class Job:
     bound: float | None = None
     stopped: bool = False
     handed_on: bool = False
+    elsewhere: bool = False
     wanted: bool = False
     waiting: int = 0
     starts: int = 0

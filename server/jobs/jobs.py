@@ -20,14 +20,13 @@ import placer
 
 from ..observe.metrics import Metrics
 from ..observe.spans import span
-from ..problem import Problem
 from ..settings import Settings
 from ..store.database import StoreError
 from ..store.replicas import Begun
 from ..store.store import Accepted, Answer, Asked, Store
 from ..workers.solving import Solver, SolveTask
 from ..workers.worker import Crashed, Died, Killed, Worker
-from .ends import Elsewhere, gap_of, how_it_ended, is_proven, nothing_found, problem_of, stopping, told_of
+from .ends import Elsewhere, gap_of, how_it_ended, is_proven, nothing_found, problem_of, queue_full, stopping, told_of
 from .job import Job
 from .peers import Peers
 from .question import Question
@@ -309,7 +308,7 @@ class Jobs:
         job.starts += 1
         try:
             if self._begin(job) == "answered":
-                job.answer = self._stored_answer(job)
+                job.answer, job.elsewhere = self._stored_answer(job), True
                 return
         except StoreError as error:
             log.error("the start of %s could not be written: %s", job.question.id, error)
@@ -391,9 +390,7 @@ class Jobs:
         else:
             return
         self._metrics.rejections.inc()
-        seconds = self._next_free_s()
-        detail = f"{what}; try again in {seconds} s"
-        raise Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(seconds)})
+        raise queue_full(what, self._next_free_s())
 
     def _next_free_s(self) -> int:
         now = time.monotonic()

@@ -77,3 +77,31 @@ def test_every_job_of_a_short_soak_is_answered_once(part):
     assert found.requests > 10
     assert found.accepted > 0
     assert (found.unanswered, found.failures) == (0, 0)
+
+
+def test_the_parts_that_are_chosen_are_measured_and_the_rows_of_the_others_kept(part, monkeypatch, tmp_path):
+    service, record = part("hostile").__package__, importlib.import_module("benchmarks.record")
+    service = importlib.import_module(service)
+    every = {"rates": "placer serve", "faults": "kill -9 of workers, 5 jobs", "soak": "60 s of mixed load, 9 requests"}
+    record.write("service", [record.row(case, "m", "", 1) for case in every.values()], tmp_path)
+    monkeypatch.setenv("PLACER_SERVICE_CASES", "soak")
+    monkeypatch.setitem(service.PARTS, "soak", lambda: [record.row("1800 s of mixed load, 10 requests", "m", "", 2)])
+    (rows,) = service.progress(tmp_path)
+    assert [(row["case"], row["value"]) for row in rows] == [
+        ("placer serve", 1),
+        ("kill -9 of workers, 5 jobs", 1),
+        ("1800 s of mixed load, 10 requests", 2),
+    ]
+
+
+def test_a_part_that_there_is_not_is_named(part, monkeypatch):
+    service = importlib.import_module(part("hostile").__package__)
+    monkeypatch.setenv("PLACER_SERVICE_CASES", "soak,rain")
+    with pytest.raises(ValueError, match="rain"):
+        next(service.progress())
+
+
+def test_what_a_full_disk_refuses_is_not_accepted_and_what_is_accepted_is_answered(part):
+    found = part("faults").disk_full()
+    assert found.accepted > 10
+    assert found.unanswered == 0

@@ -1,0 +1,185 @@
+"""What becomes of accepted jobs when something is killed in the midst of them, or the disk is full.
+
+Each fault is made from outside, as an operator or the kernel would: with ``kill -9``, or with a limit on how large the
+service's files may grow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from placer_server.store.upkeep import MEND_S
+
+from .load import Connection, request_body
+from .postgres import Postgres, postgres
+from .server import Server, serving, start, wait_ready
+from .soak import answered
+
+LAYERS = 12
+JOBS = 30
+LEASE_S = 2
+QUIET = {"log_level": "critical"}
+"""A service says of each thing that it cannot write that it cannot."""
+
+
+class Survived(NamedTuple):
+    """What became of the jobs.
+
+    Attributes:
+        accepted: how many the service took.
+        unanswered: of those, the ones with no placement at the end, or more than one.
+        seconds: from the fault until all were answered.
+    """
+
+    accepted: int
+    unanswered: int
+    seconds: float
+
+
+def worker_killed() -> Survived:
+    """Two workers are killed while they solve; a third would take its job for one that kills workers."""
+    with serving(workers=1, queue=JOBS, **QUIET) as server:
+        accepted = accept(server.connect(), range(5), layers=120, time_limit_s=2, constraints={"contiguous": False})
+        killed: set[int] = set()
+        began = time.monotonic()
+        for _ in range(2):
+            killed.add(_kill_worker(server, killed))
+            time.sleep(0.3)
+        return survived(server.connect(), accepted, began)
+
+
+def server_killed() -> Survived:
+    """The service is killed twice, and started again on its file."""
+    with TemporaryDirectory() as folder:
+        accepted: set[str] = set()
+        for turn in range(2):
+            process, port = start("", folder, workers=1, queue=2 * JOBS, **QUIET)
+            wait_ready(port)
+            accepted |= accept(Connection(port), range(turn * JOBS, (turn + 1) * JOBS))
+            process.kill()
+            process.wait()
+        process, port = start("", folder, workers=1, queue=2 * JOBS, **QUIET)
+        try:
+            wait_ready(port)
+            return survived(Connection(port), accepted, time.monotonic())
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def postgres_killed() -> Survived:
+    """PostgreSQL is killed with all its processes, is away for a second, and is started again."""
+    with postgres() as database:
+        with serving(database=database.new_database(), workers=1, queue=JOBS, **QUIET) as server:
+            accepted = accept(server.connect(), range(JOBS))
+            began = time.monotonic()
+            database.kill()
+            time.sleep(1)
+            database.start()
+            wait_ready(server.port)
+            return survived(server.connect(), accepted, began)
+
+
+def replica_killed() -> tuple[Survived, int]:
+    """One of two replicas on a PostgreSQL is killed; the other answers. With it, how many jobs were solved twice."""
+    with postgres() as database, TemporaryDirectory() as folder:
+        url = database.new_database()
+        shared = {"database": url, "workers": 1, "queue": JOBS, "lease_s": LEASE_S, **QUIET}
+        process, port = start("", folder, **shared)
+        wait_ready(port)
+        with serving(**shared) as other:
+            accepted = accept(Connection(port), range(JOBS)) | accept(other.connect(), range(JOBS, 2 * JOBS))
+            began = time.monotonic()
+            process.kill()
+            process.wait()
+            found = survived(other.connect(), accepted, began)
+        return found, _solved_twice(database)
+
+
+def _solved_twice(database: Postgres) -> int:
+    """Two replicas that share their jobs and live: how many more solves than jobs there were."""
+    url = database.new_database()
+    shared = {"database": url, "workers": 1, "queue": JOBS, "lease_s": LEASE_S, **QUIET}
+    with serving(**shared) as one, serving(**shared) as other:
+        accepted = accept(one.connect(), range(JOBS)) | accept(other.connect(), range(JOBS))
+        survived(one.connect(), accepted, time.monotonic())
+        return solves(one) + solves(other) - len(accepted)
+
+
+def disk_full() -> Survived:
+    """The service's files can grow no more for a while; what it says to have accepted then counts too."""
+    with serving(workers=1, queue=4 * JOBS, **QUIET) as server:
+        connection = server.connect()
+        accepted = accept(connection, range(JOBS))
+        _, most = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (2**16, most))
+        accepted |= accept(connection, range(JOBS, 2 * JOBS))
+        time.sleep(1)
+        began = time.monotonic()
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (most, most))
+        accepted |= accept(connection, range(2 * JOBS, 3 * JOBS))
+        time.sleep(2 * MEND_S)  # until then what could not be written is answered, but not found
+        return survived(connection, accepted, began)
+
+
+def accept(connection: Connection, seeds: Iterable[int], layers: int = LAYERS, **fields: object) -> set[str]:
+    """Ask questions without waiting for their answers: the ids of those that were accepted."""
+    replies = [
+        connection.post("/v1/placements?wait=0", request_body(layers, seed=seed, workers=1, **fields)) for seed in seeds
+    ]
+    return {reply.json()["id"] for reply in replies if reply.status in (200, 202)}
+
+
+def survived(connection: Connection, accepted: set[str], began: float) -> Survived:
+    """Wait for every answer."""
+    unanswered = sum(not answered(connection, key) for key in accepted)
+    return Survived(len(accepted), unanswered, time.monotonic() - began)
+
+
+def solves(server: Server) -> int:
+    """How many solves this service made, as its metrics tell; those ``elsewhere`` another one had answered."""
+    told = server.connect().get("/metrics").body.decode()
+    counts = re.findall(r'^placer_solves_total\{status="(?!elsewhere)\w+"\} (\S+)$', told, re.MULTILINE)
+    return round(sum(map(float, counts)))
+
+
+def _kill_worker(server: Server, killed: set[int]) -> int:
+    """Kill the process that solves: a child of the one that the service forks them from."""
+    pid = wait_for(lambda: next(iter(_workers(server) - killed), 0))
+    time.sleep(0.2)  # in the midst of its solve
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def _workers(server: Server) -> set[int]:
+    return {child for parent in _children(server.process.pid) for child in _children(parent)}
+
+
+def _children(parent: int) -> set[int]:
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent and fields[0] != "Z":
+            found.add(int(status.parent.name))
+    return found
+
+
+def wait_for(find: Callable[[], int], seconds: float = 30.0) -> int:
+    """What is found, once it is there."""
+    end = time.monotonic() + seconds
+    while not (found := find()):
+        if time.monotonic() > end:
+            raise TimeoutError("no worker began")
+        time.sleep(0.01)
+    return found
