@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 import placer
-from placer import devices
+from placer import Placement, devices
 
 from . import cases, ours, parts, timing
 from .cases import Training
@@ -113,7 +113,7 @@ def work(rank: int, world: int, name: str, turns: Sequence[Turn], found: str, me
             continue
         given = (case, turn.chunks, place, groups[turn.devices])
         run: Callable[[], dict[str, list[float]]] = (
-            partial(_placed_times, *given)
+            partial(_placed_times, *given, Path(f"{found}.{turn.devices}.{turn.chunks}"))
             if turn.engine == PLACED
             else partial(_step_times, *given, turn.engine, times.setdefault(turn.devices, []))
         )
@@ -205,17 +205,17 @@ def _agreed_times(chain: Sequence[nn.Module], inputs: Tensor, group: Any) -> lis
     return found[0]
 
 
-def _placed_times(case: Training, chunks: int, place: torch.device, group: Any) -> dict[str, list[float]]:
+def _placed_times(case: Training, chunks: int, place: torch.device, group: Any, path: Path) -> dict[str, list[float]]:
     """As ``_step_times``, on the placement that the first process makes."""
-    count = distributed.get_world_size(group)
-    model = case.model(torch.device("cpu"))
-    inputs, target = case.batch(place if place.type == "cuda" else torch.device("cpu"))
-    solved: list[Any] = [None]
+    here = torch.device("cpu") if place.type == "cpu" else place
+    model = case.model(here).cpu()
+    inputs, target = case.batch(here)
     if distributed.get_rank() == 0:
-        solved = [ours.placed(ours.measured(model, inputs, chunks), count, chunks).model_dump(mode="json")]
-    distributed.broadcast_object_list(solved, src=0, group=group)
+        count = distributed.get_world_size(group)
+        _hand_on(ours.placed(ours.measured(model, inputs, chunks), count, chunks).to_json(), path)
+    placement = Placement.model_validate_json(_handed_on(path))
     example = inputs[: len(inputs) // chunks]
-    pipeline = placer.distributed.build(model, solved[0], example, case.loss, schedule="zero-bubble", group=group)
+    pipeline = placer.distributed.build(model, placement, example, case.loss, schedule="zero-bubble", group=group)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -224,6 +224,20 @@ def _placed_times(case: Training, chunks: int, place: torch.device, group: Any) 
         optimizer.step()
 
     return _timed(step, pipeline.device, group)
+
+
+def _hand_on(text: str, path: Path) -> None:
+    """Give a text to all processes, whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def _handed_on(path: Path) -> str:
+    """The text, once it is there. Who waits for it in a collective keeps a GPU busy, on which there is measuring."""
+    while not path.exists():
+        sleep(0.1)
+    return path.read_text()
 
 
 def _timed(step: Any, place: torch.device, group: Any) -> dict[str, list[float]]:
