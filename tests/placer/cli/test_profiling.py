@@ -98,9 +98,9 @@ def test_profile_keeps_measurements_where_it_is_told_to(run: Run, tmp_path: Path
     first = run("profile", *TOY, "--cache", tmp_path / "kept")
     again = run("profile", *TOY, "--cache", tmp_path / "kept")
     assert again.profile.layers == first.profile.layers
-    # three layers and the link
-    assert "4 entries" in run("cache", "--folder", tmp_path / "kept").out
-    assert "4 entries removed" in run("cache", "clear", "--folder", tmp_path / "kept").out
+    # three layers, the link, and the graph
+    assert "5 entries" in run("cache", "--folder", tmp_path / "kept").out
+    assert "5 entries removed" in run("cache", "clear", "--folder", tmp_path / "kept").out
     assert "0 entries, 0 B" in run("cache", "size", "--folder", tmp_path / "kept").out
 
 
