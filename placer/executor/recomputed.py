@@ -23,7 +23,8 @@ from placer import devices
 from placer.devices import Repeated
 from placer.executor import autocast
 from placer.executor.segments import MicroBatch, Segment
-from placer.executor.stage import Slot, Stage
+from placer.executor.slot import Slot
+from placer.executor.stage import Stage
 
 
 class RecomputedStage(Stage):
@@ -35,7 +36,6 @@ class RecomputedStage(Stage):
         self._random = any(step.layer.random for step in self.segment.steps)
         self._before: dict[int, list[Tensor]] = {}
         self._chances: dict[int, Repeated] = {}
-        self._pool: Any = None
 
     def begin(self) -> None:
         """New random numbers for a batch."""
@@ -50,7 +50,7 @@ class RecomputedStage(Stage):
         for slot in slots:
             # What passes leave for others is not theirs: recorded, they all share the memory of their own results.
             slot.outputs = {name: self._static(value) for name, value in made.items()}
-            slot.input_gradients = {name: torch.zeros_like(slot.inputs[name]) for name in self._entering(slot)}
+            slot.landing = self._landing(slot)
             self._before[id(slot)] = [torch.empty_like(buffer) for buffer, _ in self._buffers]
             if self._random:
                 self._chances[id(slot)] = Repeated(self.device)
@@ -61,24 +61,18 @@ class RecomputedStage(Stage):
         super().close_slots()
         self._before.clear()
         self._chances.clear()
-        self._pool = None
 
     def release(self) -> None:
         """Nothing is left in the slots between passes."""
         for slot in (*self.slots, *self.tail.values()):
             self._let_go(slot)
 
-    def record(self) -> None:
-        """Turn the passes into CUDA graphs that share memory: no pass leaves anything there."""
-        if self.device.type == "cuda":
-            self._pool = devices.memory_pool(self.device)
-        super().record()
-
     def _recorded(self, slot: Slot) -> None:
+        """No pass leaves anything but in static tensors, so that all of them share their memory."""
         chance = self._chances.get(id(slot))
         generators = [[generator] for generator in chance.generators] if chance is not None else None
         slot.forward, slot.backward = devices.record(
-            [slot.forward, slot.backward], self.device, pools=[self._pool] * 2, generators=generators
+            [slot.forward, slot.backward], self.device, pools=[self._shared_memory] * 2, generators=generators
         )
 
     @torch.no_grad()
@@ -102,16 +96,13 @@ class RecomputedStage(Stage):
         slot.roots = []
 
     def _backward(self, slot: Slot) -> None:
-        outputs, gradients = slot.outputs, slot.input_gradients
+        outputs = slot.outputs
         if self._buffers:
             torch._foreach_copy_([copy for _, copy in self._buffers], self._before[id(slot)])
         with self._chance(slot, "again"):
             self._compute(slot, self._again)
         super()._backward(slot)
-        with torch.no_grad():
-            for name, static in gradients.items():
-                static.copy_(slot.input_gradients[name])
-        slot.outputs, slot.input_gradients = outputs, gradients
+        slot.outputs = outputs
         self._let_go(slot)
 
     def _chance(self, slot: Slot, which: str) -> AbstractContextManager[None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,87 +19,14 @@ from torch import Tensor
 from placer import devices
 from placer.errors import InputError
 from placer.executor import autocast
-from placer.executor.deferred import DeferWeights, Queue
+from placer.executor.deferred import DeferWeights
 from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment
+from placer.executor.slot import Head, NamedQueue, Slot
 from placer.graph.layers import Value
 
 LOSS = "(loss)"
 """What stands for the loss where a layer is named."""
-
-Reader = int | None
-"""The stage that reads a value; None for the loss."""
-
-
-@dataclass
-class Head:
-    """The loss, computed behind the last segment.
-
-    Attributes:
-        names: the values that the model returns.
-        loss: from those, and the target of the micro-batch, to a number.
-        targets: the static tensors of each slot's target.
-        total: sum over micro-batches of loss times weight.
-        scale: what the gradient of the loss begins with; 1 but for a GradScaler.
-        dtype: of the loss, once it was computed.
-    """
-
-    names: tuple[str, ...]
-    loss: Callable[[list[Any], list[Any]], Tensor]
-    total: Tensor
-    scale: Tensor
-    dtype: torch.dtype = torch.float32
-
-
-@dataclass
-class Slot:
-    """A micro-batch in flight.
-
-    Attributes:
-        inputs: static tensors, or numbers, by name.
-        weight: of its loss in the batch's: its share of the samples.
-        targets: static tensors of the loss's target, in the last stage.
-        gradients: of each output from each of its readers, static.
-        leaves: what the forward pass differentiates by, by name.
-        outputs: what it made, by name.
-        roots: what the backward pass starts from.
-        forward: runs or replays the forward pass.
-        backward: runs or replays the backward pass.
-        weights: runs or replays the weight half of the backward pass, where it is apart.
-        deferred: the weight gradients that the backward pass left to it.
-    """
-
-    inputs: dict[str, Any]
-    weight: float
-    targets: list[Any] = field(default_factory=list)
-    gradients: dict[tuple[str, Reader], Tensor] = field(default_factory=dict)
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Any] = field(default_factory=dict)
-    roots: list[Tensor] = field(default_factory=list)
-    input_gradients: dict[str, Tensor] = field(default_factory=dict)
-    forward: Callable[[], None] = lambda: None
-    backward: Callable[[], None] = lambda: None
-    weights: Callable[[], None] = lambda: None
-    deferred: Queue = field(default_factory=Queue)
-
-
-class _Named(Queue):
-    """Weight gradients that are left for later, each with the layer that it is of."""
-
-    def __init__(self, trail: Trail, reach: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._trail = trail
-        self._reach = reach
-
-    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
-        self.append(partial(self._run, self._trail.layer, add))
-        for weight in weights:
-            if weight is not None and weight.requires_grad:
-                self._reach(weight)
-
-    def _run(self, layer: str | None, add: Callable[[], None]) -> None:
-        self._trail.layer = layer
-        add()
 
 
 class _Entrance(torch.autograd.Function):
@@ -168,6 +94,7 @@ class Stage:
         self.trail = Trail(backwards=True)
         self.unreached: frozenset[str] = frozenset()
         self._values = values
+        self._shared_memory: Any = None
 
     def open_slots(
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
@@ -196,7 +123,7 @@ class Stage:
 
     def close_slots(self) -> None:
         """Let go of the slots; they are made anew before the next batch."""
-        self.slots, self.tail, self.not_recorded_because = [], {}, ""
+        self.slots, self.tail, self.not_recorded_because, self._shared_memory = [], {}, "", None
 
     def _opened(
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
@@ -206,7 +133,7 @@ class Stage:
             slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
-            slot.deferred = _Named(self.trail, self.reach)
+            slot.deferred = NamedQueue(self.trail, self.reach)
             slot.forward = partial(self._forward, slot)
             slot.backward = partial(self._backward, slot)
             slot.weights = partial(self._weights, slot)
@@ -253,7 +180,12 @@ class Stage:
         """Turn the passes of every slot into CUDA graphs, where the device has them and the layers allow it."""
         if self.device.type != "cuda":
             return
-        for slot in (*self.slots, *self.tail.values()):
+        self._shared_memory = devices.memory_pool(self.device)
+        every = [*self.slots, *self.tail.values()]
+        if not self.split and len(every) > 1:
+            for slot in every:
+                slot.landing = self._landing(slot)
+        for slot in every:
             try:
                 self._recorded(slot)
             except devices.NotRecordable as error:
@@ -261,16 +193,17 @@ class Stage:
                 return
 
     def _recorded(self, slot: Slot) -> None:
-        # Gradients are still on their way to other stages when the slot's next forward pass runs: in memory shared with
-        # it they might lie where it works.
-        ahead, back = devices.memory_pool(self.device), devices.memory_pool(self.device)
+        # What a pass leaves must not lie where another one works before it is used. A forward pass leaves activations
+        # to the backward pass of its slot; this, where weights are apart, something to their pass, and gradients that
+        # are still on their way to other stages when the slot's next forward pass runs. The last pass leaves nothing:
+        # those of all slots share their memory.
+        ahead, last = devices.memory_pool(self.device), self._shared_memory
         if self.split:
-            passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, back, back]
+            passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, devices.memory_pool(self.device), last]
             slot.forward, slot.backward, slot.weights = devices.record(passes, self.device, pools=pools)
         else:
-            slot.forward, slot.backward = devices.record(
-                [slot.forward, slot.backward], self.device, pools=[ahead, back]
-            )
+            passes, pools = [slot.forward, slot.backward], [ahead, last]
+            slot.forward, slot.backward = devices.record(passes, self.device, pools=pools)
 
     def pass_ms(self) -> tuple[float, float, float]:
         """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is done at once."""
@@ -335,6 +268,7 @@ class Stage:
             leaf.grad = None
         if not roots:
             slot.input_gradients = {name: torch.zeros_like(leaf) for name, leaf in slot.leaves.items()}
+            self._land(slot)
             return
         with autocast.off(self.device):
             torch.autograd.backward(roots, gradients)
@@ -342,6 +276,19 @@ class Stage:
             name: torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, slot.gradients.values())
             for name, leaf in slot.leaves.items()
         }
+        self._land(slot)
+
+    def _landing(self, slot: Slot) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(slot.inputs[name]) for name in self._entering(slot)}
+
+    @torch.no_grad()
+    def _land(self, slot: Slot) -> None:
+        """Copy input gradients out of the memory in which they were made, where others work in it."""
+        if slot.landing:
+            for name, static in slot.landing.items():
+                static.copy_(slot.input_gradients[name])
+                slot.leaves[name].grad = None
+            slot.input_gradients = slot.landing
 
     def _scale(self, root: Tensor) -> Tensor:
         assert self.head is not None

@@ -29,7 +29,8 @@ from placer.executor.passes import Passes
 from placer.executor.pipeline import cut
 from placer.executor.recomputed import RecomputedStage
 from placer.executor.segments import Segment, borders, segments, spread_state
-from placer.executor.stage import Head, Stage, drop_unreached
+from placer.executor.slot import Head
+from placer.executor.stage import Stage, drop_unreached
 from placer.executor.statistics import BatchStatistics
 from placer.executor.weights import Weights
 from placer.graph.layers import LayerGraph

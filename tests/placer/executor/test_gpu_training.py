@@ -96,7 +96,7 @@ def test_dropout_differs_between_micro_batches_and_steps_under_replay() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
-def test_the_next_forward_pass_leaves_gradients_that_are_still_sent_as_they_are(name: str, schedule: Order) -> None:
+def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(name: str, schedule: Order) -> None:
     count = torch.cuda.device_count()
     model, inputs, target, loss_fn = _case(name)
     flow = DataFlow(model.double())
@@ -113,7 +113,8 @@ def test_the_next_forward_pass_leaves_gradients_that_are_still_sent_as_they_are(
                 run()
             there = [*slot.input_gradients.values()]
             before = [gradient.clone() for gradient in there]
-            for run in (slot.weights, slot.forward):
+            others = [run for other in stage.slots if other is not slot for run in (other.forward, other.backward)]
+            for run in (*others, slot.weights, slot.forward):
                 run()
                 torch.cuda.synchronize(stage.device)
                 assert all(torch.equal(now, then) for now, then in zip(there, before, strict=True))

@@ -1,0 +1,92 @@
+"""A micro-batch in flight through one segment in training, and the loss behind the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer.executor.deferred import Queue
+from placer.executor.faults import Trail
+
+Reader = int | None
+"""The stage that reads a value; None for the loss."""
+
+
+@dataclass
+class Head:
+    """The loss, computed behind the last segment.
+
+    Attributes:
+        names: the values that the model returns.
+        loss: from those, and the target of the micro-batch, to a number.
+        targets: the static tensors of each slot's target.
+        total: sum over micro-batches of loss times weight.
+        scale: what the gradient of the loss begins with; 1 but for a GradScaler.
+        dtype: of the loss, once it was computed.
+    """
+
+    names: tuple[str, ...]
+    loss: Callable[[list[Any], list[Any]], Tensor]
+    total: Tensor
+    scale: Tensor
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Slot:
+    """A micro-batch in flight.
+
+    Attributes:
+        inputs: static tensors, or numbers, by name.
+        weight: of its loss in the batch's: its share of the samples.
+        targets: static tensors of the loss's target, in the last stage.
+        gradients: of each output from each of its readers, static.
+        leaves: what the forward pass differentiates by, by name.
+        outputs: what it made, by name.
+        roots: what the backward pass starts from.
+        forward: runs or replays the forward pass.
+        backward: runs or replays the backward pass.
+        weights: runs or replays the weight half of the backward pass, where it is apart.
+        deferred: the weight gradients that the backward pass left to it.
+        landing: static tensors that input gradients are copied to, where other passes work in the memory in which they
+            are made.
+    """
+
+    inputs: dict[str, Any]
+    weight: float
+    targets: list[Any] = field(default_factory=list)
+    gradients: dict[tuple[str, Reader], Tensor] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    roots: list[Tensor] = field(default_factory=list)
+    input_gradients: dict[str, Tensor] = field(default_factory=dict)
+    forward: Callable[[], None] = lambda: None
+    backward: Callable[[], None] = lambda: None
+    weights: Callable[[], None] = lambda: None
+    deferred: Queue = field(default_factory=Queue)
+    landing: dict[str, Tensor] = field(default_factory=dict)
+
+
+class NamedQueue(Queue):
+    """Weight gradients that are left for later, each with the layer that it is of."""
+
+    def __init__(self, trail: Trail, reach: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._trail = trail
+        self._reach = reach
+
+    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
+        """Leave something for later; see ``Queue``."""
+        self.append(partial(self._run, self._trail.layer, add))
+        for weight in weights:
+            if weight is not None and weight.requires_grad:
+                self._reach(weight)
+
+    def _run(self, layer: str | None, add: Callable[[], None]) -> None:
+        self._trail.layer = layer
+        add()
