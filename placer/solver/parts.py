@@ -31,8 +31,21 @@ SIZES = (2, 3)
 WORK = 0.6
 """Of one program, in the measure of ``cpsat.Meter``."""
 
+MANY = 1_000
+"""So many pairs of a node and a device are many."""
+
 BETTER = 1e-6
 """By which share the busiest of the devices must become less busy."""
+
+
+def applies(problem: Problem) -> bool:
+    """Whether it looks for such placements: free, and with a small bottleneck."""
+    return not problem.contiguous and problem.request.objective == "throughput"
+
+
+def many(problem: Problem, nodes: Reduction) -> bool:
+    """Whether it comes before the integer program of all devices, which takes long for so many nodes."""
+    return len(nodes.nodes) * len(problem.devices) >= MANY
 
 
 def improved(

@@ -1,8 +1,8 @@
 """The portfolio: from a request to a checked placement, with its bound.
 
 reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear orders ─▶ integer program ─▶ check
-                │                    (work,      │ and, if free,                │ in rounds; between
-                ▼                     knots)     │ layers moved one by one      │ them more cuts
+                │                    (work,      │ and, if free, layers         │ in rounds; between
+                ▼                     knots)     │ moved, devices redivided     │ them more cuts
             infeasible                           ▼                              ▼
                                               optimal          infeasible: why, by lifting requirements
 
@@ -22,7 +22,7 @@ from time import monotonic
 
 from placer.errors import InputError
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
-from placer.solver import answer, bounds, conflict, costs, limits, local, stage_scope, starts, ties
+from placer.solver import answer, bounds, conflict, costs, limits, local, parts, stage_scope, starts, ties
 from placer.solver.check import check
 from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits, Meter
@@ -52,8 +52,11 @@ CLIMB_SHARE = 0.4
 """How much of the time, or of the work, may be over when the search for better cuts ends."""
 
 
-LOCAL_SHARE = 0.4
+LOCAL_SHARE = 0.25
 """How much of the time, or of the work, may be over when local search ends."""
+
+PARTS_SHARE = 0.6
+"""The same of the search that divides anew what a few devices hold."""
 
 RELAXED_SHARE = 0.6
 """How much of the time that is left a problem may take that asks less."""
@@ -210,6 +213,8 @@ class Search:
         self._start()
         if self._open() and self.best is not None and local.applies(self.problem):
             self._move_layers(self.best)
+        if self._open() and parts.many(self.problem, self.nodes):
+            self._divide_anew()
         if self._open():
             reason = self._program()
         if self.best is None:
@@ -239,6 +244,7 @@ class Search:
         for turn, work in enumerate(WORK if self._open() else ()):
             if turn == 1:
                 self._climb()
+                self._divide_anew()
             upper = self._better() if self.best is not None or self.enough is not None else None
             nodes = reduced(self.problem, self.value if self.enough is None else min(self.value, self.enough))
             result = self._model(nodes, upper).solve(self._limits(work))
@@ -286,6 +292,17 @@ class Search:
         enough = self.bound * (1 + answer.PROVEN_GAP / 2)
         self._offer(local.improved(self.problem, self.nodes, start, over, enough), "local search")
 
+    def _divide_anew(self) -> None:
+        """What a few devices hold, divided among them as well as can be, where placements are free."""
+        if self.best is not None and self.enough is None and parts.applies(self.problem):
+            found = parts.improved(self.problem, self.best, self._quietly, lambda: self._over(PARTS_SHARE))
+            self._offer(found, "local search")
+
+    def _quietly(self, work: float) -> Limits:
+        """For a search of so much work whose placements are looked at when it ends."""
+        request = self.request
+        return Limits(self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter)
+
     def _climb(self) -> None:
         """Many more cuts, where the integer program was slow."""
         if not self.problem.contiguous or self.request.objective != "throughput":
@@ -321,11 +338,7 @@ class Search:
             assert self.best is not None
             return self.best
 
-        def limits(work: float) -> Limits:
-            request = self.request
-            return Limits(self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter)
-
-        return ties.broken(self.problem, self.best, limits, kept)
+        return ties.broken(self.problem, self.best, self._quietly, kept)
 
     def _better(self) -> float:
         """The objective from which a placement counts as better than the best so far."""
