@@ -68,7 +68,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--placement", type=Path, help="a placement of this model as JSON")
-    parser.add_argument("--schedule", help="fill-drain, 1f1b or zero-bubble")
+    parser.add_argument("--schedule", help="fill-drain, 1f1b or zero-bubble; else the placement's")
     options = parser.parse_args()
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     on_gpus = torch.cuda.device_count() >= here
@@ -85,9 +85,7 @@ def main() -> None:
     )
     data = batches(STEPS)
     example = data[0][0][: 16 // CHUNKS]
-    pipeline = placer.distributed.build(
-        model, placement, example, loss_fn, chunks=CHUNKS, schedule=options.schedule or "1f1b"
-    )
+    pipeline = placer.distributed.build(model, placement, example, loss_fn, chunks=CHUNKS, schedule=options.schedule)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
     losses = torch.zeros(STEPS, device=pipeline.device)
     for index, (tokens, target) in enumerate(data):
