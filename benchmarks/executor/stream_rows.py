@@ -7,7 +7,7 @@ from typing import Any
 
 from ..record import row
 from . import cases
-from .figures import PEERS, Row, at_full_size, best, failures, ratio, rounded, row_of, spread_of, time_of
+from .figures import PEERS, Row, at_full_size, best, failures, ratio, rounded, spread_of, time_of
 from .sample import Sample
 
 STREAMS = {("resnet101", 4): 3.3, ("gpt", 4): 3.8}
@@ -48,8 +48,6 @@ def _streamed(case: str, name: str, samples: Sequence[Sample], one: Sample | Non
     yield row(case, "a batch in a stream", "ms", rounded(time_of(ours)), spread=spread_of(times), peers=shown)
     yield row(case, "batches that it is cut into, where fastest", "", ours.chunks)
     yield row(case, "a batch, predicted from the profile", "ms", rounded(time_of(ours, "predicted_ms")))
-    quarter = rounded((time_of(ours) or 0.0) / 4)
-    yield row_of(case, "host issues a batch; at most a quarter of its time is wanted", ours.values["host_ms"], quarter)
     difference = time_of(ours, "difference")
     yield row(case, "result, largest difference to the unsplit model, over the largest value", "", difference)
     yield row(case, "stages that run without a CUDA graph", "", time_of(ours, "eager_stages"))
