@@ -172,7 +172,7 @@ def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
         whole: whether rows are shown for which nothing was asked.
     """
     content = read(name, folder)
-    rows = [entry for entry in content["rows"] if whole or entry["target"] is not None]
+    rows = [entry for entry in content["rows"] if whole or entry["met"] is not None]
     others = len(content["rows"]) - len(rows)
     peers = list(dict.fromkeys(peer for entry in rows for peer in entry["peers"]))
     figures = list(dict.fromkeys(name for entry in rows for name in entry.get(FIGURES, {})))

@@ -75,6 +75,14 @@ def test_what_nothing_was_asked_for_is_counted_and_shown_when_the_whole_is_wante
     assert "more" not in record.table("made", tmp_path, whole=True)
 
 
+def test_figures_are_columns_beside_the_value(record, tmp_path):
+    rows = [record.row("a", "time", "s", 1.5, figures={"gap, %": 2.5, "asked": "gap <= 3%"}, met=True)]
+    record.write("made", rows, tmp_path)
+    table = record.table("made", tmp_path)
+    assert "| value | gap, % | asked |" in table
+    assert "| 1.5 s | 2.5 | gap <= 3% |" in table
+
+
 def test_only_what_is_between_markers_is_rewritten(record, written):
     text = "before\n<!-- table made -->\nold\n<!-- end table made -->\nafter"
     renewed = record.with_tables(text, written)
@@ -91,4 +99,4 @@ def test_a_table_without_results_is_left_as_it_is(record, written):
 def test_committed_results_have_the_one_form(record, path):
     content = json.loads(path.read_text())
     assert set(content) == {"machine", "versions", "command", "date", "rows"}
-    assert all(set(row) == set(record.FIELDS) for row in content["rows"])
+    assert all(set(row) - {record.FIGURES} == set(record.FIELDS) for row in content["rows"])

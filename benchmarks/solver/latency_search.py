@@ -1,0 +1,186 @@
+"""Assignments of small latency: cuts of linear orders, and nodes moved one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from random import Random
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .latency import CPU, PROVEN_GAP, Graph, finish_ms
+from .latency_bound import Proof
+
+Table = NDArray[np.float64]
+ORDERS_SHARE = 0.3
+"""How much of the time cuts of random orders may take."""
+
+PATIENCE = 2000
+WORSE = 2e-3
+"""How much longer an assignment may be that moves go on from, as a share, after ``PATIENCE`` moves without gain."""
+
+
+def improved(read: Graph, proof: Proof, until: float, seed: int = 0) -> tuple[list[int], float]:
+    """The best assignment found, by node, and its latency.
+
+    Args:
+        read: the input.
+        proof: its subgraphs are tried first; its bound ends the search.
+        until: by the monotonic clock.
+        seed: of the random orders and moves.
+    """
+    began, random = monotonic(), Random(seed)
+    enough = proof.bound * (1 + PROVEN_GAP / 2)
+    best = [CPU] * len(read.ids)
+    value = _value(read, best)
+    tried = _numbered(read, proof.subgraphs)
+    while True:
+        found = _value(read, tried)
+        if found < value:
+            best, value = tried, found
+        if value <= enough or monotonic() > began + ORDERS_SHARE * (until - began):
+            break
+        tried = _best_cut(read, _order(read, random))
+    return (best, value) if value <= enough else _moved(read, best, value, enough, until, random)
+
+
+def _value(read: Graph, where: Sequence[int]) -> float:
+    found = finish_ms(read, where)
+    return inf if found is None else found
+
+
+def _numbered(read: Graph, subgraphs: Sequence[frozenset[int]]) -> list[int]:
+    where = [CPU] * len(read.ids)
+    for device, nodes in enumerate(subgraphs):
+        for node in nodes:
+            where[node] = device
+    return where
+
+
+def _order(read: Graph, random: Random) -> list[int]:
+    """A random topological order in which nodes come right before their first reader, as classes of constants do."""
+    order: list[int] = []
+    seen = [False] * len(read.ids)
+    ends = [node for node, readers in enumerate(read.readers) if not readers]
+    random.shuffle(ends)
+    # The main output, which most depends on, goes last: what hangs beside the way to it comes where it is made.
+    stack = [(node, False) for node in sorted(ends, reverse=True)]
+    while stack:
+        node, entered = stack.pop()
+        if entered:
+            order.append(node)
+        elif not seen[node]:
+            seen[node] = True
+            stack.append((node, True))
+            sources = list(read.sources[node])
+            random.shuffle(sources)
+            stack += [(source, False) for source in sources]
+    return order
+
+
+def _best_cut(read: Graph, order: Sequence[int]) -> list[int]:
+    """The best way to cut an order into subgraphs and parts on the CPU, each of which waits for the one before."""
+    place = {node: index for index, node in enumerate(order)}
+    count, most = len(order), read.accelerators
+    block, chain = _blocks(read, order, place), _chains(read, order, place)
+    best = np.full((most + 1, count + 1), inf)
+    best[:, 0] = 0.0
+    ended = best.copy()  # those whose last part is a subgraph, or nothing
+    came = np.full((2, most + 1, count + 1), -1)
+    for end in range(1, count + 1):
+        through = best[:-1, :end] + block[:end, end - 1]
+        came[0, 1:, end] = through.argmin(axis=1)
+        ended[1:, end] = through.min(axis=1)
+        on_cpu = ended[:, :end] + chain[:end, end - 1]
+        came[1, :, end] = on_cpu.argmin(axis=1)
+        best[:, end] = np.minimum(ended[:, end], on_cpu.min(axis=1))
+    where, used, end, may_end_on_cpu = [CPU] * count, most, count, True
+    while end:
+        if may_end_on_cpu and best[used, end] < ended[used, end]:
+            end, may_end_on_cpu = int(came[1, used, end]), False
+            continue
+        first = int(came[0, used, end])
+        for index in range(first, end):
+            where[order[index]] = used - 1
+        used, end, may_end_on_cpu = used - 1, first, True
+    return where
+
+
+def _blocks(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
+    """By first and last place, the time of a subgraph; infinite where it does not fit."""
+    count = len(order)
+    able = np.array([read.accelerator_ms[node] < inf for node in order])
+    time = np.cumsum([0.0, *(read.accelerator_ms[node] if may else 0.0 for node, may in zip(order, able, strict=True))])
+    barred = np.cumsum([0, *~able])
+    size = np.cumsum([0.0, *(read.size[node] for node in order)])
+    found: Table = time[None, 1:] - time[:-1, None]
+    found[size[None, 1:] - size[:-1, None] > read.memory] = inf
+    found[barred[None, 1:] > barred[:-1, None]] = inf
+    found[np.tril_indices(count, -1)] = inf
+    for node in order:
+        here, readers = place[node], sorted(place[reader] for reader in read.readers[node])
+        if not readers:
+            continue
+        found[: here + 1, here : readers[-1]] += read.transfer_ms[node]
+        for before, reader in zip([here, *readers], readers, strict=False):
+            found[before + 1 : reader + 1, reader:] += read.transfer_ms[node]
+    for group in read.classes:
+        first, last = min(place[node] for node in group), max(place[node] for node in group)
+        found[first + 1 : last + 1, first:] = inf
+        found[: last + 1, first:last] = inf
+    return found
+
+
+def _chains(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
+    """By first and last place, the longest chain on the CPU."""
+    ends = np.zeros((len(order), len(order)))
+    for index, node in enumerate(order):
+        longest = np.zeros(index + 1)
+        for source in read.sources[node]:
+            longest = np.maximum(longest, ends[: index + 1, place[source]])
+        ends[: index + 1, index] = longest + read.cpu_ms[node]
+    longest_so_far: Table = np.maximum.accumulate(ends, axis=1)
+    return longest_so_far
+
+
+def _moved(
+    read: Graph, best: list[int], value: float, enough: float, until: float, random: Random
+) -> tuple[list[int], float]:
+    """Move nodes next to the border of a subgraph over it, a chain of them at a time."""
+    here, at, idle = best, value, 0
+    while value > enough and monotonic() < until:
+        tried = _neighbour(read, here, random)
+        found = _value(read, tried)
+        idle += 1
+        if found < at or (found <= at * (1 + WORSE * random.random()) and (found == at or idle > PATIENCE)):
+            here, at = tried, found
+        if found < value:
+            best, value, idle = tried, found, 0
+        if idle > 3 * PATIENCE:
+            here, at, idle = best, value, 0
+    return best, value
+
+
+def _neighbour(read: Graph, where: list[int], random: Random) -> list[int]:
+    """Some nodes, each next to the last, on the device of another next to them, or one that holds none, or the CPU."""
+    tried = list(where)
+    node = random.randrange(len(where))
+    near = [*read.sources[node], *read.readers[node]]
+    for _ in range(20):
+        if any(where[other] != where[node] for other in near):
+            break
+        node = random.randrange(len(where))
+        near = [*read.sources[node], *read.readers[node]]
+    free = next((device for device in range(read.accelerators) if device not in where), CPU)
+    target = random.choice([*(where[other] for other in near), CPU, free])
+    source = where[node]
+    for _ in range(random.choice((1, 1, 1, 2, 3, 5, 8, 13, 21, 34))):
+        for sibling in read.siblings[node]:
+            tried[sibling] = target
+        beyond = [n for n in (*read.sources[node], *read.readers[node]) if tried[n] == source and n != node]
+        if not beyond:
+            break
+        node = random.choice(beyond)
+    return tried

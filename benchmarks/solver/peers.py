@@ -1,0 +1,89 @@
+"""What one would use instead, on the same problem: each peer's placement at our cost model.
+
+Peers that need a package count only where it can be imported: ``torchgpipe`` and ``accelerate``. A placement that does
+not fit in memory, or is not allowed, is no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from placer.solver import costs, exact
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction, reduced
+
+ONE_ORDER = "DP over one topological order"
+TORCHGPIPE = "torchgpipe's block partition"
+ACCELERATE = "accelerate's infer_auto_device_map"
+PACKAGES = {TORCHGPIPE: "torchgpipe", ACCELERATE: "accelerate"}
+MOST_LAYERS = 4096
+"""Of more, peers are not asked: some take minutes."""
+
+
+def missing() -> list[str]:
+    """The packages of peers that are not installed."""
+    return [package for package in PACKAGES.values() if find_spec(package) is None]
+
+
+def values(problem: Problem) -> dict[str, float | None]:
+    """By peer, the objective of its placement; None if it found none, or one that may not be."""
+    if len(problem.layers) > MOST_LAYERS:
+        return {}
+    nodes = reduced(problem)
+    found: dict[str, float | None] = {ONE_ORDER: _value(problem, exact.best_cut(problem, nodes).devices)}
+    for peer, blocks in ((TORCHGPIPE, _torchgpipe), (ACCELERATE, _accelerate)):
+        if find_spec(PACKAGES[peer]) is not None:
+            found[peer] = _value(problem, _spread(problem, nodes, blocks(problem, nodes)))
+    return found
+
+
+def _value(problem: Problem, devices: list[int] | None) -> float | None:
+    if devices is None or not costs.allowed(problem, devices):
+        return None
+    result = costs.evaluate(problem, devices)
+    return None if result is None or not costs.fits(problem, result) else result.objective_value
+
+
+def _torchgpipe(problem: Problem, nodes: Reduction) -> list[int]:
+    """Blocks of nodes in topological order, one a device, by the times on the first device.
+
+    torchgpipe partitions a sequence: so are the nodes of a graph one after another, without their transfers.
+    """
+    times = [sum(problem.compute_ms(layer, 0) for layer in node) for node in nodes.nodes]
+    places = _accelerators(problem)
+    solve = import_module("torchgpipe.balance.blockpartition").solve
+    blocks: Sequence[Sequence[float]] = solve(times, min(len(places), len(times)))
+    return [device for device, block in zip(places, blocks, strict=False) for _ in block]
+
+
+def _accelerate(problem: Problem, nodes: Reduction) -> list[int] | None:
+    """The map for the balanced memory of ``device_map="auto"``: a stand-in module a node, with as many parameters."""
+    torch, accelerate = import_module("torch"), import_module("accelerate")
+    sizes = [sum(problem.layers[layer].param_bytes for layer in node) for node in nodes.nodes]
+    stand_ins = torch.nn.Sequential(*(torch.nn.Module() for _ in sizes))
+    for stand_in, size in zip(stand_ins, sizes, strict=True):
+        content = torch.empty(size, dtype=torch.uint8, device="meta")
+        stand_in.state = torch.nn.Parameter(content, requires_grad=False)
+    places = _accelerators(problem)
+    room = {index: problem.devices[device].usable_bytes for index, device in enumerate(places)}
+    balanced = import_module("accelerate.utils").get_balanced_memory(stand_ins, max_memory=room)
+    where = accelerate.infer_auto_device_map(stand_ins, max_memory=balanced)
+    found: list[Any] = [where.get("", where.get(str(node))) for node in range(len(sizes))]
+    return [places[number] for number in found] if all(isinstance(number, int) for number in found) else None
+
+
+def _accelerators(problem: Problem) -> list[int]:
+    return [index for index in range(len(problem.devices)) if index not in problem.untaxed]
+
+
+def _spread(problem: Problem, nodes: Reduction, by_node: list[int] | None) -> list[int] | None:
+    return None if by_node is None else nodes.spread(by_node)
+
+
+def skipped() -> Iterator[str]:
+    """What is left out, for who reads the output."""
+    for package in missing():
+        yield f"{package} is not installed: its column is left out"

@@ -1,0 +1,111 @@
+"""One case as one row: value, bound, gap, time and peak memory of our answer, beside the peers'."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from placer.schema import Placement
+
+from .. import record
+
+ROUNDED = 2e-6
+"""The published values are rounded so."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a case; a field that is None is not.
+
+    Attributes:
+        value: no more than this, but for rounding.
+        proven_s: the answer is proven in so many seconds.
+        gap: no more than this, in percent; a proven answer has one of 0.
+        time_s: the answer is there in so many seconds.
+        peak_mib: the process never held more.
+    """
+
+    value: float | None = None
+    proven_s: float | None = None
+    gap: float | None = None
+    time_s: float | None = None
+    peak_mib: float | None = None
+
+    def __str__(self) -> str:
+        limits = {"gap <= {:g}%": self.gap, "in {:g} s": self.time_s, "<= {:g} MiB": self.peak_mib}
+        limits["proven in {:g} s"] = self.proven_s
+        return ", ".join(text.format(number) for text, number in limits.items() if number is not None)
+
+    def met(self, value: float | None, figures: Mapping[str, Any], proven: bool) -> bool | None:
+        """Whether all of it holds; None if nothing is asked."""
+        if self == Wanted():
+            return None
+        limits = [
+            (figures["gap, %"], self.gap),
+            (figures["time, s"], self.time_s),
+            (figures["peak, MiB"], self.peak_mib),
+        ]
+        if self.proven_s is not None and not (proven and figures["time, s"] <= self.proven_s):
+            return False
+        if self.value is not None and (value is None or value > self.value * (1 + ROUNDED)):
+            return False
+        return all(limit is None or (number is not None and number <= limit) for number, limit in limits)
+
+
+def measured(
+    case: str,
+    measure: str,
+    solve: Callable[[], Placement],
+    wanted: Wanted,
+    *,
+    value: Callable[[Placement], float | None] | None = None,
+    peers: Callable[[], Mapping[str, float | None]] | None = None,
+) -> dict[str, Any]:
+    """Solve a case once and write down what came of it.
+
+    Args:
+        case: what is run.
+        measure: its objective, in milliseconds.
+        solve: from the input to the checked answer; its time counts.
+        wanted: of the answer.
+        value: reads the value from the answer by other means than the solver's; the solver's own if left out.
+        peers: what others reach; run after the answer, its memory does not count.
+    """
+    began = perf_counter()
+    placement = solve()
+    time_s = perf_counter() - began
+    found = placement.objective_value if value is None else value(placement)
+    proven = placement.status == "optimal"
+    figures = {
+        "bound": placement.bound,
+        "gap, %": None if placement.gap is None else 0.0 if proven else 100 * placement.gap,
+        "time, s": round(time_s, 3),
+        "peak, MiB": round(peak_mib()),
+        "asked": str(wanted),
+    }
+    return record.row(
+        case,
+        measure,
+        "ms",
+        found,
+        target=wanted.value,
+        met=wanted.met(found, figures, proven),
+        peers=peers() if peers is not None else {},
+        figures=figures,
+    )
+
+
+def peak_mib() -> float:
+    """The most memory that this process ever held, in MiB."""
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        unit = 2**20 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    # Not getrusage: across exec it keeps the figure of the process that started this one.
+    return int(text.partition("VmHWM:")[2].split()[0]) / 2**10
