@@ -14,6 +14,7 @@ for package in numpy ortools; do
         \( -type d -name tests -o -name '*.pyi' -o -name '*.pyx' -o -name '*.h' -o -name '*.a' -o -name '*.proto' \) \
         -prune -exec rm -r {} +
 done
+rm -rf /opt/placer/lib/python3*/site-packages/numpy/f2py
 if command -v strip >/dev/null; then
     for package in uvloop httptools sqlalchemy ortools; do
         find /opt/placer/lib -path "*/site-packages/$package/*" -name '*.so*' -exec strip --strip-unneeded {} +
