@@ -1,7 +1,8 @@
 """ResNet-50 split over two devices, timed and drawn as in PyTorch's model-parallel tutorial.
 
-python examples/resnet50_tutorial.py --out plots             on two GPUs, with the tutorial's sizes
-python examples/resnet50_tutorial.py --out plots --quick     anywhere: few, small images
+python examples/resnet50_tutorial.py --out plots                on two GPUs, with the tutorial's sizes; else as below
+python examples/resnet50_tutorial.py --out plots --quick        anywhere: few, small images
+python examples/resnet50_tutorial.py --out plots --no-quick     the tutorial's sizes anywhere: slow on a processor
 
 Two pictures: one device against the split model, plain and with micro-batches; and time against the split size.
 On CPU stand-ins both halves share the same cores, so there the split cannot be faster.
@@ -95,7 +96,9 @@ def curve(measured: dict[int, list[float]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the two pictures")
-    parser.add_argument("--quick", action="store_true", help="few, small images")
+    on_gpus = torch.cuda.device_count() > 1
+    quick = argparse.BooleanOptionalAction
+    parser.add_argument("--quick", action=quick, default=not on_gpus, help="few, small images")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     size, batch, count, repeats, classes = (32, 4, 1, 1, 10) if options.quick else (128, 120, 3, 10, 1000)
@@ -104,7 +107,6 @@ def main() -> None:
     torch.manual_seed(0)
     rows = torch.nn.functional.one_hot(torch.randint(classes, (count, batch)), classes).float()
     batches = [(torch.randn(batch, 3, size, size), labels) for labels in rows]
-    on_gpus = torch.cuda.device_count() > 1
     names = ["cuda:0", "cuda:1"] if on_gpus else ["cpu:0", "cpu:1"]
     whole = resnet50(classes).to(names[0])
     single = times_s(lambda images: whole(images.to(names[0])), list(whole.parameters()), batches, repeats)
