@@ -1,12 +1,14 @@
 """What DataFlow costs on one device, where it has nothing to gain, beside the model alone: ResNet-50, a small batch.
 
-The model alone runs eagerly, and as CUDA graphs: its forward pass, and its whole training step in one graph.
+The model alone runs eagerly, and as CUDA graphs: its forward pass, its training step, and that step without
+the optimizer.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +42,9 @@ def measure() -> Iterator[Sample]:
     ]
     if inputs.is_cuda:
         runs.insert(1, ("graph forward", lambda: _forward(_recorded(model.eval(), inputs), inputs)))
-        runs.append(("graph", lambda: _recorded_step(copy.deepcopy(model).train(), (inputs, target))))
+        for engine, whole in (("graph", True), ("graph passes", False)):
+            recorded = partial(_recorded_step, copy.deepcopy(model).train(), (inputs, target), whole)
+            runs.append((engine, recorded))
     for engine, run in runs:
         yield attempt(CASE, engine, 1, 1, run)
 
@@ -82,8 +86,14 @@ def _recorded(model: nn.Module, inputs: Tensor) -> Callable[[Any], Any]:
     return run
 
 
-def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
-    """Times of the whole training step as one CUDA graph that copies the batch in."""
+def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool) -> dict[str, list[float]]:
+    """Times of a training step as one CUDA graph that the batch is copied into.
+
+    Args:
+        model: the model.
+        batch: inputs and target.
+        whole: whether the optimizer's step is recorded too; else it follows, as it can be any, with any schedule.
+    """
     statics = [tensor.clone() for tensor in batch]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -91,7 +101,8 @@ def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, 
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(statics[0]), statics[1])
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        if whole:
+            optimizer.step()
         return loss.detach()
 
     replay, _ = _graph(step, optimizer.zero_grad)
@@ -100,6 +111,8 @@ def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, 
         for static, given in zip(statics, batch, strict=True):
             static.copy_(given)
         replay()
+        if not whole:
+            optimizer.step()
 
     return timing.steps(run, cases.places(1))
 

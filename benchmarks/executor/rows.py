@@ -70,6 +70,13 @@ def _overhead(samples: Sequence[Sample]) -> Iterator[Row]:
     case = f"{overhead.CASE}, {model}"
     times = {sample.engine: sample.values["step_ms"] for sample in samples if not sample.failed}
     yield from _against(case, "training step by train_step", "CUDA graph", times.get("ours"), times.get("graph"))
+    yield from _against(
+        case,
+        "training step by train_step",
+        "CUDA graph, the optimizer behind it",
+        times.get("ours"),
+        times.get("graph passes"),
+    )
     yield from _against(case, "a batch in a stream", "CUDA graph", times.get("ours stream"), times.get("graph forward"))
     for measure, suffix in (("forward by flow(x)", " forward"), ("training step by train_step", "")):
         graph, eager = times.get(f"graph{suffix}"), times.get(f"eager{suffix}")

@@ -1,8 +1,8 @@
 """Inference over a stream of batches: ours, eager PyTorch on one device, and peers.
 
-A stream is the case's batch, cut into so many batches, several times over. They are on the first device, where their
-results are wanted. Times are of one batch of the case, with no drain before the stream's end; each engine counts at the
-best of its sizes.
+A stream is the case's batch, cut into so many batches, several times over. They are on the first device; results stay
+where the last layer makes them, but for accelerate, which brings them back. Times are of one batch of the case, with no
+drain before the stream's end; each engine counts at the best of its sizes.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def _predicted_ms(placement: Placement) -> float:
 def _streamed(
     case: Training, model: nn.Module, flow: DataFlow, placement: Placement, count: int
 ) -> dict[str, list[float]]:
+    flow.output_device = torch.device(placement.stages[-1])
     flow.update_flow(placement)
     batches = _pieces(case, placement.chunks)
     with torch.no_grad():
@@ -154,7 +155,7 @@ def _split(case: Training, count: int, pieces: int) -> dict[str, list[float]]:
     times = parts.unit_ms(units, batch[: len(batch) // pieces], training=False)
     cut = parts.cut(units, parts.cuts(times, count))
     model = tutorial.Pipeline(cut, cases.places(count), len(batch) // pieces)
-    return _times(_one_by_one(lambda inputs: model(inputs).to(cases.home())), case, 1, count)
+    return _times(_one_by_one(model), case, 1, count)
 
 
 def _model(case: Training) -> nn.Module:
@@ -189,4 +190,4 @@ def _times(run: Run, case: Training, pieces: int, count: int, rounds: int = ROUN
 def _difference(given: Any, expected: Any) -> float:
     """The largest difference, over the largest value."""
     pairs = zip(flatten(given)[0], flatten(expected)[0], strict=True)
-    return max(float((a.float() - b.to(a.device).float()).abs().max() / b.float().abs().max()) for a, b in pairs)
+    return max(float((a.float() - b.to(a.device).float()).abs().max()) / float(b.float().abs().max()) for a, b in pairs)
