@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 SIZES = (2, 3)
 """How many devices divide their nodes anew."""
 
-WORK = 0.6
+WORK = 0.3
 """Of one program, in the measure of ``cpsat.Meter``."""
 
-MANY = 1_000
+MANY = 500
 """So many pairs of a node and a device are many."""
 
 BETTER = 1e-6

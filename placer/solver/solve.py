@@ -52,7 +52,7 @@ CLIMB_SHARE = 0.4
 """How much of the time, or of the work, may be over when the search for better cuts ends."""
 
 
-LOCAL_SHARE = 0.25
+LOCAL_SHARE = 0.15
 """How much of the time, or of the work, may be over when local search ends."""
 
 PARTS_SHARE = 0.6
