@@ -127,6 +127,12 @@ def graph(given: Mapping[str, Any]) -> Graph:
 
 def finish_ms(read: Graph, where: Sequence[int]) -> float | None:
     """The latency of an assignment, by node its accelerator or ``CPU``; None if a rule is broken."""
+    found = longest_way(read, where)
+    return None if found is None else found[0]
+
+
+def longest_way(read: Graph, where: Sequence[int]) -> tuple[float, list[int]] | None:
+    """The latency, and what decides it: CPU nodes by index, accelerators as the number of nodes and their own added."""
     blocks: dict[int, list[int]] = defaultdict(list)
     for node, device in enumerate(where):
         if device != CPU:
@@ -141,7 +147,7 @@ def finish_ms(read: Graph, where: Sequence[int]) -> float | None:
     return _last_end(read, where, took)
 
 
-def _last_end(read: Graph, where: Sequence[int], took: Mapping[int, float]) -> float | None:
+def _last_end(read: Graph, where: Sequence[int], took: Mapping[int, float]) -> tuple[float, list[int]] | None:
     """The longest way through the units, a subgraph or a node on the CPU each; None if they go round."""
     count = len(where)
     unit = [node if device == CPU else count + device for node, device in enumerate(where)]
@@ -155,18 +161,23 @@ def _last_end(read: Graph, where: Sequence[int], took: Mapping[int, float]) -> f
             waits[other] += 1
     start = dict.fromkeys(time, 0.0)
     ready = [one for one, left in waits.items() if not left]
-    done, last = 0, 0.0
+    done, last, way = 0, 0.0, [ready[0]] if ready else []
+    before: dict[int, int] = {}
     while ready:
         one = ready.pop()
         done += 1
         end = start[one] + time[one]
-        last = max(last, end)
+        if end > last:
+            last, way = end, [one]
         for other in after[one]:
-            start[other] = max(start[other], end)
+            if end > start[other]:
+                start[other], before[other] = end, one
             waits[other] -= 1
             if not waits[other]:
                 ready.append(other)
-    return last if done == len(time) else None
+    while way and way[-1] in before:
+        way.append(before[way[-1]])
+    return (last, way) if done == len(time) else None
 
 
 def latency_ms(given: Mapping[str, Any], layer_devices: Mapping[str, str]) -> float:

@@ -10,12 +10,18 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from .latency import CPU, PROVEN_GAP, Graph, finish_ms
+from .latency import CPU, PROVEN_GAP, Graph, finish_ms, longest_way
 from .latency_bound import Proof
 
 Table = NDArray[np.float64]
 ORDERS_SHARE = 0.3
 """How much of the time cuts of random orders may take."""
+
+ON_WAY = 0.7
+"""How many of the moves begin on the longest way."""
+
+WHOLE = 0.1
+"""How many of the moves take all of what is connected, and on one device."""
 
 PATIENCE = 2000
 WORSE = 2e-3
@@ -43,7 +49,14 @@ def improved(read: Graph, proof: Proof, until: float, seed: int = 0) -> tuple[li
         if value <= enough or monotonic() > began + ORDERS_SHARE * (until - began):
             break
         tried = _best_cut(read, _order(read, random))
-    return (best, value) if value <= enough else _moved(read, best, value, enough, until, random)
+    if value <= enough:
+        return best, value
+    first = _numbered(read, proof.subgraphs)
+    middle = (monotonic() + until) / 2
+    others = _moved(read, first, _value(read, first), enough, middle, random)
+    if others[1] < value:
+        best, value = others
+    return _moved(read, best, value, enough, until, random)
 
 
 def _value(read: Graph, where: Sequence[int]) -> float:
@@ -148,34 +161,49 @@ def _chains(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
 def _moved(
     read: Graph, best: list[int], value: float, enough: float, until: float, random: Random
 ) -> tuple[list[int], float]:
-    """Move nodes next to the border of a subgraph over it, a chain of them at a time."""
+    """Move nodes on the longest way over the border of a subgraph, a chain of them at a time."""
     here, at, idle = best, value, 0
+    way = _on_longest_way(read, here)
     while value > enough and monotonic() < until:
-        tried = _neighbour(read, here, random)
+        tried = _neighbour(read, here, way if random.random() < ON_WAY else range(len(here)), random)
         found = _value(read, tried)
         idle += 1
         if found < at or (found <= at * (1 + WORSE * random.random()) and (found == at or idle > PATIENCE)):
             here, at = tried, found
+            way = _on_longest_way(read, here)
         if found < value:
             best, value, idle = tried, found, 0
         if idle > 3 * PATIENCE:
             here, at, idle = best, value, 0
+            way = _on_longest_way(read, here)
     return best, value
 
 
-def _neighbour(read: Graph, where: list[int], random: Random) -> list[int]:
+def _on_longest_way(read: Graph, where: Sequence[int]) -> list[int]:
+    """The nodes on the CPU and those in subgraphs that decide the latency."""
+    found = longest_way(read, where)
+    units = set(found[1]) if found is not None else set()
+    count = len(where)
+    return [n for n, device in enumerate(where) if (n if device == CPU else count + device) in units] or [0]
+
+
+def _neighbour(read: Graph, where: list[int], some: Sequence[int], random: Random) -> list[int]:
     """Some nodes, each next to the last, on the device of another next to them, or one that holds none, or the CPU."""
     tried = list(where)
-    node = random.randrange(len(where))
+    node = random.choice(some)
     near = [*read.sources[node], *read.readers[node]]
     for _ in range(20):
         if any(where[other] != where[node] for other in near):
             break
-        node = random.randrange(len(where))
+        node = random.choice(some)
         near = [*read.sources[node], *read.readers[node]]
     free = next((device for device in range(read.accelerators) if device not in where), CPU)
     target = random.choice([*(where[other] for other in near), CPU, free])
     source = where[node]
+    if random.random() < WHOLE:
+        for one in _together(read, where, node):
+            tried[one] = target
+        return tried
     for _ in range(random.choice((1, 1, 1, 2, 3, 5, 8, 13, 21, 34))):
         for sibling in read.siblings[node]:
             tried[sibling] = target
@@ -184,3 +212,15 @@ def _neighbour(read: Graph, where: list[int], random: Random) -> list[int]:
             break
         node = random.choice(beyond)
     return tried
+
+
+def _together(read: Graph, where: Sequence[int], node: int) -> set[int]:
+    """What is connected with a node on its device, with all of their classes."""
+    found, stack = {node}, [node]
+    while stack:
+        one = stack.pop()
+        for other in (*read.sources[one], *read.readers[one], *read.siblings[one]):
+            if other not in found and where[other] == where[node]:
+                found.add(other)
+                stack.append(other)
+    return found
