@@ -1,7 +1,7 @@
 """What DataFlow costs on one device, where it has nothing to gain, beside the model alone: ResNet-50, a small batch.
 
 The model alone runs eagerly, and as CUDA graphs: its forward pass, its training step, and that step without
-the optimizer.
+the optimizer. Calls and steps follow one another as in a loop, with no wait between them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from placer import DataFlow, zoo
 
-from . import cases, ours, timing
+from . import cases, timing
 from .sample import Sample, attempt
 
 CASE = "overhead"
-STREAMED = 4 if cases.is_small() else 50
+IN_A_ROW = 2 if cases.is_small() else 20
 
 
 def measure() -> Iterator[Sample]:
@@ -37,7 +37,7 @@ def measure() -> Iterator[Sample]:
         ("eager forward", lambda: _forward(model.eval(), inputs)),
         ("ours forward", lambda: _forward(_on_one(model.eval()), inputs)),
         ("ours stream", lambda: _streamed(_on_one(model.eval()), inputs)),
-        ("eager", lambda: ours.eager(copy.deepcopy(model).train(), (inputs, target), functional.cross_entropy)),
+        ("eager", lambda: _eager(copy.deepcopy(model).train(), (inputs, target))),
         ("ours", lambda: _train(copy.deepcopy(model).train(), (inputs, target))),
     ]
     if inputs.is_cuda:
@@ -55,20 +55,44 @@ def _on_one(model: nn.Module) -> DataFlow:
     return flow
 
 
+def _times(step: Callable[[], Any]) -> dict[str, list[float]]:
+    """Times of one of several in a row."""
+
+    def run() -> None:
+        for _ in range(IN_A_ROW):
+            step()
+
+    return _each(timing.steps(run, cases.places(1)))
+
+
+def _each(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {measure: [value / IN_A_ROW for value in values] for measure, values in times.items()}
+
+
 def _forward(run: Callable[[Any], Any], inputs: Tensor) -> dict[str, list[float]]:
     with torch.no_grad():
-        return timing.steps(lambda: run(inputs), cases.places(1), 3 * timing.REPEATS)
+        return _times(lambda: run(inputs))
 
 
 def _streamed(flow: DataFlow, inputs: Tensor) -> dict[str, list[float]]:
     """Times of a batch in a stream of several."""
 
     def run() -> None:
-        for _ in flow.stream([inputs] * STREAMED):
+        for _ in flow.stream([inputs] * IN_A_ROW):
             pass
 
-    times = timing.steps(run, cases.places(1), timing.REPEATS)
-    return {measure: [value / STREAMED for value in values] for measure, values in times.items()}
+    return _each(timing.steps(run, cases.places(1)))
+
+
+def _eager(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return _times(step)
 
 
 def _recorded(model: nn.Module, inputs: Tensor) -> Callable[[Any], Any]:
@@ -114,7 +138,7 @@ def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool) 
         if not whole:
             optimizer.step()
 
-    return timing.steps(run, cases.places(1))
+    return _times(run)
 
 
 def _graph(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> tuple[Callable[[], None], Any]:
@@ -135,4 +159,4 @@ def _graph(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) ->
 def _train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step = _on_one(model).train_step(functional.cross_entropy, optimizer)
-    return timing.steps(lambda: step(*batch), cases.places(1))
+    return _times(lambda: step(*batch))
