@@ -1,6 +1,6 @@
 """Large neighbourhood search for free placements: what two or three devices hold is divided anew, exactly.
 
-Of an assignment the nodes on a few devices, the busiest mostly among them, may move among these; all others stay. The
+Of an assignment the nodes on a few devices, the busiest among them, may move among these; all others stay. The
 integer program makes the busiest of the few less busy, and keeps the others within the bottleneck that is known. An
 assignment is taken if its loads, the largest first, are smaller than before: so one that only frees a device that is
 nearly as busy as another is a step too.
@@ -77,11 +77,14 @@ def improved(
 
 
 def _choices(loads: Sequence[float], random: Random) -> Iterator[frozenset[int]]:
-    """The devices to look at together: first those with the busiest, two before three, in random order."""
+    """The devices to look at together: the busiest with one other, then with two, in random order."""
     busiest = max(range(len(loads)), key=lambda device: loads[device])
-    every = [frozenset(few) for size in SIZES for few in combinations(range(len(loads)), size)]
-    random.shuffle(every)
-    yield from sorted(every, key=lambda few: (busiest not in few, len(few)))
+    others = [device for device in range(len(loads)) if device != busiest]
+    for size in SIZES:
+        every = list(combinations(others, size - 1))
+        random.shuffle(every)
+        for few in every:
+            yield frozenset({busiest, *few})
 
 
 def _divided_anew(
