@@ -7,6 +7,7 @@ not fit in memory, or is not allowed, is no answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -32,11 +33,13 @@ def values(problem: Problem) -> dict[str, float | None]:
     """By peer, the objective of its placement; None if it found none, or one that may not be."""
     if len(problem.layers) > MOST_LAYERS:
         return {}
-    nodes = reduced(problem)
-    found: dict[str, float | None] = {ONE_ORDER: _value(problem, exact.best_cut(problem, nodes).devices)}
+    cut = replace(problem, contiguous=True, groups=problem.groups if problem.contiguous else ())
+    nodes = reduced(cut)
+    one_order = exact.best_cut(cut, nodes).devices
+    found: dict[str, float | None] = {ONE_ORDER: _value(problem, _joined(problem, one_order))}
     for peer, blocks in ((TORCHGPIPE, _torchgpipe), (ACCELERATE, _accelerate)):
         if find_spec(PACKAGES[peer]) is not None:
-            found[peer] = _value(problem, _spread(problem, nodes, blocks(problem, nodes)))
+            found[peer] = _value(problem, _joined(problem, _spread(nodes, blocks(problem, nodes))))
     return found
 
 
@@ -79,8 +82,19 @@ def _accelerators(problem: Problem) -> list[int]:
     return [index for index in range(len(problem.devices)) if index not in problem.untaxed]
 
 
-def _spread(problem: Problem, nodes: Reduction, by_node: list[int] | None) -> list[int] | None:
+def _spread(nodes: Reduction, by_node: list[int] | None) -> list[int] | None:
     return None if by_node is None else nodes.spread(by_node)
+
+
+def _joined(problem: Problem, devices: list[int] | None) -> list[int] | None:
+    """With what must be together where the first of it is: peers place a sequence, and know of no groups."""
+    if devices is None:
+        return None
+    joined = list(devices)
+    for group in problem.groups:
+        for layer in group:
+            joined[layer] = devices[group[0]]
+    return joined
 
 
 def skipped() -> Iterator[str]:
