@@ -1,12 +1,10 @@
 """Small random requests, and the best answer to each by trying every assignment.
 
-The enumeration is a third reading of the cost model, apart from costs.py and check.py: it follows events and sets, not
-formulas.
+The enumeration is a third reading of the cost model, apart from costs.py and check.py: by events and sets.
 """
 
 import functools
 import itertools
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -173,8 +171,8 @@ class Enumeration:
             rules.pinned.items() <= where.items()
             and not banned & set(where.items())
             and all(len({where[x] for x in g}) == 1 for g in (*rules.colocated, *self.request.profile.colocated))
-            and (rules.min_devices or 0) <= len(set(where.values())) <= (rules.max_devices or math.inf)
-            and max(list(where.values()).count(d) for d in where.values()) <= (rules.max_layers or math.inf)
+            and (rules.min_devices or 0) <= len(set(where.values())) <= (rules.max_devices or float("inf"))
+            and max(list(where.values()).count(d) for d in where.values()) <= (rules.max_layers or float("inf"))
         )
 
     def sends(self, where):
