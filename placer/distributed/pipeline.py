@@ -234,9 +234,9 @@ class Pipeline:
         return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, strict=True))
 
     def _cut(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A batch as it is; what is no batch, as often as there are micro-batches."""
+        """A batch, laid out as the library expects it; what is no batch, as often as there are micro-batches."""
         if shape and tuple(tensor.shape) == (shape[0] * self.chunks, *shape[1:]):
-            return tensor
+            return tensor.contiguous()
         if tuple(tensor.shape) == shape and shape[:1] != (self._shape.samples,):
             return tensor.expand(self.chunks, *shape).reshape(-1, *shape[1:])
         wanted = (self._shape.samples * self.chunks, *shape[1:]) if shape[:1] == (self._shape.samples,) else shape

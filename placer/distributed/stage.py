@@ -246,7 +246,7 @@ def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
         packed = [parcel.pack(value, plan.device) for parcel, value in zip(plan.leaves, made, strict=True)]
         return tuple(leave(token, packed or [torch.zeros(1, device=plan.device)]))
     outputs = [
-        value if isinstance(value, Tensor) else parcel.pack(value, plan.device)
+        value.contiguous() if isinstance(value, Tensor) else parcel.pack(value, plan.device)
         for parcel, value in zip(plan.leaves, made, strict=True)
     ]
     # Each by itself: one that the loss does not use lets nothing flow back to what made it.

@@ -29,6 +29,17 @@ def chain() -> Case:
     return model.double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
 
 
+def strided() -> Case:
+    """Neither the batch nor the result is contiguous."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(7)), nn.Unflatten(1, (2, 3)), _Transpose())
+    return model.double(), torch.randn(8, 12).double()[:, ::2], torch.randn(8, 3, 2).double(), functional.mse_loss
+
+
+class _Transpose(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
 def skips() -> Case:
     return Skips().double(), torch.randn(8, 5).double(), torch.randn(8, 5).double(), functional.mse_loss
 

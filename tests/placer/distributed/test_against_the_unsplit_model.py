@@ -8,7 +8,7 @@ import pytest
 import ranked_models as models
 import torch
 from rank_pool import RankPool
-from ranked import joined, split_step, unsplit_step
+from ranked import joined, split_step, split_step_held_to_its_layout, unsplit_step
 
 from placer.graph.capture import capture
 
@@ -60,6 +60,15 @@ def test_a_chain_trains_under_every_schedule(ranks: RankPool, schedule: str, lib
     parts = check(ranks, models.chain, spread(models.chain), 8, schedule)
     assert [part["schedule"] for part in parts] == [library] * 4
     assert [part["stages"] for part in parts] == [[0], [1], [2], [3]]
+
+
+def test_batches_and_results_that_are_not_contiguous_pass_the_librarys_checks(ranks: RankPool) -> None:
+    places = spread(models.strided)
+    parts = ranks.run(split_step_held_to_its_layout, models.strided, places, 4, "1f1b")
+    losses, gradients, _ = unsplit_step(models.strided, 4)
+    assert [part["losses"] for part in parts if part["losses"]] == [pytest.approx(losses, abs=EXACT)]
+    for name, gradient in joined(parts, "gradients").items():
+        torch.testing.assert_close(gradient, gradients[name], atol=EXACT, rtol=EXACT, msg=name)
 
 
 def test_fewer_micro_batches_than_stages_still_train(ranks: RankPool) -> None:
