@@ -66,7 +66,6 @@ export function changed(question, knobs) {
 /** Without what the objective does not know. */
 function fitting(asked, chunksChanged) {
   if (asked.objective === "step") {
-    delete asked.break_ties;
     if (chunksChanged) delete asked.batch_size; // so many micro-batches of the profile are the batch now
   } else {
     delete asked.profiles;
