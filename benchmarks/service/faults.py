@@ -21,7 +21,7 @@ from placer_server.store.upkeep import MEND_S
 from .load import Connection, request_body
 from .postgres import Postgres, postgres
 from .server import Server, serving, start, wait_ready
-from .soak import answered
+from .soak import not_answered_once
 
 LAYERS = 12
 JOBS = 30
@@ -140,7 +140,7 @@ def accept(connection: Connection, seeds: Iterable[int], layers: int = LAYERS, *
 
 def survived(connection: Connection, accepted: set[str], began: float) -> Survived:
     """Wait for every answer."""
-    unanswered = sum(not answered(connection, key) for key in accepted)
+    unanswered = not_answered_once(connection, accepted)
     return Survived(len(accepted), unanswered, time.monotonic() - began)
 
 
