@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +14,64 @@ from rich.console import Console
 from placer.errors import InputError
 from placer.report.explain import table
 from placer.report.refinement import refinement_table
+from placer.report.timeline import Measurement
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
 from placer.schema.refinement import Refinement
+
+Answer = Profile | Placement | Refinement | Measurement
+"""What a command finds."""
 
 Subject = Profile | Placement | PlacementRequest | Refinement | Cluster
 """What a file may hold."""
 
+KINDS: dict[str, type[Subject]] = {
+    "rounds": Refinement,
+    "profile": PlacementRequest,
+    "status": Placement,
+    "layers": Profile,
+    "devices": Cluster,
+}
+"""What it holds, by the first of these fields that it has."""
 
-def emit(subject: Profile | Placement | Refinement, output: str | None, as_json: bool) -> None:
+
+def emit(subject: Answer, output: str | None, as_json: bool) -> None:
     """JSON to where it was asked for or to a pipe; a table to a terminal."""
     if output is not None and output != "-":
-        write_text(Path(output), subject.to_json() + "\n")
+        try:
+            write_text(Path(output), subject.to_json() + "\n")
+        except InputError:
+            print_json(subject)  # what may have taken minutes to find is not lost with a folder that is not there
+            raise
     if as_json or output == "-" or (output is None and not sys.stdout.isatty()):
         print_json(subject)
     elif sys.stdout.isatty():
         print_table(subject)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file, or say why it cannot be."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say why a file cannot be written."""
     try:
-        path.write_text(text)
+        yield
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
-def print_table(subject: Profile | Placement | Refinement | Cluster) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or say why it cannot be."""
+    with writing(path):
+        path.write_text(text)
+
+
+def print_table(subject: Answer | Cluster) -> None:
     """For people."""
-    Console().print(refinement_table(subject) if isinstance(subject, Refinement) else table(subject))
+    if isinstance(subject, Measurement):
+        Console().print(subject)
+    else:
+        Console().print(refinement_table(subject) if isinstance(subject, Refinement) else table(subject))
 
 
-def print_json(subject: Profile | Placement | Refinement | Cluster) -> None:
+def print_json(subject: Answer | Cluster) -> None:
     """As JSON on stdout."""
     print(subject.model_dump_json(indent=1) if isinstance(subject, Cluster) else subject.to_json())
 
@@ -61,19 +90,12 @@ def load(file: str) -> Subject:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{'stdin' if file == '-' else file} is not JSON: {error}") from error
+        raise InputError(f"{_named(file)} is not JSON: {error}") from error
     fields: Any = content if isinstance(content, dict) else {}
-    kinds: dict[str, type[Subject]] = {
-        "rounds": Refinement,
-        "profile": PlacementRequest,
-        "status": Placement,
-        "layers": Profile,
-        "devices": Cluster,
-    }
-    for field, kind in kinds.items():
+    for field, kind in KINDS.items():
         if field in fields:
             return kind.model_validate(content)
-    raise InputError(f"{file} holds no profile, placement, request, refinement or cluster")
+    raise InputError(f"{_named(file)} holds no profile, placement, request, refinement or cluster")
 
 
 def load_placement(file: str) -> Placement:
@@ -82,5 +104,28 @@ def load_placement(file: str) -> Placement:
     if isinstance(found, Refinement):
         return found.placement
     if not isinstance(found, Placement):
-        raise InputError(f"{file} holds a {type(found).__name__.lower()}; a placement is needed")
+        raise _unwanted(file, found, "a placement")
     return found
+
+
+def load_profile(file: str) -> Profile:
+    """The profile in a file; a request's, too."""
+    found = load_question(file, "a profile")
+    return found.profile if isinstance(found, PlacementRequest) else found
+
+
+def load_question(file: str, wanted: str = "a profile or a request") -> Profile | PlacementRequest:
+    """What a placement can be found for."""
+    found = load(file)
+    if not isinstance(found, Profile | PlacementRequest):
+        raise _unwanted(file, found, wanted)
+    return found
+
+
+def _unwanted(file: str, found: Subject, wanted: str) -> InputError:
+    kind = type(found).__name__.removeprefix("Placement").lower() or "placement"
+    return InputError(f"{_named(file)} holds a {kind}; {wanted} is needed")
+
+
+def _named(file: str) -> str:
+    return "stdin" if file == "-" else file

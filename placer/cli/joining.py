@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from placer.cli.files import load
+from placer.cli.files import load_profile
 from placer.cli.terminal import extra
 from placer.errors import InputError
 from placer.profiler.merge import merge_profiles
@@ -22,12 +22,7 @@ def merged(files: Sequence[str], network: str | None) -> Profile:
     Raises:
         InputError: a file holds something else, or the profiles do not belong together.
     """
-    profiles = []
-    for file in files:
-        subject = load(file)
-        if not isinstance(subject, Profile):
-            raise InputError(f"{file} holds a {type(subject).__name__.lower()}; --merge needs profiles")
-        profiles.append(subject)
+    profiles = map(load_profile, files)
     return merge_profiles(*profiles, network=None if network is None else rate(network))
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from placer.cli.files import load, load_placement
+from placer.cli.files import emit, load_placement, load_profile, writing
 from placer.cli.options import Arguments, AsJson, Inputs, Model, Output
 from placer.cli.terminal import extra, spinner
 from placer.errors import InputError
@@ -34,23 +32,13 @@ def measure(
 
     The inputs are a whole batch. A training step has the mean square of the results for its loss, and no optimizer.
     """
-    where, known = load_placement(placement), None if profile is None else _profile(profile)
+    where, known = load_placement(placement), None if profile is None else load_profile(profile)
     with spinner("measuring"):
         found = _measured(model, arg, input, where, chunks, known)
-    _write(trace, lambda path: found.save_trace(path))
-    if output is not None and output != "-":
-        _write(Path(output), lambda path: path.write_text(found.to_json() + "\n"))
-    if json or output == "-" or (output is None and not sys.stdout.isatty()):
-        print(found.to_json())
-    elif sys.stdout.isatty():
-        Console().print(found)
-
-
-def _profile(file: str) -> Profile:
-    found = load(file)
-    if not isinstance(found, Profile):
-        raise InputError(f"{file} holds a {type(found).__name__.lower()}; a profile is needed")
-    return found
+    emit(found, output, json)
+    if trace is not None:
+        with writing(trace):
+            found.save_trace(trace)
 
 
 def _measured(
@@ -79,12 +67,3 @@ def _measured(
     step = flow.train_step(mean_square)
     target = torch.zeros(batch_size(flatten(batch)[0]))  # the loss looks at none, but one is cut into micro-batches
     return flow.measure(batch, target, step=step, chunks=chunks, profile=known)
-
-
-def _write(path: Path | None, write: Any) -> None:
-    if path is None:
-        return
-    try:
-        write(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error

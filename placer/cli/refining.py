@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from placer.cli.files import emit, load, load_placement, write_text
+from placer.cli.files import emit, load_placement, load_question, write_text
 from placer.cli.options import Arguments, AsJson, Inputs, Model, Output
 from placer.cli.profiling import example_of
 from placer.cli.terminal import extra, spinner, told
 from placer.errors import InputError
-from placer.schema import PlacementRequest, Profile
+from placer.schema import PlacementRequest
 
 
 def refine(
@@ -44,7 +44,7 @@ def refine(
     The inputs are one micro-batch. Each round's prediction and measurement are shown; the JSON has the best placement
     that was measured, the corrected profile, and the rounds.
     """
-    where, question = load_placement(placement), None if profile is None else _question(profile)
+    where, question = load_placement(placement), None if profile is None else load_question(profile)
     if target is not None and (loss is None or "=" in target):
         raise InputError(f"--target {target} goes with --loss, whose second argument it is; give both, as in 8:int64")
     with extra("torch"):
@@ -59,13 +59,6 @@ def refine(
         (asked["target"],) = tuple(parse_inputs([target]))
     with told(), spinner("measuring stages"):
         found = refine_here(where, module, example_of(module, input), **asked)
+    emit(found, output, json)
     if placement_output is not None:
         write_text(placement_output, found.placement.to_json() + "\n")
-    emit(found, output, json)
-
-
-def _question(file: str) -> Profile | PlacementRequest:
-    found = load(file)
-    if not isinstance(found, Profile | PlacementRequest):
-        raise InputError(f"{file} holds a {type(found).__name__.lower()}; --profile needs a profile or a request")
-    return found

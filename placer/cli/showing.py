@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from placer.cli.files import load, print_json, print_table, write_text
+from placer.cli.files import load, load_profile, print_json, print_table, write_text
 from placer.cli.options import AsJson
 from placer.errors import InputError
 from placer.report.comparing import compare as compare_both
@@ -36,7 +36,7 @@ def show(
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
     if html is not None:
-        write_text(html, html_report(_placed(subject), None if profile is None else _profile(profile)))
+        write_text(html, html_report(_placed(subject), None if profile is None else load_profile(profile)))
     if svg is not None:
         write_text(svg, picture(_drawable(subject, file)))
     if json:
@@ -76,11 +76,4 @@ def _drawable(subject: Profile | Placement | Refinement | Cluster, file: str) ->
     subject = _placed(subject)
     if isinstance(subject, Cluster):
         raise InputError(f"{file} holds a cluster; pictures are of profiles and placements")
-    return subject
-
-
-def _profile(file: str) -> Profile:
-    subject = _without_request(load(file))
-    if not isinstance(subject, Profile):
-        raise InputError(f"{file} holds a {type(subject).__name__.lower()}; --profile needs a profile")
     return subject

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from placer import errors
-from placer.cli.files import emit, load, read
+from placer.cli.files import emit, load_profile, load_question, read
 from placer.cli.options import (
     AlsoProfiles,
     Arguments,
@@ -48,7 +48,7 @@ from placer.cli.profiling import cached, measure_sizes
 from placer.cli.terminal import spinner
 from placer.errors import InputError
 from placer.request_spec import limited, request_for, rules
-from placer.schema import Cluster, Placement, PlacementRequest, Profile
+from placer.schema import Cluster, Placement, PlacementRequest
 
 
 def solve(
@@ -84,17 +84,15 @@ def solve(
     json: AsJson = False,
 ) -> None:
     """Find the best placement for a profile, and how good any could be."""
-    subject = load(file)
+    subject = load_question(file)
     if isinstance(subject, PlacementRequest):
         answer(subject, server, output, json)
-    if not isinstance(subject, Profile):
-        raise InputError(f"{file} holds a {type(subject).__name__.lower()}; solve needs a profile")
     target = Cluster.model_validate_json(read(str(cluster))) if cluster else subject.cluster
     if target is None:
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = limited(target, memory)
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
-    others = [_profile_in(name) for name in also]
+    others = [load_profile(name) for name in also]
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
     request = request_for(subject, target, limits, *given, break_ties, bottleneck, work_limit)
     answer(request, server, output, json)
@@ -154,13 +152,6 @@ def _sizes(text: str | None) -> list[int] | None:
     if not all(size.isdecimal() and int(size) for size in sizes):
         raise InputError(f"--micro-batches {text!r}: give numbers of samples, as in 8,16")
     return sorted(map(int, sizes))
-
-
-def _profile_in(file: str) -> Profile:
-    found = load(file)
-    if not isinstance(found, Profile):
-        raise InputError(f"{file} holds a {type(found).__name__.lower()}; a profile is needed")
-    return found
 
 
 def answer(request: PlacementRequest, server: str | None, output: str | None, as_json: bool) -> NoReturn:

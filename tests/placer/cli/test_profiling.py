@@ -144,7 +144,7 @@ def test_limits_of_merged_devices_go_by_their_names_there(run: Run, tmp_path: Pa
     [
         (["a", "b"], "without it, name one model"),
         (["a", "--network", "1GB/s"], "go with --merge"),
-        (["--merge", "CLUSTER"], "holds a cluster; --merge needs profiles"),
+        (["--merge", "CLUSTER"], "holds a cluster; a profile is needed"),
         (["--merge", "CHAIN", "OTHER"], "other layers than the first"),
         (["--merge", "CHAIN", "--network", "quick"], "'quick' is no bandwidth"),
         (["--merge", "CHAIN", "--network", "1GB/s,2"], "'2' is no time"),

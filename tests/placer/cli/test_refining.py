@@ -67,7 +67,7 @@ def test_the_loss_is_the_one_that_is_named(run: Run, solved: tuple[Path, Path], 
     ("arguments", "message"),
     [
         (["PROFILE"], "holds a profile; a placement is needed"),
-        (["PLACEMENT", "--profile", "PLACEMENT"], "holds a placement; --profile needs a profile or a request"),
+        (["PLACEMENT", "--profile", "PLACEMENT"], "holds a placement; a profile or a request is needed"),
         (["PLACEMENT", "--target", "4x5"], "goes with --loss"),
         (["PLACEMENT", "--profile", "PROFILE", "--loss", "mse_loss"], "'mse_loss' names no function; write"),
         (["PLACEMENT", "--profile", "PROFILE", "--loss", "math:pi"], "'math:pi' is a float; name a function"),

@@ -35,7 +35,7 @@ def test_show_writes_reports_and_pictures(run: Run, chain_file: Path, tmp_path: 
     [
         (["CLUSTER", "--svg", "x.svg"], "pictures are of profiles and placements"),
         (["CHAIN", "--html", "/no/such/folder/x"], "cannot write /no/such/folder/x: No such"),
-        (["CHAIN", "--html", "x.html", "--profile", "CLUSTER"], "holds a cluster; --profile needs a profile"),
+        (["CHAIN", "--html", "x.html", "--profile", "CLUSTER"], "holds a cluster; a profile is needed"),
     ],
 )
 def test_what_cannot_be_shown_is_exit_code_2(

@@ -84,6 +84,14 @@ def test_solve_writes_the_placement_to_a_file(run: Run, chain_file: Path, tmp_pa
     assert Placement.model_validate_json((tmp_path / "placed.json").read_text()).status == "optimal"
 
 
+def test_a_file_that_cannot_be_written_is_exit_code_2_and_the_placement_is_still_printed(
+    run: Run, chain_file: Path
+) -> None:
+    answer = run("solve", chain_file, "-o", "/no/such/folder/x", terminal=True)
+    assert (answer.code, answer.placement.status) == (2, "optimal")
+    assert "cannot write /no/such/folder/x" in answer.err
+
+
 def test_pins_and_bans_are_respected(run: Run, chain_file: Path) -> None:
     pinned = run("solve", chain_file, "--pin", "l0=cuda:1", "--pin", "l3=0", "--free").placement
     assert (pinned.layer_devices["l0"], pinned.layer_devices["l3"]) == ("cuda:1", "cuda:0")
@@ -161,8 +169,8 @@ def test_a_server_that_is_not_there_is_exit_code_5(run: Run, chain_file: Path) -
         ('{"layers": []}', "at least 1 item"),
         ('{"layers": [{"name": "a", "forward_ms": {"cpu": -1}}]}', "greater than or equal to 0"),
         ('{"layers": [{"name": "a", "forward_ms": {"cpu": 1}}]}', "has no cluster; give one with --cluster"),
-        ('{"status": "optimal", "objective": "latency"}', "holds a placement; solve needs a profile"),
-        ("[" * 100_000, "is not JSON"),
+        ('{"status": "optimal", "objective": "latency"}', "holds a placement; a profile or a request is needed"),
+        ("[" * 100_000, "stdin is not JSON"),
     ],
 )
 def test_what_is_no_profile_is_refused_with_exit_code_2(run: Run, content: str, message: str) -> None:

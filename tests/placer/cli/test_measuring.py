@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import Run
 
-from placer import cli
 from placer.schema import Layer, Placement, Profile
 
 TOY = ("measure", "placer.zoo.toy:ToyModel")
 PLACES = {"net1": "cpu:0", "relu": "cpu:0", "net2": "cpu:1"}
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(*arguments: Any, terminal: bool = False) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
@@ -54,9 +38,9 @@ def test_a_placement_is_measured_beside_what_its_profile_predicts(
     (tmp_path / "profile.json").write_text(profile.to_json())
     trace = tmp_path / "trace.json"
     options = ("--input", "8x10", "--profile", tmp_path / "profile.json", "--trace", trace)
-    code, out, err = run(*TOY, placed(training), *options)
-    assert code == 0, err
-    found = json.loads(out)
+    answer = run(*TOY, placed(training), *options)
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
     assert [device["device"] for device in found["devices"]] == ["cpu:0", "cpu:1"]
     share_ms = 12.0 if training else 4.0  # of each layer: four micro-batches
     assert [device["predicted_busy_ms"] for device in found["devices"]] == [2 * share_ms, share_ms]
@@ -67,21 +51,30 @@ def test_a_placement_is_measured_beside_what_its_profile_predicts(
 
 def test_people_get_a_table_and_a_file_gets_json(run: Run, placed: Callable[[bool], Path], tmp_path: Path) -> None:
     output = tmp_path / "measured.json"
-    code, out, err = run(*TOY, placed(False), "--input", "8x10", "--chunks", "2", "-o", output, terminal=True)
-    assert code == 0, err
-    assert "Inference of ToyModel: a stream of 2 micro-batches" in out
+    answer = run(*TOY, placed(False), "--input", "8x10", "--chunks", "2", "-o", output, terminal=True)
+    assert answer.code == 0, answer.err
+    assert "Inference of ToyModel: a stream of 2 micro-batches" in answer.out
     assert json.loads(output.read_text())["predicted_ms"] is None
 
 
 def test_what_is_no_placement_is_refused_with_exit_code_2(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(Profile(layers=(Layer(name="net1", forward_ms={"cpu": 1.0}),)).to_json())
-    code, _, err = run(*TOY, path, "--input", "8x10")
-    assert code == 2
-    assert "holds a profile; a placement is needed" in err
+    answer = run(*TOY, path, "--input", "8x10")
+    assert answer.code == 2
+    assert "holds a profile; a placement is needed" in answer.err
 
 
 def test_inputs_that_are_missing_are_exit_code_2(run: Run, placed: Callable[[bool], Path]) -> None:
-    code, _, err = run(*TOY, placed(False))
-    assert code == 2
-    assert "give the inputs of a whole batch" in err
+    answer = run(*TOY, placed(False))
+    assert answer.code == 2
+    assert "give the inputs of a whole batch" in answer.err
+
+
+def test_a_trace_that_cannot_be_written_is_exit_code_2_and_what_was_measured_is_still_printed(
+    run: Run, placed: Callable[[bool], Path]
+) -> None:
+    answer = run(*TOY, placed(False), "--input", "4x10", "--trace", "/no/such/folder/trace.json")
+    assert answer.code == 2
+    assert "cannot write /no/such/folder/trace.json: No such" in answer.err
+    assert len(json.loads(answer.out)["devices"]) == 2
