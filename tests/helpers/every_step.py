@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter, defaultdict
 
+from enumeration import Enumeration
 from hypothesis import strategies as st
 from step_clock import StepClock
 
@@ -78,8 +79,8 @@ def requests(draw, row=False, contiguous=None):
 class Steps:
     """Every answer that there could be."""
 
-    def __init__(self, request, enumeration):
-        self.request, self.enumeration = request, enumeration
+    def __init__(self, request):
+        self.request = request
 
     def all(self):
         """The step of each assignment, for each way to run it, that meets every requirement."""
@@ -89,11 +90,9 @@ class Steps:
 
     def maps(self):
         """Each way to run it, as an enumeration, with each assignment."""
-        names = [layer.name for layer in self.request.profile.layers]
         for asked, contiguous in self.ways():
-            every = self.enumeration(asked, contiguous)
-            for choice in itertools.product([device.name for device in every.devices], repeat=len(names)):
-                yield every, dict(zip(names, choice, strict=True))
+            every = Enumeration(asked, contiguous)
+            yield from ((every, where) for where in every.maps())
 
     def ways(self):
         asked, training = self.request.schedule, self.request.is_training
@@ -165,16 +164,12 @@ class Steps:
         for number, a, b in every.sends(where):
             edge = every.request.profile.edges[number]
             first = min(stage_of[name] for name in edge.targets if where[name] == b)
-            there[stage_of[edge.source], first] += self.hop(every, a, b, edge.bytes)
+            there[stage_of[edge.source], first] += every.hop(a, b, edge.bytes)
             if edge.gradient_bytes:
-                back[stage_of[edge.source], first] += self.hop(every, b, a, edge.gradient_bytes)
+                back[stage_of[edge.source], first] += every.hop(b, a, edge.gradient_bytes)
         transfers = tuple(Transfer(*pair, time, back.get(pair)) for pair, time in sorted(there.items()))
         places = tuple([device.name for device in every.devices].index(name) for name in stages)
         return Pipeline(places, *(tuple(totals[name]) for name in ("forward", "backward", "weights")), transfers)
-
-    @staticmethod
-    def hop(every, a, b, size):
-        return 1000 * (every.link[a, b].latency_s + size / every.link[a, b].bandwidth_bytes_per_s)
 
     @staticmethod
     def optimizer(every, where):

@@ -1,8 +1,9 @@
 """The referee: what is altered in a right answer is caught."""
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from small_requests import examples, small_requests
 
 from placer.errors import PlacementError
 from placer.schema import Infeasibility
@@ -10,12 +11,7 @@ from placer.solver.check import check
 from placer.solver.problem import Problem
 from placer.solver.solve import Search, solve
 
-SETTINGS = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+SETTINGS = examples(60)
 FIGURES = ("compute_ms", "send_ms", "receive_ms", "load_ms", "layers", "limit_bytes")
 MEMORY = ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes", "activation_bytes", "workspace_bytes")
 
@@ -111,8 +107,8 @@ def searched(request):
 
 @SETTINGS
 @given(data=st.data())
-def test_a_layer_moved_to_another_device_is_caught(data, strategies):
-    request = data.draw(strategies.requests())
+def test_a_layer_moved_to_another_device_is_caught(data):
+    request = data.draw(small_requests())
     placement = searched(request)
     assume(placement.layer_devices)
     layer = data.draw(st.sampled_from(sorted(placement.layer_devices)))
@@ -123,10 +119,9 @@ def test_a_layer_moved_to_another_device_is_caught(data, strategies):
 
 
 @SETTINGS
-@given(data=st.data())
-def test_a_placement_with_new_figures_but_a_broken_rule_is_caught(data, strategies):
+@given(request=small_requests())
+def test_a_placement_with_new_figures_but_a_broken_rule_is_caught(request):
     """The answer of a laxer request, its id replaced, breaks a rule or passes."""
-    request = data.draw(strategies.requests())
     lax = request.model_copy(update={"constraints": type(request.constraints)(contiguous=False)})
     placement = searched(lax)
     rules = request.constraints

@@ -3,66 +3,40 @@
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from enumeration import Enumeration
+from hypothesis import assume, given
+from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import conflict
 from placer.solver.problem import Problem
 from placer.solver.solve import solve
 
-SETTINGS = settings(
-    max_examples=70,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+SETTINGS = examples(70)
 
 
-def met_sets(request, requirements, contiguous, enumeration):
+def met_sets(request, requirements, contiguous):
     """What each assignment, in each shape and order of stages, meets: the numbers of the requirements."""
-    names = [layer.name for layer in request.profile.layers]
-    devices = [device.name for device in request.devices]
     found = set()
     for shape in [True, False] if contiguous else [False]:
-        every = enumeration(request, shape)
-        for choice in itertools.product(devices, repeat=len(names)):
-            where = dict(zip(names, choice, strict=True))
+        every = Enumeration(request, shape)
+        for where in every.maps():
             for use in every.uses(where):
-                met = (meets(request, asked, where, use, shape, every) for asked in requirements)
+                met = (every.meets(asked, where, use) for asked in requirements)
                 found.add(frozenset(number for number, holds in enumerate(met) if holds))
     return found
 
 
-def meets(request, asked, where, use, shape, every):
-    names, rules = list(where), request.constraints
-    device = request.devices[asked.device]
-    on = [where[names[layer]] for layer in asked.layers]
-    counts = [list(where.values()).count(name) for name in set(where.values())]
-    return {
-        "pin": lambda: on == [device.name],
-        "ban": lambda: device.name not in on,
-        "group": lambda: len(set(on)) == 1,
-        "contiguous": lambda: shape,
-        "most": lambda: len(counts) <= rules.max_devices,
-        "least": lambda: len(counts) >= rules.min_devices,
-        "layers": lambda: max(counts) <= rules.max_layers,
-        "links": lambda: every.can_pass(where),
-        "limit": lambda: use[device.name] <= device.memory_bytes - device.reserve_bytes,
-    }[asked.kind]()
-
-
 @SETTINGS
-@given(data=st.data())
-def test_nothing_meets_the_group_and_something_meets_every_smaller_one(data, strategies, enumeration):
-    request = data.draw(strategies.requests(objectives=("throughput",)))
+@given(request=small_requests(objectives=("throughput",)))
+def test_nothing_meets_the_group_and_something_meets_every_smaller_one(request):
     placement = solve(request)
     assume(placement.status == "infeasible")
     asked = conflict.requirements([Problem.from_request(request)])
     words = [requirement.words for requirement in asked]
     group = [words.index(text) for text in placement.infeasible.requirements]
     assert group and placement.infeasible.smallest
-    met = met_sets(request, asked, placement.contiguous, enumeration)
+    met = met_sets(request, asked, placement.contiguous)
     assert not any(numbers >= set(group) for numbers in met)
     for smaller in itertools.combinations(range(len(asked)), len(group) - 1):
         assert any(numbers >= set(smaller) for numbers in met)

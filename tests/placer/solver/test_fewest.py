@@ -1,39 +1,33 @@
 """The fewest devices for a required throughput, against trying every assignment."""
 
-import itertools
-
 import pytest
-from hypothesis import HealthCheck, given, settings
+from enumeration import Enumeration
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from small_requests import examples, small_requests
 
 from placer.errors import PlacementError
 from placer.schema import Constraints
 from placer.solver.check import check
 from placer.solver.solve import solve
 
-SETTINGS = settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SETTINGS = examples(100)
 
 
 @SETTINGS
 @given(data=st.data())
-def test_no_assignment_within_the_bottleneck_uses_fewer_devices(data, strategies, enumeration):
-    asked = data.draw(strategies.requests(objectives=("throughput",)))
+def test_no_assignment_within_the_bottleneck_uses_fewer_devices(data):
+    asked = data.draw(small_requests(objectives=("throughput",)))
     most_ms = data.draw(st.sampled_from([2.0, 4.1, 8.0, 12.0, 20.0, 40.0]))
     request = asked.model_copy(update={"objective": "devices", "bottleneck_ms": most_ms})
     placement = solve(request)
-    every = enumeration(asked, placement.contiguous)
-    names = [layer.name for layer in request.profile.layers]
+    every = Enumeration(asked, placement.contiguous)
     numbers = []
-    for choice in itertools.product([device.name for device in request.devices], repeat=len(names)):
-        bottleneck = every.value(dict(zip(names, choice, strict=True)))
+    for where in every.maps():
+        bottleneck = every.value(where)
         if bottleneck is not None and bottleneck <= most_ms * (1 + 1e-9):
-            numbers.append(len(set(choice)))
+            numbers.append(len(set(where.values())))
     if not numbers:
         assert placement.status == "infeasible"
         return

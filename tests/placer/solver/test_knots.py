@@ -3,8 +3,9 @@
 from math import inf
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from enumeration import brute_force
+from hypothesis import assume, given
+from small_requests import examples, small_requests
 
 from placer.solver import stage_scope
 from placer.solver.convex_knots import convex_knot_bound
@@ -13,18 +14,12 @@ from placer.solver.knots import knot_bound
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 
-SETTINGS = settings(
-    max_examples=120,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+SETTINGS = examples(120)
 
 
 @SETTINGS
-@given(data=st.data())
-def test_no_assignment_is_below_the_bound(data, strategies, brute_force):
-    request = data.draw(strategies.requests(objectives=("throughput",)))
+@given(request=small_requests(objectives=("throughput",)))
+def test_no_assignment_is_below_the_bound(request):
     problem = Problem.from_request(request)
     best = brute_force(request, problem.contiguous)
     assume(best is not None)
@@ -32,9 +27,8 @@ def test_no_assignment_is_below_the_bound(data, strategies, brute_force):
 
 
 @SETTINGS
-@given(data=st.data())
-def test_no_contiguous_assignment_is_below_the_bound_for_contiguous_ones(data, strategies, brute_force):
-    request = data.draw(strategies.requests(objectives=("throughput",)))
+@given(request=small_requests(objectives=("throughput",)))
+def test_no_contiguous_assignment_is_below_the_bound_for_contiguous_ones(request):
     problem = Problem.from_request(request)
     assume(stage_scope.applies(problem))
     best = brute_force(request, True)

@@ -3,26 +3,22 @@
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs, local
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 
-SETTINGS = settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+SETTINGS = examples(200)
 
 
 @SETTINGS
 @given(data=st.data())
-def test_loads_kept_move_by_move_are_those_of_the_cost_model(data, strategies):
-    request = data.draw(strategies.requests(objectives=("throughput",)))
+def test_loads_kept_move_by_move_are_those_of_the_cost_model(data):
+    request = data.draw(small_requests(objectives=("throughput",)))
     free = request.model_copy(update={"constraints": Constraints(contiguous=False), "transfers": "added"})
     problem = Problem.from_request(free)
     assume(problem.one_link is not None)

@@ -4,20 +4,15 @@ import itertools
 import threading
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given
+from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs, parts
 from placer.solver.cpsat import Limits
 from placer.solver.problem import Problem
 
-SETTINGS = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+SETTINGS = examples(60)
 
 
 def limits(work):
@@ -33,9 +28,8 @@ def every_placement(problem):
 
 
 @SETTINGS
-@given(data=st.data())
-def test_from_the_worst_placement_the_best_is_found_where_all_devices_are_a_few(data, strategies):
-    asked = data.draw(strategies.requests(objectives=("throughput",)))
+@given(asked=small_requests(objectives=("throughput",)))
+def test_from_the_worst_placement_the_best_is_found_where_all_devices_are_a_few(asked):
     rules = asked.constraints.model_copy(update={"contiguous": False})
     problem = Problem.from_request(asked.model_copy(update={"constraints": rules}))
     placements = sorted(every_placement(problem))

@@ -3,16 +3,18 @@
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from enumeration import Enumeration
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from small_requests import examples
 
 from placer.errors import PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver.check import check
 from placer.solver.solve import solve
 
-SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = examples(150)
 MS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.25])
 SIZE = st.sampled_from([0, 1, 2, 3, 5])
 
@@ -74,16 +76,14 @@ def recompute_rules(devices):
 class Recomputed:
     """Every cut of a request with every set of devices that recompute."""
 
-    def __init__(self, request, enumeration):
-        self.request, self.plain = request, enumeration(request, True)
+    def __init__(self, request):
+        self.request, self.plain = request, Enumeration(request, True)
 
     def best(self):
         """The smallest objective of all that fits; None if nothing does."""
-        names, devices = [layer.name for layer in self.plain.layers], [device.name for device in self.plain.devices]
         found = []
-        for choice in itertools.product(devices, repeat=len(names)):
-            where = dict(zip(names, choice, strict=True))
-            for order in itertools.permutations(sorted(set(choice))):
+        for where in self.plain.maps():
+            for order in itertools.permutations(sorted(set(where.values()))):
                 place = {device: stage for stage, device in enumerate(order)}
                 if all(place[a] < place[b] for _, a, b in self.plain.sends(where)):
                     found += self.values(where, order)
@@ -132,9 +132,9 @@ class Recomputed:
 
 @SETTINGS
 @given(request=requests(row=True))
-def test_a_row_is_cut_and_recomputed_as_well_as_it_can_be(request, enumeration):
+def test_a_row_is_cut_and_recomputed_as_well_as_it_can_be(request):
     placement = solve(request)
-    best = Recomputed(request, enumeration).best()
+    best = Recomputed(request).best()
     if best is None:
         assert not placement.layer_devices
     elif request.objective == "throughput" and request.schedule != "zero-bubble":
@@ -147,9 +147,9 @@ def test_a_row_is_cut_and_recomputed_as_well_as_it_can_be(request, enumeration):
 
 @SETTINGS
 @given(request=requests(row=False))
-def test_nothing_is_better_than_what_recomputing_allows_and_the_bound_holds(request, enumeration):
+def test_nothing_is_better_than_what_recomputing_allows_and_the_bound_holds(request):
     placement = solve(request)
-    best = Recomputed(request, enumeration).best()
+    best = Recomputed(request).best()
     if best is None:
         assert not placement.layer_devices
     else:

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from enumeration import brute_force
+from hypothesis import assume, given
+from small_requests import examples, small_requests
 
 from placer.schema import Cluster, Device, Link
 from placer.solver import stage_scope
@@ -15,18 +16,12 @@ from placer.solver.solve import Search
 from placer.solver.stage_links import quickest_everywhere, stage_links
 from placer.solver.stages import StageModel
 
-SETTINGS = settings(
-    max_examples=80,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+SETTINGS = examples(80)
 
 
 @SETTINGS
-@given(data=st.data())
-def test_no_assignment_is_below_their_bound(data, strategies, brute_force):
-    request = data.draw(strategies.requests(objectives=("throughput",)))
+@given(request=small_requests(objectives=("throughput",)))
+def test_no_assignment_is_below_their_bound(request):
     problem = Problem.from_request(request)
     assume(stage_scope.bounds(problem) and not stage_scope.applies(problem))
     nodes = reduced(problem)
@@ -58,13 +53,13 @@ def on_two_hosts(chain):
     return request.model_copy(update={"cluster": cluster})
 
 
-def test_a_chain_over_two_hosts_is_solved_exactly(on_two_hosts, brute_force):
+def test_a_chain_over_two_hosts_is_solved_exactly(on_two_hosts):
     problem = Problem.from_request(on_two_hosts)
     answer = StageModel(problem, reduced(problem), upper=100.0).solve(Limits(60))
     assert answer.bound == pytest.approx(brute_force(on_two_hosts, True), rel=1e-6)
 
 
-def test_the_way_between_hosts_raises_the_bound(on_two_hosts, brute_force):
+def test_the_way_between_hosts_raises_the_bound(on_two_hosts):
     four = on_two_hosts.constraints.model_copy(update={"min_devices": 4})
     request = on_two_hosts.model_copy(update={"constraints": four})
     problem = Problem.from_request(request)

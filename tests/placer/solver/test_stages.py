@@ -1,8 +1,9 @@
 """The integer program in stage-prefix form, by itself."""
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from enumeration import brute_force
+from hypothesis import assume, given
+from small_requests import examples, small_requests
 
 from placer.solver import costs, stage_scope
 from placer.solver.cpsat import Limits
@@ -10,18 +11,12 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.stages import StageModel
 
-SETTINGS = settings(
-    max_examples=250,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+SETTINGS = examples(250)
 
 
 @SETTINGS
-@given(data=st.data())
-def test_its_optimum_is_that_of_trying_every_assignment(data, strategies, brute_force):
-    request = data.draw(strategies.requests(objectives=("throughput",)))
+@given(request=small_requests(objectives=("throughput",)))
+def test_its_optimum_is_that_of_trying_every_assignment(request):
     problem = Problem.from_request(request)
     assume(stage_scope.applies(problem))
     nodes = reduced(problem)

@@ -5,28 +5,24 @@ import math
 
 import pytest
 from every_step import Steps, requests
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from small_requests import examples
 
 from placer.errors import PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver.check import check
 from placer.solver.solve import solve
 
-SETTINGS = settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SETTINGS = examples(40)
 
 
 @SETTINGS
 @given(request=requests())
-def test_no_choice_and_no_assignment_is_better_and_the_bound_holds(request, enumeration):
+def test_no_choice_and_no_assignment_is_better_and_the_bound_holds(request):
     placement = solve(request)
-    best = min(Steps(request, enumeration).all(), default=None)
+    best = min(Steps(request).all(), default=None)
     if best is None:
         assert not placement.layer_devices
         return
@@ -36,7 +32,7 @@ def test_no_choice_and_no_assignment_is_better_and_the_bound_holds(request, enum
 
 @SETTINGS
 @given(request=requests(), data=st.data())
-def test_nothing_is_better_where_devices_must_may_or_must_not_recompute(request, data, enumeration):
+def test_nothing_is_better_where_devices_must_may_or_must_not_recompute(request, data):
     words = st.sampled_from(["auto", "always", "never"])
     rule = data.draw(st.one_of(words, st.dictionaries(st.sampled_from(["d0", "d1", "*"]), words)))
     limit = data.draw(st.sampled_from([8, 12, 18]))
@@ -45,7 +41,7 @@ def test_nothing_is_better_where_devices_must_may_or_must_not_recompute(request,
     changes["cluster"] = request.placed_on.model_copy(update={"devices": devices})
     request = request.model_copy(update=changes)
     placement = solve(request)
-    best = min(Steps(request, enumeration).all(), default=None)
+    best = min(Steps(request).all(), default=None)
     if best is None:
         assert not placement.layer_devices
         return
@@ -55,9 +51,9 @@ def test_nothing_is_better_where_devices_must_may_or_must_not_recompute(request,
 
 @SETTINGS
 @given(request=requests(row=True, contiguous=True))
-def test_a_row_is_cut_for_the_shortest_step_and_that_is_proven(request, enumeration):
+def test_a_row_is_cut_for_the_shortest_step_and_that_is_proven(request):
     placement = solve(request)
-    best = min(Steps(request, enumeration).all(), default=None)
+    best = min(Steps(request).all(), default=None)
     if best is None:
         assert placement.status == "infeasible"
         return
@@ -67,9 +63,9 @@ def test_a_row_is_cut_for_the_shortest_step_and_that_is_proven(request, enumerat
 
 @SETTINGS
 @given(request=requests(contiguous=True))
-def test_the_bound_of_contiguous_placements_of_any_graph_holds(request, enumeration):
+def test_the_bound_of_contiguous_placements_of_any_graph_holds(request):
     placement = solve(request)
-    best = min(Steps(request, enumeration).all(), default=None)
+    best = min(Steps(request).all(), default=None)
     if best is not None:
         assert best * (1 - 1e-9) <= placement.objective_value
         assert placement.bound <= best * (1 + 1e-9)

@@ -4,14 +4,15 @@ import itertools
 from math import comb
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from small_requests import examples
 
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import costs, step_bounds, step_fill
 from placer.solver.step_choices import choice_of
 
-SETTINGS = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = examples(80)
 MS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.25])
 
 

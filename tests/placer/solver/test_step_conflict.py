@@ -3,10 +3,12 @@
 import itertools
 
 import pytest
+from enumeration import Enumeration
 from every_step import Steps, requests
-from hypothesis import HealthCheck, assume, given, reject, settings
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from small_requests import examples
 
 from placer.schema import Constraints, PlacementRequest
 from placer.solver import conflict
@@ -14,12 +16,7 @@ from placer.solver.problem import Problem
 from placer.solver.solve import solve
 from placer.solver.step_choices import questions
 
-SETTINGS = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+SETTINGS = examples(60)
 
 
 @st.composite
@@ -46,18 +43,16 @@ def hard_requests(draw):
         reject()
 
 
-def met_sets(request, asked, enumeration):
+def met_sets(request, asked):
     """What each way, assignment and order of stages meets: the numbers of the requirements."""
-    steps, found = Steps(request, enumeration), set()
+    steps, found = Steps(request), set()
     by_rule = any(requirement.kind == "contiguous" for requirement in asked)
-    names = [layer.name for layer in request.profile.layers]
     for way, own in steps.ways():
         for shape in [True, False] if by_rule else [own]:
-            every = enumeration(way, shape)
-            for choice in itertools.product([device.name for device in request.devices], repeat=len(names)):
-                where = dict(zip(names, choice, strict=True))
+            every = Enumeration(way, shape)
+            for where in every.maps():
                 for use in uses(every, where, own):
-                    met = (meets(request, requirement, where, use, shape) for requirement in asked)
+                    met = (every.meets(requirement, where, use) for requirement in asked)
                     found.add(frozenset(number for number, holds in enumerate(met) if holds))
     return found
 
@@ -67,36 +62,20 @@ def uses(every, where, own):
     if every.contiguous != own:
         yield from every.uses(where)
         return
-    steps = Steps(every.request, None)
+    steps = Steps(every.request)
     for _, stage_of, found in steps.plans(every, where):
         yield steps.uses(every, where, stage_of, found)
 
 
-def meets(request, asked, where, use, shape):
-    names, rules = list(where), request.constraints
-    device = request.devices[asked.device]
-    on = [where[names[layer]] for layer in asked.layers]
-    counts = [list(where.values()).count(name) for name in set(where.values())]
-    return {
-        "pin": lambda: on == [device.name],
-        "ban": lambda: device.name not in on,
-        "group": lambda: len(set(on)) == 1,
-        "contiguous": lambda: shape,
-        "most": lambda: len(counts) <= rules.max_devices,
-        "layers": lambda: max(counts) <= rules.max_layers,
-        "limit": lambda: use[device.name] <= device.memory_bytes,
-    }[asked.kind]()
-
-
 @SETTINGS
 @given(request=hard_requests())
-def test_nothing_meets_the_group_and_something_meets_every_smaller_one(request, enumeration):
+def test_nothing_meets_the_group_and_something_meets_every_smaller_one(request):
     placement = solve(request)
     assume(placement.status == "infeasible")
     asked = conflict.requirements([Problem.from_request(way) for way in questions(request)])
     words = [requirement.words for requirement in asked]
     group = {words.index(text) for text in placement.infeasible.requirements}
-    met = met_sets(request, asked, enumeration)
+    met = met_sets(request, asked)
     assert not any(numbers >= set(range(len(asked))) for numbers in met)
     assert not group or not any(numbers >= group for numbers in met)
     if placement.infeasible.smallest:

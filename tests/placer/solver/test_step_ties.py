@@ -2,22 +2,18 @@
 
 import pytest
 from every_step import Steps, requests
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
+from small_requests import examples
 
 from placer.solver.check import check
 from placer.solver.solve import solve
 
-SETTINGS = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SETTINGS = examples(60)
 
 
-def ranks_as_good(request, placement, enumeration):
+def ranks_as_good(request, placement):
     """Transfer and spread of every map with the placement's micro-batches and schedule whose step is as short."""
-    steps = Steps(request, enumeration)
+    steps = Steps(request)
     for every, where in steps.maps():
         taken = every.request.profile.batch_size, every.request.schedule, every.contiguous
         if taken != (placement.batch_size, placement.schedule, placement.contiguous):
@@ -25,31 +21,16 @@ def ranks_as_good(request, placement, enumeration):
         if every.obeys_rules(where) and every.can_pass(where):
             shortest = min(steps.steps(every, where), default=None)
             if shortest is not None and shortest <= placement.objective_value * (1 + 1e-11):
-                yield rank(steps, every, where)
-
-
-def rank(steps, every, where):
-    kind = {device.name: device.type for device in every.devices}
-    busy, transfer = {}, 0.0
-    for layer in every.layers:
-        device = where[layer.name]
-        back = layer.backward_ms[kind[device]] if every.training else 0.0
-        busy[device] = busy.get(device, 0.0) + layer.forward_ms[kind[device]] + back
-    for number, a, b in every.sends(where):
-        edge = every.request.profile.edges[number]
-        transfer += 2 * steps.hop(every, a, b, edge.bytes)
-        if every.training and edge.gradient_bytes:
-            transfer += 2 * steps.hop(every, b, a, edge.gradient_bytes)
-    return transfer, max(busy.values()) - min(busy.values())
+                yield every.rank(where)
 
 
 @SETTINGS
 @given(request=requests(row=True, contiguous=True))
-def test_of_a_row_no_cut_with_as_short_a_step_has_a_smaller_rank(request, enumeration):
+def test_of_a_row_no_cut_with_as_short_a_step_has_a_smaller_rank(request):
     request = request.model_copy(update={"break_ties": True})
     placement = solve(request)
     assume(placement.layer_devices)
-    transfer, spread = min(ranks_as_good(request, placement, enumeration))
+    transfer, spread = min(ranks_as_good(request, placement))
     assert placement.ties.proven
     assert placement.ties.transfer_ms == pytest.approx(transfer, abs=1e-9)
     assert placement.ties.spread_ms == pytest.approx(spread, abs=1e-9)
@@ -57,13 +38,13 @@ def test_of_a_row_no_cut_with_as_short_a_step_has_a_smaller_rank(request, enumer
 
 @SETTINGS
 @given(request=requests())
-def test_a_rank_that_is_said_to_be_proven_is_the_smallest(request, enumeration):
+def test_a_rank_that_is_said_to_be_proven_is_the_smallest(request):
     request = request.model_copy(update={"break_ties": True})
     placement = solve(request)
     check(request, placement)
     assume(placement.layer_devices)
     found = placement.ties.transfer_ms, placement.ties.spread_ms
-    least = min(ranks_as_good(request, placement, enumeration))
+    least = min(ranks_as_good(request, placement))
     if placement.ties.proven:
         assert found == pytest.approx(least, abs=1e-9)
     assert least[0] <= found[0] + 1e-9

@@ -1,0 +1,239 @@
+"""The best answer to a small request, by trying every assignment.
+
+A third reading of the cost model, apart from costs.py and check.py: by events and sets.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+
+def brute_force(request, contiguous):
+    """The smallest objective of all assignments, or None."""
+    return Enumeration(request, contiguous).best()
+
+
+class Enumeration:
+    """Every assignment of a small request, and what each costs."""
+
+    def __init__(self, request, contiguous):
+        self.request, self.contiguous = request, contiguous
+        self.layers = request.profile.layers
+        self.devices = request.devices
+        self.training = request.is_training
+        self.link = {(link.source, link.target): link for link in request.placed_on.links}
+
+    def best(self):
+        """The smallest objective over all placements that meet every requirement; None if none does."""
+        values = [self.value(where) for where in self.maps()]
+        return min((value for value in values if value is not None), default=None)
+
+    def maps(self):
+        """Every assignment, as device names by layer name."""
+        names = [layer.name for layer in self.layers]
+        for choice in itertools.product([device.name for device in self.devices], repeat=len(names)):
+            yield dict(zip(names, choice, strict=True))
+
+    def value(self, where):
+        """The objective of one assignment; None if it breaks a requirement."""
+        if not self.obeys_rules(where) or not self.can_pass(where):
+            return None
+        uses = [use for use in self.uses(where) if self.fits(use)]
+        if not uses:
+            return None
+        if self.request.objective == "memory":
+            return min(max(use.values()) for use in uses)
+        return self.latency(where) if self.request.objective == "latency" else self.bottleneck(where)
+
+    def fits(self, use):
+        return all(use[device.name] <= device.memory_bytes - device.reserve_bytes for device in self.devices)
+
+    def obeys_rules(self, where):
+        rules = self.request.constraints
+        banned = {
+            (layer, device)
+            for key, devices in rules.forbidden.items()
+            for device in devices
+            for layer in (where if key == "*" else [key])
+        }
+        return (
+            rules.pinned.items() <= where.items()
+            and not banned & set(where.items())
+            and all(len({where[x] for x in g}) == 1 for g in (*rules.colocated, *self.request.profile.colocated))
+            and (rules.min_devices or 0) <= len(set(where.values())) <= (rules.max_devices or float("inf"))
+            and max(list(where.values()).count(d) for d in where.values()) <= (rules.max_layers or float("inf"))
+        )
+
+    def meets(self, asked, where, use):
+        """Whether an assignment, which uses so many bytes by device, meets one of the solver's requirements."""
+        rules, device = self.request.constraints, self.devices[asked.device]
+        on = [where[self.layers[layer].name] for layer in asked.layers]
+        counts = [list(where.values()).count(name) for name in set(where.values())]
+        return {
+            "pin": lambda: on == [device.name],
+            "ban": lambda: device.name not in on,
+            "group": lambda: len(set(on)) == 1,
+            "contiguous": lambda: self.contiguous,
+            "most": lambda: len(counts) <= rules.max_devices,
+            "least": lambda: len(counts) >= rules.min_devices,
+            "layers": lambda: max(counts) <= rules.max_layers,
+            "links": lambda: self.can_pass(where),
+            "limit": lambda: use[device.name] <= device.memory_bytes - device.reserve_bytes,
+        }[asked.kind]()
+
+    def sends(self, where):
+        """(edge, from, to) for every sending of a value."""
+        return {
+            (number, where[edge.source], where[target])
+            for number, edge in enumerate(self.request.profile.edges)
+            for target in edge.targets
+            if where[edge.source] != where[target]
+        }
+
+    def can_pass(self, where):
+        edges = self.request.profile.edges
+        return all(
+            (a, b) in self.link and ((b, a) in self.link or not self.training or edges[n].gradient_bytes == 0)
+            for n, a, b in self.sends(where)
+        )
+
+    def hop(self, a, b, size):
+        """How long so many bytes are on their way, in milliseconds."""
+        return 0.0 if a == b else 1000 * (self.link[a, b].latency_s + size / self.link[a, b].bandwidth_bytes_per_s)
+
+    def compute(self, where):
+        """How long each used device computes for a micro-batch, in milliseconds."""
+        kind = {device.name: device.type for device in self.devices}
+        busy = dict.fromkeys(where.values(), 0.0)
+        for layer in self.layers:
+            device = where[layer.name]
+            busy[device] += layer.forward_ms[kind[device]]
+            busy[device] += layer.backward_ms[kind[device]] if self.training else 0.0
+        return busy
+
+    def rank(self, where):
+        """What breaks ties: the time of all transfers at both ends, then the difference of compute times."""
+        transfer = 0.0
+        for number, a, b in self.sends(where):
+            edge = self.request.profile.edges[number]
+            transfer += 2 * self.hop(a, b, edge.bytes)
+            if self.training and edge.gradient_bytes:
+                transfer += 2 * self.hop(b, a, edge.gradient_bytes)
+        busy = self.compute(where).values()
+        return transfer, max(busy) - min(busy)
+
+    def bottleneck(self, where):
+        edges = self.request.profile.edges
+        busy = {device: [time, 0.0, 0.0] for device, time in self.compute(where).items()}
+        for number, a, b in self.sends(where):
+            hops = [(a, b, edges[number].bytes)]
+            if self.training and edges[number].gradient_bytes:
+                hops.append((b, a, edges[number].gradient_bytes))
+            for start, end, size in hops:
+                time = self.hop(start, end, size)
+                busy[start][1] += time
+                busy[end][2] += time
+        return max(sum(parts) if self.request.transfers == "added" else max(parts) for parts in busy.values())
+
+    def latency(self, where):
+        """Play the layers one after another."""
+        edges = self.request.profile.edges
+        kind = {d.name: d.type for d in self.devices}
+
+        def play(names, time, arrivals):
+            ends, clock = {}, dict.fromkeys(kind, 0.0)
+            for name in names:
+                here = where[name]
+                ready = max([clock[here], *(ends[x] + delay for x, delay in arrivals(name))])
+                ends[name] = clock[here] = ready + time(name, kind[here])
+            return max(ends.values())
+
+        by_name = {layer.name: layer for layer in self.layers}
+        names = list(by_name)
+        total = play(
+            names,
+            lambda name, k: by_name[name].forward_ms[k],
+            lambda name: [
+                (e.source, self.hop(where[e.source], where[name], e.bytes)) for e in edges if name in e.targets
+            ],
+        )
+        if self.training:
+            total += play(
+                names[::-1],
+                lambda name, k: by_name[name].backward_ms[k],
+                lambda name: [
+                    (t, self.hop(where[t], where[name], e.gradient_bytes))
+                    for e in edges
+                    if e.source == name and e.gradient_bytes
+                    for t in e.targets
+                ],
+            )
+        return total
+
+    def uses(self, where):
+        """Bytes by device, once for every order of stages in which values run forwards."""
+        used = sorted(set(where.values()))
+        if not self.contiguous:
+            yield {d.name: self.use(where, d.name, self.request.chunks) for d in self.devices}
+            return
+        for order in itertools.permutations(used):
+            place = {device: p for p, device in enumerate(order)}
+            if all(place[a] < place[b] for _, a, b in self.sends(where)):
+                use = {d.name: 0 for d in self.devices}
+                for device, p in place.items():
+                    flight = self.request.chunks
+                    if self.request.schedule in ("1f1b", "interleaved"):
+                        flight = min(flight, len(order) - p)
+                    if self.request.schedule == "zero-bubble":
+                        flight = min(flight, 2 * len(order) - 1)
+                    use[device] = self.use(where, device, flight)
+                yield use
+
+    def use(self, where, device, flight):
+        mine = [layer for layer in self.layers if where[layer.name] == device]
+        if self.training:
+            need, kept = self.need(frozenset(layer.name for layer in mine))
+            return need + (flight - 1) * kept
+        held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
+        worst = 0
+        for step, layer in enumerate(self.layers):
+            later = {x.name for x in self.layers[step:] if where[x.name] == device}
+            earlier = {x.name for x in self.layers[: step + 1]}
+            now = sum(
+                e.bytes
+                for e in self.request.profile.edges
+                if e.source in earlier and (later & set(e.targets) or (e.source == layer.name and layer.name in later))
+            )
+            worst = max(worst, now + (layer.forward_workspace_bytes if layer.name in later else 0))
+        return held + worst
+
+    @functools.cache  # noqa: B019 - an enumeration does not outlive its test
+    def need(self, names):
+        """What a device of these layers needs in training with one micro-batch, and what each further one adds."""
+        mine = [layer for layer in self.layers if layer.name in names]
+        state = sum(x.param_bytes + x.buffer_bytes + x.grad_bytes + x.optimizer_bytes for x in mine)
+        kept = sum(layer.saved_bytes for layer in mine)
+        kept += sum(e.bytes for e in self.request.profile.edges if names & set(e.saved_by))
+        steps = [self.step(names, layer, back) for layer in mine for back in (False, True)]
+        return state + max(steps, default=0), kept
+
+    def step(self, mine, layer, back):
+        """What one micro-batch takes of the device of these layers while one of them runs, in training."""
+        order = [x.name for x in self.layers]
+        now = order.index(layer.name)
+        done, to_come = set(order[: now + 1]), set(order[now + 1 :])
+        total = layer.backward_workspace_bytes if back else layer.forward_workspace_bytes
+        total += sum(x.saved_bytes for x in self.layers if x.name in mine & done)
+        for e in self.request.profile.edges:
+            readers = set(e.targets)
+            kept = set(e.saved_by) & mine & done
+            total += e.bytes if kept else 0
+            if e.source in done - {layer.name}:
+                if not back:
+                    total += e.bytes if readers & mine & to_come and not kept else 0
+                elif e.source in mine:
+                    total += e.gradient_bytes if readers & to_come else 0
+                else:
+                    total += e.gradient_bytes if readers & mine & to_come and readers & mine & done else 0
+        return total
