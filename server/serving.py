@@ -20,6 +20,7 @@ from placer.errors import ServerError
 
 from .observe import logs
 from .settings import Settings
+from .web.connection import Connection
 
 log = logging.getLogger("placer_server")
 
@@ -38,6 +39,8 @@ class Server(uvicorn.Server):
             log_config=logs.config(settings),
             access_log=False,
             server_header=False,
+            http=Connection,
+            ws="none",
             ssl_certfile=settings.tls_cert or None,
             ssl_keyfile=settings.tls_key or None,
             timeout_graceful_shutdown=math.ceil(settings.stop_grace_s + 3),
