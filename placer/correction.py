@@ -116,7 +116,7 @@ def _shared(parts: Sequence[float], total: float) -> list[float]:
 
 def _weights(members: Sequence[Layer], kind: str, backward: Sequence[float], measured: float | None) -> list[float]:
     """The weight halves: as measured, else the share of the backward pass that they had; never more than it."""
-    before = [_at(layer.weights_ms, kind) for layer in members]
+    before = [layer.weight_half_ms(kind) for layer in members]
     if measured is not None:
         halves = _shared(before, measured)
     else:

@@ -45,8 +45,7 @@ def _pipeline(profile: Profile, parts: Sequence[Segment], places: Sequence[int],
         layers = [known[name] for name in names]
         forward.append(sum(layer.forward_ms[kind] for layer in layers))
         backward.append(sum(layer.backward_ms.get(kind, 0.0) for layer in layers) if training else 0.0)
-        halves = [layer.weights_ms.get(kind, layer.backward_ms.get(kind, 0.0) / 2) for layer in layers]
-        weights.append(sum(halves) if training else 0.0)
+        weights.append(sum(layer.weight_half_ms(kind) for layer in layers) if training else 0.0)
     transfers = _transfers(profile, parts, training)
     return Pipeline(tuple(places), tuple(forward), tuple(backward), tuple(weights), transfers)
 

@@ -70,10 +70,11 @@ class Layer(Wire):
     def weight_half_ms(self, kind: str) -> float:
         """The part of the backward pass that gradients of parameters take, on this type of device, in milliseconds.
 
-        Where it was not told apart: half, of a layer that has such gradients, else nothing.
+        As measured, and no more than the whole; where it was not told apart, half, of a layer that has such gradients,
+        else nothing.
         """
-        untold = self.backward_ms.get(kind, 0.0) / 2 if self.grad_bytes else 0.0
-        return self.weights_ms.get(kind, untold)
+        whole = self.backward_ms.get(kind, 0.0)
+        return min(whole, self.weights_ms.get(kind, whole / 2 if self.grad_bytes else 0.0))
 
 
 class Edge(Wire):

@@ -82,7 +82,8 @@ class StepReading:
             device_type = self._types[self._where[layer.name]]
             backward = layer.backward_ms[device_type] if self._request.is_training else 0.0
             times = {"forward": layer.forward_ms[device_type], "backward": backward}
-            times["weights"] = min(backward, layer.weights_ms.get(device_type, backward / 2))
+            untold = backward / 2 if layer.grad_bytes else 0.0  # what has no parameters to train has no such half
+            times["weights"] = min(backward, layer.weights_ms.get(device_type, untold))
             total[self.stage_of[layer.name]] += times[kind]
         return total
 

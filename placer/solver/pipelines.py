@@ -16,9 +16,6 @@ from placer.schedule import Pipeline, Plan, Transfer
 from placer.schema import Schedule
 from placer.solver.problem import Problem
 
-HALF = 0.5
-"""The part of a backward pass that gradients of parameters take, where it was not measured."""
-
 
 def step_ms(
     problem: Problem, assignment: Sequence[int], stages: Sequence[int], again: frozenset[int] = frozenset()
@@ -83,10 +80,8 @@ def staged(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -
 
 
 def weights_ms(problem: Problem, layer: int, device: int) -> float:
-    """The part of a layer's backward pass that can be done later: as measured, else half of it."""
-    measured = problem.layers[layer].weights_ms.get(problem.devices[device].type)
-    whole = problem.layers[layer].backward_ms.get(problem.devices[device].type, 0.0) if problem.training else 0.0
-    return HALF * whole if measured is None else min(measured, whole)
+    """The part of a layer's backward pass that can be done later; see ``Layer.weight_half_ms``."""
+    return problem.layers[layer].weight_half_ms(problem.devices[device].type) if problem.training else 0.0
 
 
 def optimizer_ms(problem: Problem, assignment: Sequence[int]) -> float:

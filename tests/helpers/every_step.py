@@ -27,6 +27,7 @@ def profiles(draw, training, row, kinds, count, size):
             weights_ms=draw(times) if training and draw(st.booleans()) else {},
             optimizer_ms=draw(times) if training and draw(st.booleans()) else {},
             param_bytes=draw(SIZE),
+            grad_bytes=draw(SIZE) if training else 0,
             saved_bytes=draw(SIZE) if training else 0,
             backward_workspace_bytes=draw(SIZE) if training else 0,
         )
@@ -159,7 +160,7 @@ class Steps:
             totals["forward"][stage_of[layer.name]] += layer.forward_ms[here]
             totals["backward"][stage_of[layer.name]] += back
             totals["backward"][stage_of[layer.name]] += layer.forward_ms[here] if where[layer.name] in again else 0.0
-            totals["weights"][stage_of[layer.name]] += min(back, layer.weights_ms.get(here, back / 2))
+            totals["weights"][stage_of[layer.name]] += min(back, layer.weights_ms.get(here, back / 2 if layer.grad_bytes else 0))
         there, back = Counter(), Counter()
         for number, a, b in every.sends(where):
             edge = every.request.profile.edges[number]

@@ -71,11 +71,17 @@ def test_the_bound_of_contiguous_placements_of_any_graph_holds(request):
         assert placement.bound <= best * (1 + 1e-9)
 
 
-def row(times_ms, devices=2, memory_bytes=10**9, saved_bytes=0, **asked):
+def row(times_ms, devices=2, memory_bytes=10**9, saved_bytes=0, grad_bytes=0, **asked):
     """Layers in a row of so many ms forwards and twice that backwards, alike devices, transfers of next to nothing."""
     names = [f"l{i}" for i in range(len(times_ms))]
     layers = [
-        Layer(name=name, forward_ms={"t": time}, backward_ms={"t": 2 * time}, saved_bytes=saved_bytes)
+        Layer(
+            name=name,
+            forward_ms={"t": time},
+            backward_ms={"t": 2 * time},
+            saved_bytes=saved_bytes,
+            grad_bytes=grad_bytes,
+        )
         for name, time in zip(names, times_ms, strict=True)
     ]
     edges = [Edge(source=a, targets=[b], bytes=1, gradient_bytes=1) for a, b in itertools.pairwise(names)]
@@ -119,10 +125,19 @@ def test_large_micro_batches_are_taken_where_small_ones_take_as_long():
 
 def test_1f1b_is_taken_where_memory_forbids_the_room_of_zero_bubble():
     """4 stages of a layer each that saves 10 bytes: the first holds 4 micro-batches under 1F1B, 7 under zero-bubble."""
-    asked = {"devices": 4, "saved_bytes": 10, "chunks": 8, "constraints": Constraints(contiguous=True)}
-    ample = solve(row([1.0] * 4, schedule="auto", memory_bytes=100, **asked))
-    tight = solve(row([1.0] * 4, schedule="auto", memory_bytes=50, **asked))
+    asked = {"devices": 4, "saved_bytes": 10, "grad_bytes": 1, "chunks": 8}
+    asked |= {"schedule": "auto", "constraints": Constraints(contiguous=True)}
+    ample = solve(row([1.0] * 4, memory_bytes=101, **asked))
+    tight = solve(row([1.0] * 4, memory_bytes=51, **asked))
     assert (ample.schedule, tight.schedule) == ("zero-bubble", "1f1b")
+
+
+def test_layers_without_parameters_to_train_have_no_half_to_put_off():
+    """Two equal stages, 4 micro-batches: the halves fill the bubble; without them zero-bubble is 1F1B."""
+    asked = {"devices": 2, "chunks": 4, "schedule": "zero-bubble", "constraints": Constraints(contiguous=True)}
+    without, with_them = solve(row([1.0] * 2, **asked)), solve(row([1.0] * 2, grad_bytes=1, **asked))
+    assert without.objective_value == pytest.approx((4 + 1) * 3)
+    assert with_them.objective_value == pytest.approx(4 * 3 + 1)
 
 
 def test_the_answer_says_what_was_looked_at():
