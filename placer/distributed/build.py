@@ -16,15 +16,15 @@ from placer.distributed import schedules
 from placer.distributed.head import Head, Loss
 from placer.distributed.line import Line, line
 from placer.distributed.pipeline import Pipeline, Shape
-from placer.distributed.ranks import Process, Seat, seats
+from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
 from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.tree import Names, plant
 from placer.distributed.weights import Sharing, Weights
 from placer.errors import CaptureError, InputError, PlacementError
-from placer.executor.assignment import Assignment
+from placer.executor.assignment import Assignment, layer_names, refuse_unknown_layers
+from placer.graph import arguments
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export
-from placer.graph.granularity import MERGED
 from placer.graph.layers import LayerGraph
 from placer.schema import Placement
 
@@ -67,11 +67,13 @@ def build(
     """
     if not dist.is_initialized():
         raise InputError("start with torchrun, and call torch.distributed.init_process_group() before build()")
+    if dist.get_rank(group) < 0:
+        raise InputError(f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone")
     placed = _Placed.of(placement, chunks, schedule, recompute)
     if loss_fn is not None and not model.training:
         raise InputError("the model is in eval mode: call model.train() to build a pipeline that trains")
     exported = _captured(model, example_inputs)
-    _refuse_unknown_names(model, placed.layer_devices)
+    refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
     graph = layer_graph(exported, model, tuple(placed.layer_devices))
     cut = line(graph, _places(graph, placed.layer_devices))
     schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
@@ -118,27 +120,13 @@ class _Placed:
 
 
 def _captured(model: nn.Module, example_inputs: Any) -> Exported:
-    args, kwargs = _arguments(example_inputs)
+    args, kwargs = arguments.split(example_inputs, "example_inputs")
     try:
         return export(model, args, kwargs)
     except CaptureError as error:
         raise CaptureError(
             f"{error}. A model that cannot be captured cannot be cut apart; on one host DataFlow runs it through hooks"
         ) from error
-
-
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
-    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
-
-
-def _refuse_unknown_names(model: nn.Module, layer_devices: Mapping[str, str]) -> None:
-    known = {path for path, _ in model.named_modules(remove_duplicate=False)} | {"(model)"}
-    for name in layer_devices:
-        for part in name.split(MERGED):
-            if part.partition("@")[0] not in known:
-                raise PlacementError(f"layer {part!r} is no module of {type(model).__name__}")
 
 
 def _places(graph: LayerGraph, layer_devices: Mapping[str, str]) -> list[str]:
@@ -201,23 +189,30 @@ def _positions(cut: Line) -> list[int]:
 
 def _seats(cut: Line, graph: LayerGraph, group: dist.ProcessGroup | None) -> list[Seat]:
     """The device of every process, once all of them are seen to have cut the same model in the same way."""
-    here = (Process.here(dist.get_rank(group)), graph.hash, [(stage.device, stage.layers) for stage in cut.stages])
+    process = Process.here(dist.get_rank(group))
+    here = (process, _gpus(), graph.hash, [(stage.device, stage.layers) for stage in cut.stages])
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    with _on_its_own_gpu(here[0]):
+    with _on_its_own_gpu(process):
         dist.all_gather_object(everyone, here, group=group)
-    for rank, (_, found, stages) in enumerate(everyone):
-        if found != everyone[0][1] or stages != everyone[0][2]:
+    for rank, (_, _, *found) in enumerate(everyone):
+        if found != list(everyone[0][2:]):
             raise InputError(
                 f"process {rank} has captured another model, or was given another placement, than process 0; "
                 "give every process the same model, placement and shape of example"
             )
-    return seats(cut.devices, [process for process, _, _ in everyone])
+    found_seats = seats(cut.devices, [process for process, *_ in everyone])
+    refuse_missing_gpus(found_seats, [count for _, count, *_ in everyone])
+    return found_seats
 
 
 def _on_its_own_gpu(process: Process) -> Any:
     """NCCL needs a GPU for every process, before it is known which one the placement gives it."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return torch.cuda.device(process.local_rank if process.local_rank < count else -1)
+    return torch.cuda.device(process.local_rank if process.local_rank < _gpus() else -1)
+
+
+def _gpus() -> int:
+    """How many GPUs this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _local(seat: Seat) -> torch.device:
@@ -225,7 +220,6 @@ def _local(seat: Seat) -> torch.device:
     device = devices.parse(seat.local)
     if device.type != "cuda":
         return torch.device(device.type)  # each process has its own CPU stand-in
-    devices.require(device)
     torch.cuda.set_device(device)
     return device
 

@@ -21,7 +21,13 @@ from placer.distributed.tree import Names
 from placer.distributed.weights import Weights
 from placer.errors import InputError
 from placer.executor.pipeline import scatter
+from placer.graph import arguments
 from placer.graph.structure import Structure, flatten
+
+_OTHER = (
+    ". For a smaller last batch build a second pipeline from the same model, its example one micro-batch of that; or "
+    "leave it out: DataLoader(drop_last=True)"
+)
 
 
 @dataclass(frozen=True)
@@ -227,8 +233,7 @@ class Pipeline:
             return ()
         if inputs is None:
             raise InputError("this process has the first stage: give step(inputs, ...) the batch here")
-        args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-        tensors, structure = flatten((args, inputs if isinstance(inputs, dict) else {}))
+        tensors, structure = flatten(arguments.split(inputs))
         if structure.key != self._shape.inputs.key:
             raise InputError("the inputs are not nested as the example was; give them as build was given the example")
         return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, strict=True))
@@ -242,6 +247,7 @@ class Pipeline:
         wanted = (self._shape.samples * self.chunks, *shape[1:]) if shape[:1] == (self._shape.samples,) else shape
         raise InputError(
             f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the example make {wanted}"
+            + _OTHER
         )
 
     def _goals(self, target: Any) -> Tensor | None:
@@ -252,7 +258,7 @@ class Pipeline:
         leaves, structure = flatten(target)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != size:
-                raise InputError(f"a target of shape {tuple(leaf.shape)} goes with a batch of {size} samples")
+                raise InputError(f"a target of shape {tuple(leaf.shape)} goes with a batch of {size} samples{_OTHER}")
         here = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._head.targets = [structure.unflatten(part) for part in scatter(here, self.chunks, size)]
         return torch.arange(self.chunks)

@@ -104,6 +104,22 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
     return [found[rank] for rank in range(len(processes))]
 
 
+def refuse_missing_gpus(seated: Sequence[Seat], counts: Sequence[int]) -> None:
+    """Raise a PlacementError, the same in every process, if one does not see the GPU that it is given.
+
+    Args:
+        seated: the device of every process.
+        counts: how many GPUs each process sees.
+    """
+    for rank, (seat, count) in enumerate(zip(seated, counts, strict=True)):
+        kind, _, index = seat.local.partition(":")
+        if kind == "cuda" and int(index or 0) >= count:
+            raise PlacementError(
+                f"process {rank} is given {seat.device!r}, its {seat.local}, and sees {count} GPUs: place on devices "
+                "that are there, or let torchrun start processes on more nodes (CUDA_VISIBLE_DEVICES hides GPUs)"
+            )
+
+
 def _without_hosts(
     devices: Sequence[str], processes: Sequence[Process], nodes: Sequence[tuple[int, ...]]
 ) -> list[Seat]:

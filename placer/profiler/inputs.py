@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,32 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from placer.errors import InputError
+from placer.graph import arguments
 from placer.graph.export import batch_size
 from placer.graph.structure import Structure, flatten
 
 
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments for the model.
-
-    Args:
-        example_inputs: one argument; a tuple of positional arguments; or a mapping of keyword arguments.
-
-    Raises:
-        InputError: None, or a mapping whose keys are no names.
-    """
-    if example_inputs is None:
-        raise InputError("example_inputs is None; give a tensor, a tuple of arguments, or a dict of keyword arguments")
-    if isinstance(example_inputs, Mapping):
-        wrong = [key for key in example_inputs if not isinstance(key, str)]
-        if wrong:
-            raise InputError(
-                f"example_inputs has the key {wrong[0]!r}, which is no keyword; "
-                "put a dict that is itself an argument into a tuple: (inputs,)"
-            )
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple) and not hasattr(example_inputs, "_fields"):
-        return example_inputs, {}
-    return (example_inputs,), {}
+    """Positional and keyword arguments for the model; see ``placer.graph.arguments``."""
+    return arguments.split(example_inputs, "example_inputs")
 
 
 def trackable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -292,6 +293,32 @@ def different_models() -> str:
     except InputError as error:
         return str(error)
     return "nothing was refused"
+
+
+def epoch(make: Make, places: Mapping[str, str], sizes: list[int]) -> dict[str, Any]:
+    """Batches of those sizes in two micro-batches, each size on a pipeline of its own, of one model; its state."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    pipelines = {
+        size: distributed.build(model, places, UserDict(tokens=inputs[: size // 2]), loss_fn, chunks=2)
+        for size in dict.fromkeys(sizes)
+    }
+    optimizer = torch.optim.SGD(next(iter(pipelines.values())).parameters(), lr=0.1, momentum=0.9)
+    for size in sizes:
+        optimizer.zero_grad()
+        pipelines[size].step(UserDict(tokens=inputs[:size]), target[:size])
+        optimizer.step()
+    return {"state": {name: item.detach().cpu() for name, item in pipelines[sizes[0]].named_parameters()}}
+
+
+def outside_of_the_group(make: Make, places: Mapping[str, str]) -> str:
+    """The error of a process that is none of the pipeline's."""
+    group = dist.new_group([0, 1])
+    try:
+        built(make, places, 2, group)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def step_refusals(make: Make, places: Mapping[str, str]) -> dict[str, str]:

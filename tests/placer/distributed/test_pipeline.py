@@ -125,6 +125,26 @@ def test_gradients_are_clipped_by_their_norm_over_all_processes(ranks: RankPool)
         torch.testing.assert_close(ours[name], gradient.grad, msg=name)
 
 
+def test_a_smaller_last_batch_trains_on_a_second_pipeline_of_the_same_model(ranks: RankPool) -> None:
+    sizes = [8, 8, 6, 8, 6]
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = models.tied_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for size in sizes:
+        optimizer.zero_grad()
+        loss_fn(model(inputs[:size]), target[:size]).backward()
+        optimizer.step()
+    state = ranked.joined(ranks.run(ranked.epoch, models.tied_gpt, TIED, sizes), "state")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_a_process_outside_of_the_group_is_told_so(ranks: RankPool) -> None:
+    on_two = {name: device.replace("2", "0").replace("3", "1") for name, device in CHAIN.items()}
+    told = ranks.run(ranked.outside_of_the_group, models.chain, on_two)
+    assert told[:2] == ["", ""] and all(f"process {rank} is none of the group's" in told[rank] for rank in (2, 3))
+
+
 def test_what_belongs_to_other_processes_is_freed_with_the_model(ranks: RankPool) -> None:
     for part in ranks.run(ranked.left_over, models.chain, CHAIN):
         assert part["own"] and part["alive"] == part["own"]
@@ -158,7 +178,7 @@ def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> Non
     [
         ({"0": "cpu:0", "4": "cpu:1"}, {}, "PlacementError: the placement uses 2 devices .* there are 4 processes"),
         ({}, {}, "PlacementError: the map places no layer"),
-        ({"nothing": "cpu:0"}, {}, "PlacementError: layer 'nothing' is no module of Sequential"),
+        ({"nothing": "cpu:0"}, {}, "PlacementError: layer 'nothing' is no module of Sequential; its layers are 0, 1"),
         (CHAIN, {"schedule": "spiral"}, "InputError: schedule 'spiral' is not known; give one of fill-drain"),
         (CHAIN, {"schedule": "interleaved"}, "InputError: schedule 'interleaved' needs several stages on a device"),
         (NOTHING_FITS, {}, "PlacementError: the placement is infeasible and places no layer"),
@@ -173,9 +193,10 @@ def test_batches_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Rank
     first, _, _, last = ranks.run(ranked.step_refusals, models.chain, CHAIN)
     assert "give step(inputs, ...) the batch here" in first["nothing"]
     assert "an input has shape (4, 6); 2 micro-batches like the example make (8, 6)" in first["too small"]
+    assert "build a second pipeline from the same model" in first["too small"]
     assert "not nested as the example was" in first["nested"]
-    assert last["too small"] == "a target of shape (4, 6) goes with a batch of 8 samples"
-    assert last["nested"] == "a target of shape (2, 6) goes with a batch of 8 samples"
+    assert "a target of shape (4, 6) goes with a batch of 8 samples" in last["too small"]
+    assert "a target of shape (2, 6) goes with a batch of 8 samples" in last["nested"]
 
 
 @pytest.mark.parametrize(("chunks", "devices", "rounds"), [(7, 3, 1), (9, 2, 1), (11, 4, 2)])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placer.distributed.ranks import Process, seats
+from placer.distributed.ranks import Process, refuse_missing_gpus, seats
 from placer.errors import PlacementError
 
 
@@ -76,3 +76,11 @@ def test_every_process_gets_a_device_of_its_own_node(sizes: list[int], random: o
 def test_too_many_or_too_few_processes_are_named(devices: list[str], processes: list[Process], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         seats(devices, processes)
+
+
+def test_a_gpu_that_a_process_does_not_see_is_named_with_the_process() -> None:
+    given = seats(["cuda:0", "cuda:1", "cuda:2"], nodes(3))
+    refuse_missing_gpus(given, [3, 3, 3])
+    with pytest.raises(PlacementError, match="process 2 is given 'cuda:2', its cuda:2, and sees 2 GPUs"):
+        refuse_missing_gpus(given, [2, 2, 2])
+    refuse_missing_gpus(seats(["cpu:0", "cpu:1"], nodes(2)), [0, 0])

@@ -1,0 +1,34 @@
+"""The three forms in which users give a model's inputs, and the one in which it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from placer.errors import InputError
+
+
+def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments for the model.
+
+    Args:
+        inputs: one argument; a tuple of positional arguments (a named tuple is one argument); or a mapping of keyword
+            arguments, such as the ``BatchEncoding`` of a tokenizer.
+        name: of the inputs, for messages.
+
+    Raises:
+        InputError: None, or a mapping whose keys are no names.
+    """
+    if inputs is None:
+        raise InputError(f"{name} is None; give a tensor, a tuple of arguments, or a dict of keyword arguments")
+    if isinstance(inputs, Mapping):
+        wrong = [key for key in inputs if not isinstance(key, str)]
+        if wrong:
+            raise InputError(
+                f"{name} has the key {wrong[0]!r}, which is no keyword; "
+                "put a dict that is itself an argument into a tuple: (inputs,)"
+            )
+        return (), dict(inputs)
+    if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
+        return inputs, {}
+    return (inputs,), {}
