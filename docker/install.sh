@@ -1,12 +1,13 @@
 #!/bin/sh
 # Run inside the build: installs its arguments into /opt/placer, through the index and with the certificates that the build
-# was given. Nothing of those stays in the image.
+# was given. Nothing of those stays in the image. Versions are those that were tested together.
 set -eu
 secrets=/run/secrets
 if [ -s $secrets/ca ]; then export PIP_CERT=$secrets/ca SSL_CERT_FILE=$secrets/ca; fi
 if [ -s $secrets/pip_conf ]; then export PIP_CONFIG_FILE=$secrets/pip_conf; fi
 if [ -z "${PIP_INDEX_URL:-}" ]; then unset PIP_INDEX_URL; fi
-/opt/pip/bin/pip --python /opt/placer/bin/python install --disable-pip-version-check --no-cache-dir --no-compile "$@"
+/opt/pip/bin/pip --python /opt/placer/bin/python install --disable-pip-version-check --no-cache-dir --no-compile \
+    -c constraints.txt "$@"
 
 # What only developers of those packages need: 90 MB. torch is left as it is; it imports its tests' helpers.
 for package in numpy ortools; do

@@ -69,26 +69,38 @@ done
 [ -n "$ready" ] || fail "/readyz did not answer within 30 s"
 say "ready after $((($(date +%s%N) - started) / 1000000)) ms"
 
-[ "$($run inspect --format '{{.HostConfig.Memory}}' "$container")" -gt 0 ] || fail "its memory is not capped"
+cap=$($run inspect --format '{{.HostConfig.Memory}}' "$container")
+[ "$cap" -gt 0 ] || fail "its memory is not capped"
+if $run exec "$container" python3 -c "b'x' * ($cap + 2**28)" 2>/dev/null; then fail "a process takes more memory than the cap"; fi
+curl -fsS "$url/healthz" >/dev/null || fail "a process over the memory cap takes the service down"
+say "memory is capped at $cap bytes"
 [ "$($run exec "$container" id -u)" = 10001 ] || fail "it runs as root"
 if $run exec "$container" touch /opt/placer/x 2>/dev/null; then fail "its file system can be written"; fi
 
-curl -fsS "$url/openapi.json" | $run exec -i "$container" python3 -c '
+example() {  # of the body of a POST: PATH NAME
+    curl -fsS "$url/openapi.json" | $run exec -i "$container" python3 -c '
 import json, sys
-body = json.load(sys.stdin)["paths"]["/v1/placements"]["post"]["requestBody"]["content"]["application/json"]
-print(json.dumps(body["examples"]["throughput"]["value"]))' >"/tmp/$container.json" || fail "no example in /openapi.json"
+body = json.load(sys.stdin)["paths"][sys.argv[1]]["post"]["requestBody"]["content"]["application/json"]
+print(json.dumps(body["examples"][sys.argv[2]]["value"]))' "$@" >"$keys/body" || fail "no example of $1 in /openapi.json"
+}
+post() { curl -fsS -H "$authorized" -H 'Content-Type: application/json' -d "@$keys/body" "$url$1"; }
+example /v1/placements throughput
 code=$(curl -s -o /dev/null -w '%{http_code}' "$url/v1/placements")
 [ "$code" = 401 ] || fail "without a key /v1/placements answered $code"
-answer=$(curl -fsS -H "$authorized" "$url/v1/placements?wait=30" -H 'Content-Type: application/json' -d "@/tmp/$container.json") ||
-    fail "no placement"
-rm -f "/tmp/$container.json"
+answer=$(post "/v1/placements?wait=30") || fail "no placement"
 case $answer in *'"status":"optimal"'*) say "placement: optimal" ;; *) fail "the placement is $answer" ;; esac
 
 case $(curl -fsS "$url/") in *'<title>Placer</title>'*) ;; *) fail "no page" ;; esac
 
 code=$(curl -s -o /dev/null -w '%{http_code}' -H "$authorized" "$url/v1/cluster")
-[ "$target" != solver ] || [ "$code" = 501 ] || fail "/v1/cluster answered $code without torch"
+[ "$code" = "$([ "$target" = gpu ] && echo 200 || echo 501)" ] || fail "/v1/cluster answered $code"
 say "/v1/cluster: $code"
+if [ "$target" = gpu ]; then
+    example /v1/profiles "one layer"
+    profile=$(post "/v1/profiles?wait=60") || fail "no profile"
+    case $profile in *'"forward_ms":'*) say "profile: measured" ;; *) fail "the profile is $profile" ;; esac
+    $run exec "$container" python3 -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "devices", torch.cuda.device_count())'
+fi
 
 started=$(date +%s%N)
 $run stop -t 10 "$container" >/dev/null
