@@ -107,7 +107,7 @@ class FewestSearch:
         """The question for a small bottleneck on at most so many devices."""
         left_s = max(0.01, self._request.time_limit_s - self._time_s())
         asked = self._request.model_copy(
-            update={"objective": "throughput", "bottleneck_ms": None, "time_limit_s": left_s}
+            update={"objective": "throughput", "bottleneck_ms": None, "break_ties": False, "time_limit_s": left_s}
         )
         return replace(self._problem, request=asked, most_devices=most)
 
