@@ -121,15 +121,21 @@ class Memory:
             waiting += arriving[step]
 
     def _inference(self, device: str) -> Iterator[Split]:
-        """Play a forward pass alone: values are there from when they are made to their last reader."""
+        """Play a forward pass alone: values are there from when they are made to their last reader.
+
+        Where one was made it stays until it was read for good, wherever that is.
+        """
         arriving: dict[int, int] = defaultdict(int)
         leaving: dict[int, int] = defaultdict(int)
         for edge in self._edges[device]:
             arriving[self._order[edge.source]] += edge.bytes
-            leaving[self._here((edge.source, *edge.targets), device)[-1]] += edge.bytes
+            made_here = self._where[edge.source] == device
+            leaving[max(self._order[name] for name in edge.targets if made_here or self._where[name] == device)] += (
+                edge.bytes
+            )
         layer_at = self._layer_at(device)
         held = 0
-        for step in sorted({*arriving, *layer_at}):
+        for step in sorted({*arriving, *leaving, *layer_at}):
             held += arriving[step]
             yield held, layer_at[step].forward_workspace_bytes if step in layer_at else 0
             held -= leaving[step]

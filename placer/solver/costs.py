@@ -15,8 +15,8 @@ each.
 
 Objective ``throughput``: the largest load.
 
-**Memory in inference**, in bytes. Value v, made by layer s, is live on d at step l if s <= l and some reader on d is l
-or later, or if l = s and m(s) = d: it is received as soon as it is made, and freed after its last reader::
+**Memory in inference**, in bytes. Value v, made by layer s, is live on d at step l if s <= l and some reader is l or
+later, on d, or anywhere if m(s) = d: it is received as soon as it is made, and freed after its last reader::
 
     use(d) = params(d) + buffers(d) + max over steps l of
              (sum of bytes(v) live on d at l  +  forward_workspace(l) if m(l) = d)

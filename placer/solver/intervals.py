@@ -184,10 +184,11 @@ class Intervals:
                 peak = max(peak, use[layer])
                 for index in self._touched_by[layer]:
                     value = problem.values[index]
-                    for step in range(held_until.get(index, value.source - 1) + 1, layer + 1):
+                    until = value.readers[-1] if layer == value.source else layer
+                    for step in range(held_until.get(index, value.source - 1) + 1, until + 1):
                         use[step] += value.held_bytes
                         peak = max(peak, use[step])
-                    held_until[index] = max(layer, held_until.get(index, layer))
+                    held_until[index] = max(until, held_until.get(index, until))
             self._moment[first, end] = peak
 
     @cached_property

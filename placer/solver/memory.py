@@ -164,7 +164,8 @@ def _worst_of_inference(problem: Problem, held: Held) -> Moment:
     workspace = {layer: problem.layers[layer].forward_workspace_bytes for layer in held.layers}
     changes: Counter[int] = Counter(dict.fromkeys(held.layers, 0))
     for value in held.values:
-        last = max(layer for layer in (value.source, *value.readers) if layer in here)
+        readers = value.readers if value.source in here else here.intersection(value.readers)
+        last = max((value.source, *readers))
         between(changes, value.source, last + 1, value.held_bytes)
     steps = sorted(changes)
     moments = zip(sums(changes, steps), (workspace.get(step, 0) for step in steps), strict=True)

@@ -32,6 +32,14 @@ def can_bind(problem: Problem) -> bool:
     return use_of_all(problem) > min(device.usable_bytes for device in problem.devices)
 
 
+def holds_state_alone(problem: Problem) -> bool:
+    """Whether nothing but the state of layers takes memory."""
+    layers = problem.layers
+    passing = sum(la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers)
+    waiting = sum(value.held_bytes + value.gradient_bytes for value in problem.values)
+    return passing + waiting == 0
+
+
 def use_of_all(problem: Problem) -> int:
     """What a device with all layers would hold with all micro-batches in flight, in bytes."""
     everything = Held(list(range(len(problem.layers))), list(problem.values))
@@ -152,7 +160,7 @@ def _inference(model: PlacementModel, fixed: Sequence[Term]) -> None:
             for value_index in live_values:
                 value = problem.values[value_index]
                 holders = [reader for reader in value.readers if reader >= step]
-                live = model.any_on(nodes.of([*holders, step] if value.source == step else holders), device)
+                live = model.any_on(nodes.of([*holders, value.source]), device)
                 if live is not None:
                     use.append(model.units(value.held_bytes) * live)
             if len(use) > 1:

@@ -198,12 +198,13 @@ class Enumeration:
         held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
         worst = 0
         for step, layer in enumerate(self.layers):
-            later = {x.name for x in self.layers[step:] if where[x.name] == device}
+            to_come = {x.name for x in self.layers[step:]}
+            later = {name for name in to_come if where[name] == device}
             earlier = {x.name for x in self.layers[: step + 1]}
             now = sum(
                 e.bytes
                 for e in self.request.profile.edges
-                if e.source in earlier and (later & set(e.targets) or (e.source == layer.name and layer.name in later))
+                if e.source in earlier and set(e.targets) & (to_come if where[e.source] == device else later)
             )
             worst = max(worst, now + (layer.forward_workspace_bytes if layer.name in later else 0))
         return held + worst

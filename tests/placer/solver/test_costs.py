@@ -59,9 +59,9 @@ def test_inference_memory_peaks_where_live_values_and_workspace_do():
     assert result.memory[0].total_bytes == 40 + 121
 
 
-def test_a_sent_value_is_held_by_its_source_only_while_it_is_made():
+def test_a_sent_value_is_held_by_its_source_until_the_last_layer_has_read_it_wherever_that_is():
     result = costs.evaluate(problem(), [0, 1, 2, 2])
-    # x holds a's value at step a; y holds it from then until b has read it, when it also holds b's own
+    # x and y hold a's value until b has read it; then y also holds b's own, and goes on while c and d read that on z
     assert [use.activation_bytes for use in result.memory] == [100, 120, 20]
 
 

@@ -1,4 +1,4 @@
-"""What a device holds in training, on examples worked by hand."""
+"""What a device holds, on examples worked by hand."""
 
 import pytest
 
@@ -44,6 +44,12 @@ def test_a_value_that_nobody_has_kept_yet_waits_for_its_reader():
     assert (use.activation_bytes, use.workspace_bytes) == (100, 7)
     # on y, d reads it there: nothing waits on x
     assert memory("xxxy", skip(gradient_bytes=0), forward_workspace_bytes={"c": 7}).activation_bytes == 0
+
+
+@pytest.mark.parametrize(("where", "total"), [("xxy", 107), ("yxx", 107), ("yxy", 7), ("xyy", 100)])
+def test_in_inference_a_value_is_where_it_was_made_and_where_it_will_be_read_until_then(where, total):
+    edges = [Edge(source="a", targets=["c"], bytes=100)]
+    assert memory(where, edges, training=False, forward_workspace_bytes={"b": 7}).total_bytes == total
 
 
 def test_a_value_that_is_kept_counts_once_however_many_read_it():
