@@ -19,6 +19,7 @@ from ortools.sat.python import cp_model
 
 from placer.solver import memory_rules, rules
 from placer.solver.cpsat import Answer, Limits, run
+from placer.solver.nets import joined_nets
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 from placer.solver.windows import stage_windows
@@ -233,11 +234,12 @@ class PlacementModel:
             self.cp.add(sum(layers) <= most)
 
     def _open_alike_devices_in_order(self) -> None:
-        """Free: of alike devices, the second takes a node only after the first took an earlier one."""
+        """Free: of alike devices, the second takes a node only if the first has one that weighs more."""
+        order = sorted(range(len(self.x)), key=_weights(self.problem, self.nodes).__getitem__, reverse=True)
         for members in self.alike_devices:
             for first, second in pairwise(members):
                 opened: list[cp_model.IntVar] = []
-                for x in self.x:
+                for x in (self.x[node] for node in order):
                     if second in x:
                         self.cp.add_bool_or(~x[second], *opened)
                     if first in x:
@@ -312,6 +314,16 @@ class PlacementModel:
         if self.relaxed and self.byte_unit > 1:
             bound -= 1  # the limit was rounded down too
         return max(0.0, bound) * self.byte_unit
+
+
+def _weights(problem: Problem, nodes: Reduction) -> list[float]:
+    """By node, its work, and its transfers where links are alike: what weighs most is apart from most others."""
+    devices = range(len(problem.devices))
+    weights = [min(sum(problem.compute_ms(n, d) for n in layers) for d in devices) for layers in nodes.nodes]
+    for net in joined_nets(problem, nodes) if problem.one_link is not None else ():
+        for node in (net.source, *net.readers):
+            weights[node] += net.there_ms + net.back_ms
+    return weights
 
 
 def longest_ms(problem: Problem) -> float:
