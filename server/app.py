@@ -28,6 +28,7 @@ from .observe.gpus import watch_gpus
 from .observe.metrics import Measured, Metrics
 from .openapi.document import describe
 from .settings import Settings
+from .shares import Shares
 from .store.database import StoreError
 from .store.replicas import Replicas
 from .store.store import Store
@@ -41,6 +42,7 @@ from .workers.worker import Crashed, Killed, Worker, answer_empty, prepare
 log = logging.getLogger("placer_server")
 
 WARM_UP_S = 60.0
+MOST_STREAMS = 512
 
 
 def create_app(settings: Settings | None = None, *, solver: Solver = default_solver) -> FastAPI:
@@ -127,6 +129,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         Judge(settings),
         Profiling(settings, store, app.state.metrics),
         NodeCluster(settings),
+        Shares(MOST_STREAMS, settings.client_share, "event streams are open", retry_s=5),
     )
     app.state.service = service
     jobs.resume()

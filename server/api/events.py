@@ -16,11 +16,14 @@ from contextlib import suppress
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ..jobs.job import Job
 from ..problem import MEDIA_TYPE as PROBLEM
+from ..problem import Problem
+from ..shares import Shares
 from .placements import progress_of, stored_response
-from .service import OnDisconnect, Service, Serving, checked_id
+from .service import OnDisconnect, Service, Serving, checked_id, client_of
 
 router = APIRouter()
 
@@ -53,10 +56,26 @@ async def get_events(request: Request, id: str, service: Serving, on_disconnect:
         reply = await stored_response(request, service, key, plain=True)
         kind = "failed" if reply.media_type == PROBLEM else "done"
         return Response(event(kind, bytes(reply.body)), headers=HEADERS, media_type=EVENTS)
-    return StreamingResponse(_stream(service, job, on_disconnect), headers=HEADERS, media_type=EVENTS)
+    return _Stream(_told(service, job, on_disconnect), service.streams, client_of(request))
 
 
-async def _stream(service: Service, job: Job, on_disconnect: str) -> AsyncIterator[bytes]:
+class _Stream(StreamingResponse):
+    """A stream that holds its client's place for as long as it is open."""
+
+    def __init__(self, content: AsyncIterator[bytes], shares: Shares, client: str) -> None:
+        super().__init__(content, headers=HEADERS, media_type=EVENTS)
+        self._shares, self._client = shares, client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, or refuse to: where the client, or all together, have too many open."""
+        try:
+            with self._shares.held(self._client):
+                await super().__call__(scope, receive, send)
+        except Problem as problem:
+            await problem.response()(scope, receive, send)
+
+
+async def _told(service: Service, job: Job, on_disconnect: str) -> AsyncIterator[bytes]:
     job.waiting += 1
     try:
         with job.watched() as changed:

@@ -11,7 +11,7 @@ from placer.schema import Comparison, Evaluation
 from ..judge.evaluation import MAX_MAPS, Asking, Stored, compare_task, evaluate_task
 from ..problem import Problem
 from ..web.replies import json_reply
-from .service import Service, Serving, checked_id
+from .service import Service, Serving, checked_id, client_of
 
 router = APIRouter()
 
@@ -26,7 +26,7 @@ async def evaluate(request: Request, service: Serving, id: Id = None) -> Respons
     """Judge a map of your own by the cost model that the solver minimises, and say what is wrong with it."""
     stored = [await stored_of(service, id)] if id is not None else []
     async with service.intake.body(request) as body:
-        content = await service.judge.judge(evaluate_task, Asking(body, tuple(stored)))
+        content = await service.judge.judge(evaluate_task, Asking(body, tuple(stored)), client_of(request))
     return json_reply(request, content)
 
 
@@ -35,7 +35,7 @@ async def compare(request: Request, service: Serving, id: Ids = []) -> Response:
     """Hold placements and maps of your own against each other, all judged by one request."""
     stored = [await stored_of(service, one) for one in dict.fromkeys(id)]
     async with service.intake.body(request, optional=True) as body:
-        content = await service.judge.judge(compare_task, Asking(body, tuple(stored)))
+        content = await service.judge.judge(compare_task, Asking(body, tuple(stored)), client_of(request))
     return json_reply(request, content)
 
 

@@ -16,7 +16,7 @@ from placer.schema import Profile
 from ..node.profiling import Measuring
 from ..problem import Problem
 from ..web.replies import JSON, json_reply
-from .service import Serving, Wait, checked_id
+from .service import Serving, Wait, checked_id, client_of
 
 router = APIRouter()
 
@@ -47,7 +47,7 @@ async def post_profile(request: Request, service: Serving, wait: Wait = None) ->
             return _measured(request, key, known)
         if service.profiling.find(key) is None:
             await service.checker.check_graph(body)
-        measuring = service.profiling.submit(key, body)
+        measuring = service.profiling.submit(key, body, client_of(request))
     await _wait(measuring, service.settings.default_wait_s if wait is None else wait)
     if measuring.written is not None and not measuring.ended.is_set():
         await asyncio.wait([measuring.written])

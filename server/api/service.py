@@ -15,6 +15,7 @@ from ..node.profiling import Profiling
 from ..observe.metrics import Metrics
 from ..problem import Problem, clip, nearest
 from ..settings import MAX_WAIT_S, Settings
+from ..shares import Shares
 from ..store.store import Store
 from ..web.checker import Checker
 from ..web.intake import Intake
@@ -27,6 +28,7 @@ class Service:
     """What the routes stand on.
 
     Attributes:
+        streams: how many event streams may be open.
         not_ready: why the service takes no solves yet; empty once it does.
     """
 
@@ -39,6 +41,7 @@ class Service:
     judge: Judge
     profiling: Profiling
     cluster: NodeCluster
+    streams: Shares
     not_ready: str = "the first worker is being started"
 
 

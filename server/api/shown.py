@@ -12,7 +12,7 @@ from ..problem import Problem
 from ..web.replies import json_reply
 from ..workers.worker import Task
 from .judging import stored_of
-from .service import Service, Serving
+from .service import Service, Serving, client_of
 
 router = APIRouter()
 
@@ -20,13 +20,13 @@ router = APIRouter()
 @router.get("/v1/placements/{id}/timeline", response_model=Timeline)
 async def get_timeline(request: Request, id: str, service: Serving) -> Response:
     """When each device works on which micro-batch, as the schedule and the profile predict it."""
-    return json_reply(request, await _made(service, id, timeline_task), tagged=True)
+    return json_reply(request, await _made(request, service, id, timeline_task), tagged=True)
 
 
 @router.get("/v1/placements/{id}/trace")
 async def get_trace(request: Request, id: str, service: Serving) -> Response:
     """The same as a trace for https://ui.perfetto.dev and chrome://tracing."""
-    content = await _made(service, id, trace_task)
+    content = await _made(request, service, id, trace_task)
     return json_reply(request, content, headers=_attached("trace.json"), tagged=True)
 
 
@@ -35,14 +35,14 @@ async def get_trace(request: Request, id: str, service: Serving) -> Response:
     response_class=Response,
     responses={200: {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "One HTML file."}},
 )
-async def get_report(id: str, service: Serving) -> Response:
+async def get_report(request: Request, id: str, service: Serving) -> Response:
     """A report for people in one file that needs nothing else: what ``placer show --html`` writes."""
-    content = await _made(service, id, report_task)
+    content = await _made(request, service, id, report_task)
     return Response(content, headers=_attached("placement.html"), media_type="text/html")
 
 
-async def _made(service: Service, id: str, task: Task[bytes | Problem]) -> bytes:
-    return await service.judge.judge(task, Asking(b"", (await stored_of(service, id),)))
+async def _made(request: Request, service: Service, id: str, task: Task[bytes | Problem]) -> bytes:
+    return await service.judge.judge(task, Asking(b"", (await stored_of(service, id),)), client_of(request))
 
 
 def _attached(name: str) -> dict[str, str]:

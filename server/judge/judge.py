@@ -7,6 +7,7 @@ import pickle
 
 from ..problem import Problem
 from ..settings import Settings
+from ..shares import Shares
 from ..workers.worker import Crashed, Killed, Refused, Task, Worker
 from .evaluation import Asking
 
@@ -21,23 +22,17 @@ class Judge:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._free = asyncio.Semaphore(AT_ONCE)
-        self._inside = 0
+        self._shares = Shares(AT_ONCE + MOST_WAITING, settings.client_share, "evaluations run or wait", retry_s=1)
 
-    async def judge(self, task: Task[bytes | Problem], asking: Asking) -> bytes:
+    async def judge(self, task: Task[bytes | Problem], asking: Asking, client: str) -> bytes:
         """What the task makes of it.
 
         Raises:
             Problem: the body is at fault, too many ask, or judging failed.
         """
-        if self._inside >= AT_ONCE + MOST_WAITING:
-            detail = f"{self._inside} evaluations run or wait, which is all that this service takes; try again in 1 s"
-            raise Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": "1"})
-        self._inside += 1
-        try:
+        with self._shares.held(client):
             async with self._free:
                 return await self._run(task, asking)
-        finally:
-            self._inside -= 1
 
     async def _run(self, task: Task[bytes | Problem], asking: Asking) -> bytes:
         settings = self._settings

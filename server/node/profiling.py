@@ -7,7 +7,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -18,6 +20,7 @@ from ..observe.metrics import Metrics
 from ..observe.spans import span
 from ..problem import Problem, invalid_body
 from ..settings import Settings
+from ..shares import Shares
 from ..store.database import StoreError
 from ..store.store import Store
 from ..workers.worker import Crashed, Killed, Missing, OverMemory, Refused, Report, Worker
@@ -40,6 +43,7 @@ class Measuring:
         profile: the Profile as JSON, once done.
         problem: why there is none, once failed.
         ended: set at the end.
+        release: gives back the place that its client holds.
     """
 
     id: str
@@ -49,6 +53,7 @@ class Measuring:
     profile: bytes | None = None
     problem: Problem | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    release: Callable[[], None] = lambda: None
 
 
 class Profiling:
@@ -64,6 +69,7 @@ class Profiling:
         self._free = asyncio.Lock()
         self._open: dict[str, Measuring] = {}
         self._ended: OrderedDict[str, Measuring] = OrderedDict()
+        self._shares = Shares(1 + MOST_WAITING, settings.client_share, "graphs are measured or wait", retry_s=10)
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker: Worker[bytes | Problem] | None = None
         self._closing = False
@@ -72,7 +78,7 @@ class Profiling:
         """What is under way or ended lately under that id."""
         return self._open.get(key) or self._ended.get(key)
 
-    def submit(self, key: str, body: bytes) -> Measuring:
+    def submit(self, key: str, body: bytes, client: str) -> Measuring:
         """Measure a graph, unless that is under way already.
 
         Raises:
@@ -82,12 +88,9 @@ class Profiling:
             return known
         if self._closing:
             raise _stopping()
-        if len(self._open) > MOST_WAITING:
-            detail = (
-                f"{len(self._open)} graphs are measured or wait, which is all that this node takes; try again in 10 s"
-            )
-            raise Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": "10"})
+        self._shares.take(client)
         measuring = self._take(key, body)
+        measuring.release = partial(self._shares.give_back, client)
         writing = asyncio.to_thread(self._store.accept_graph, key, self._settings.node_name, body)
         measuring.written = asyncio.ensure_future(writing)
         return measuring
@@ -128,6 +131,7 @@ class Profiling:
         self._ended[measuring.id] = measuring
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
+        measuring.release()
         measuring.ended.set()
 
     async def _end(self, measuring: Measuring, body: bytes) -> None:

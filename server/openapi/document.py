@@ -55,7 +55,7 @@ _OF_PATH = {
     ("/v1/placements", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
     ("/v1/placements", "get"): ("422",),
     ("/v1/placements/{id}/request", "get"): ("404", "422"),
-    ("/v1/placements/{id}/events", "get"): ("404", "422"),
+    ("/v1/placements/{id}/events", "get"): ("404", "422", "429"),
     ("/v1/placements:batch", "post"): ("400", "408", "413", "415", "422", "503"),
     ("/v1/placements/{id}/timeline", "get"): ("404", "422", "429", "500"),
     ("/v1/placements/{id}/trace", "get"): ("404", "422", "429", "500"),

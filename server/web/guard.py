@@ -40,7 +40,8 @@ _LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?")
 class Guard:
     """Middleware; without keys it answers only requests that name this machine as their host.
 
-    A page of another site cannot ask a service without keys by giving its own name this machine's address.
+    A page of another site cannot ask a service without keys by giving its own name this machine's address, nor by
+    sending what browsers let it send anywhere, such as a POST without a body.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -52,12 +53,14 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        authorization = host = given = versions = b""
+        authorization = host = given = versions = origin = b""
         for name, value in scope["headers"]:
             if name == b"authorization":
                 authorization = value
             elif name == b"host":
                 host = value
+            elif name == b"origin":
+                origin = value
             elif name == b"x-request-id":
                 given = value
             elif name == VERSION_HEADER:
@@ -71,7 +74,7 @@ class Guard:
             await send(message)
 
         try:
-            self._admit(scope, authorization, host)
+            self._admit(scope, authorization, host, origin)
             if versions:
                 _agree(versions)
         except Problem as problem:
@@ -79,11 +82,13 @@ class Guard:
             return
         await self._app(scope, receive, marked)
 
-    def _admit(self, scope: Scope, authorization: bytes, host: bytes) -> None:
+    def _admit(self, scope: Scope, authorization: bytes, host: bytes, origin: bytes) -> None:
         path = scope["path"]
         if not self._keys:
             if host and not _LOCAL.fullmatch(host):
                 raise _strange_host(host)
+            if origin and not _LOCAL.fullmatch(origin.partition(b"://")[2]):
+                raise _strange_origin(origin)
             return
         if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return
@@ -116,6 +121,14 @@ def _strange_host(host: bytes) -> Problem:
         " set PLACER_KEYS_FILE, or ask http://127.0.0.1"
     )
     return Problem(421, "strange-host", "The host is not this service's", detail)
+
+
+def _strange_origin(origin: bytes) -> Problem:
+    detail = (
+        f"a page of {clip(origin.decode('latin-1'), 80)!r} asks; a service without keys answers to pages of this"
+        " machine alone: set PLACER_KEYS_FILE"
+    )
+    return Problem(403, "strange-origin", "The request comes from another site", detail)
 
 
 def _no_key(given: bool) -> Problem:

@@ -120,6 +120,19 @@ def test_a_service_without_keys_refuses_names_that_are_not_this_machines(serve, 
     assert len(reply.content) <= 4096
 
 
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1.evil.example:8080", "x" * 5000])
+def test_a_service_without_keys_does_nothing_for_a_page_of_another_site(serve, origin):
+    # A browser lets every page send a POST without a body to this machine.
+    reply = serve().post("/v1/cluster:measure", headers={"Origin": origin})
+    assert (reply.status_code, problem_of(reply)) == (403, "strange-origin")
+    assert len(reply.content) <= 4096
+
+
+@pytest.mark.parametrize("origin", ["http://127.0.0.1:8080", "https://localhost", "http://[::1]:9"])
+def test_a_service_without_keys_answers_its_own_page(serve, origin):
+    assert serve().get(PLACEMENTS, headers={"Origin": origin}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -116,3 +116,22 @@ def test_a_stream_ends_when_the_service_stops_and_says_that_the_solve_goes_on(tm
             assert next(events(lines))[0] == "progress"
         assert [kind for kind, _ in events(lines)][-1] == "handed-on"
         stream.__exit__(None, None, None)
+
+
+def test_streams_are_bounded_and_one_that_is_left_makes_room(monkeypatch, solvers, request_body, wait_until):
+    monkeypatch.setattr("placer_server.app.MOST_STREAMS", 1)
+    settings = Settings(port=0, database=":memory:", workers=1, log_level="error", stop_grace_s=1.0)
+    with background(settings, solver=solvers.until_stopped) as url:
+        path = f"{url}/v1/placements/{post(url, request_body())}/events"
+
+        def status():
+            with httpx.stream("GET", path, timeout=30) as reply:
+                return reply.status_code
+
+        with httpx.stream("GET", path, timeout=30) as first:
+            lines = first.iter_lines()
+            next(lines)
+            refused = httpx.get(path)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "5")
+        assert refused.headers["Content-Type"] == "application/problem+json"
+        wait_until(lambda: status() == 200)
