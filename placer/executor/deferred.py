@@ -32,6 +32,11 @@ class Queue(list[Callable[[], None]]):
         """
         self.append(add)
 
+    def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a weight, which must be there."""
+        assert weight.grad is not None
+        weight.grad.add_(gradient)
+
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.conv1d.default: 1, _aten.conv2d.default: 2, _aten.conv3d.default: 3}
@@ -138,7 +143,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient, bias, shape = gradients[0], ctx.bias, ctx.shape
-        ctx.queue.put(lambda: _add_convolution(x, gradient, weight, bias, shape), weight, bias)
+        ctx.queue.put(lambda: _add_convolution(ctx.queue, x, gradient, weight, bias, shape), weight, bias)
         into_x = None
         if ctx.needs_input_grad[2]:
             into_x = _convolution_backward(gradient, x, weight, bias, shape, (True, False, False))[0]
@@ -146,12 +151,14 @@ class _Convolution(torch.autograd.Function):
         return (None, None, into_x, *nothing)
 
 
-def _add_convolution(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, shape: Any) -> None:
+def _add_convolution(
+    queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, shape: Any
+) -> None:
     has_bias = bias is not None and bias.grad is not None
     _, into_weight, into_bias = _convolution_backward(gradient, x, weight, bias, shape, (False, True, has_bias))
-    weight.grad.add_(into_weight)  # type: ignore[union-attr]
-    if has_bias:
-        bias.grad.add_(into_bias)  # type: ignore[union-attr]
+    queue.accumulate(weight, into_weight)
+    if bias is not None and has_bias:
+        queue.accumulate(bias, into_bias)
 
 
 def _convolution_backward(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from placer.devices import Mark
+from placer.executor.accumulation import Accumulation
 from placer.executor.deferred import Queue
 from placer.executor.faults import Trail
 
@@ -55,6 +57,9 @@ class Slot:
         deferred: the weight gradients that the backward pass left to it.
         landing: static tensors that input gradients are copied to, where other passes work in the memory in which they
             are made.
+        over: when the last pass of the latest micro-batch that it had was done; None before the first.
+        fetched: when those who read its outputs have copied them.
+        sent: when its input gradients have been copied to where they go.
     """
 
     inputs: dict[str, Any]
@@ -70,15 +75,19 @@ class Slot:
     weights: Callable[[], None] = lambda: None
     deferred: Queue = field(default_factory=Queue)
     landing: dict[str, Tensor] = field(default_factory=dict)
+    over: Mark = None
+    fetched: list[Mark] = field(default_factory=list)
+    sent: list[Mark] = field(default_factory=list)
 
 
 class NamedQueue(Queue):
     """Weight gradients that are left for later, each with the layer that it is of."""
 
-    def __init__(self, trail: Trail, reach: Callable[[Tensor], None]) -> None:
+    def __init__(self, trail: Trail, reach: Callable[[Tensor], None], accumulation: Accumulation) -> None:
         super().__init__()
         self._trail = trail
         self._reach = reach
+        self._accumulation = accumulation
 
     def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
         """Leave something for later; see ``Queue``."""
@@ -86,6 +95,11 @@ class NamedQueue(Queue):
         for weight in weights:
             if weight is not None and weight.requires_grad:
                 self._reach(weight)
+
+    def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a weight, now or with others; see ``Accumulation``."""
+        assert weight.grad is not None
+        self._accumulation.add(weight.grad, gradient)
 
     def _run(self, layer: str | None, add: Callable[[], None]) -> None:
         self._trail.layer = layer

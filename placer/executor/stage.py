@@ -19,6 +19,7 @@ from torch import Tensor
 from placer import devices
 from placer.errors import InputError
 from placer.executor import autocast
+from placer.executor.accumulation import Accumulation
 from placer.executor.deferred import DeferWeights
 from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment
@@ -94,6 +95,7 @@ class Stage:
         self.trail = Trail(backwards=True)
         self.unreached: frozenset[str] = frozenset()
         self._values = values
+        self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
         self._shared_memory: Any = None
 
     def open_slots(
@@ -133,7 +135,7 @@ class Stage:
             slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
-            slot.deferred = NamedQueue(self.trail, self.reach)
+            slot.deferred = NamedQueue(self.trail, self.reach, self._accumulation)
             slot.forward = partial(self._forward, slot)
             slot.backward = partial(self._backward, slot)
             slot.weights = partial(self._weights, slot)
@@ -270,7 +272,7 @@ class Stage:
             slot.input_gradients = {name: torch.zeros_like(leaf) for name, leaf in slot.leaves.items()}
             self._land(slot)
             return
-        with autocast.off(self.device):
+        with autocast.off(self.device), self._accumulation:
             torch.autograd.backward(roots, gradients)
         slot.input_gradients = {
             name: torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, slot.gradients.values())
@@ -299,6 +301,7 @@ class Stage:
         with autocast.off(self.device):
             for add in slot.deferred:
                 add()
+        self._accumulation.flush()
         slot.deferred.clear()
 
 

@@ -22,6 +22,7 @@ from placer.devices import Courier, Lane, Mark
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.compiled import Backend, compile_stage
 from placer.executor.faults import Place, explain
+from placer.executor.feed import Feed, Key
 from placer.executor.issued import Issued
 from placer.executor.kept import Kept
 from placer.executor.ordering import stage_by_stage
@@ -140,23 +141,24 @@ class TrainingPipeline:
         Returns:
             The mean loss, a number on the last stage's device, without the scale.
         """
-        parts, goals = cut(batch, self.sizes), cut(targets, self.sizes)
         if not self._prepared:
-            self._prepare(parts, goals)
+            self._prepare(cut(batch, self.sizes), cut(targets, self.sizes))
         self._kept.save()
-        given = {devices.location(item) for item in (*batch, *targets) if isinstance(item, Tensor)}
-        callers = {place: Lane(place, caller=True) for place in (*self.lanes, *given)}
-        begun = [caller.mark() for caller in callers.values()]
-        for lane in self.lanes.values():
-            lane.wait(*begun)
+        if self.statistics is not None:
+            self.statistics.begin()
+        given: dict[Key, Any] = {**dict(zip(self.graph.inputs, batch, strict=True)), **dict(enumerate(targets))}
+        owners = {devices.location(item) for item in given.values() if isinstance(item, Tensor)}
+        callers = {place: Lane(place, caller=True) for place in (*self.lanes, *owners, *self.weights.homes)}
+        begun = {place: caller.mark() for place, caller in callers.items()}
+        feed = Feed(given, self.sizes, self.courier, begun)
         try:
-            read = self._issue(parts, goals, keep, scale)
+            self._issue(feed, begun, keep, scale)
         except BaseException:
             self._recover()
             raise
         for place, lane in self.lanes.items():
             callers[place].wait(lane.mark())
-        for (place, _), mark in read.items():
+        for (place, _), mark in feed.read.items():
             callers[place].wait(mark)
         self.weights.finish()
         if self.statistics is not None:
@@ -192,22 +194,18 @@ class TrainingPipeline:
         assert head is not None
         return head
 
-    def _issue(
-        self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]], keep: bool, scale: Tensor | None
-    ) -> Mapping[tuple[torch.device, int], Mark]:
-        """Issue a batch to the lanes; when each device's part of it was read by each stage."""
-        self.weights.begin(self.lanes, keep)
-        if self.statistics is not None:
-            self.statistics.begin()
+    def _issue(self, feed: Feed, begun: Mapping[torch.device, Mark], keep: bool, scale: Tensor | None) -> None:
+        """Issue a batch to the lanes; each begins when its own device has done what the caller issued there."""
+        shared = any(self.spread)  # then they work on each other's state
+        for place, lane in self.lanes.items():
+            lane.wait(*(begun.values() if shared else [begun[place]]))
+        self.weights.begin(self.lanes, begun, keep)
         with self.lanes[self.stages[-1].device], torch.no_grad():
             self._head.total.zero_()
             self._set_scale(self._head, scale)
         for stage in self.stages:
             stage.begin()
-        start = {place: lane.mark() for place, lane in self.lanes.items()}
-        passes = Passes(self, parts, goals, start)
-        passes.issue()
-        return passes.read
+        Passes(self, feed, {place: lane.mark() for place, lane in self.lanes.items()}).issue()
 
     def _recover(self) -> None:
         """After a batch that failed: nothing runs any more, buffers are as they were, and there are no gradients."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.devices import Lane
+from placer.devices import Lane, Mark
 from placer.graph.layers import LayerGraph
 
 
@@ -97,12 +97,18 @@ class Weights:
         own = {id(parameter) for held in self._held.values() for parameter, _ in held.own}
         return [self.parameters[name] for name, _ in self.aliases if id(self.parameters[name]) not in own]
 
+    @cached_property
+    def homes(self) -> frozenset[torch.device]:
+        """Where parameters belong that have replicas elsewhere."""
+        return frozenset(devices.location(item) for held in self._held.values() for item, _ in held.replicas)
+
     @torch.no_grad()
-    def begin(self, lanes: Mapping[torch.device, Lane], keep: bool = False) -> None:
+    def begin(self, lanes: Mapping[torch.device, Lane], begun: Mapping[torch.device, Mark], keep: bool = False) -> None:
         """Make the gradients ready for a batch, and bring replicas up to date.
 
         Args:
             lanes: of each device.
+            begun: by device, also those of ``homes``, when the parameters there are up to date.
             keep: whether the batch adds to the gradients that the parameters have; else they begin at zero.
         """
         if not keep:
@@ -120,6 +126,7 @@ class Weights:
                 if cleared:
                     torch._foreach_zero_(cleared)
                 for parameter, alias in held.replicas:
+                    lanes[place].wait(begun[devices.location(parameter)])
                     devices.fill(alias, parameter)
 
     @torch.no_grad()

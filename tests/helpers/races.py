@@ -25,7 +25,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import lanes, moving
-from placer.executor import inference, passes, stream, train
+from placer.executor import feed, inference, passes, stream, train
 from placer.executor.weights import Weights
 
 Clock = dict[Hashable, int]
@@ -165,7 +165,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterat
     shared: dict[torch.device, _Lane] = {}
     with monkeypatch.context() as patch:
         patch.setattr(_Lane, "races", races, raising=False)
-        for module in (lanes, inference, stream, train):
+        for module in (lanes, feed, inference, stream, train):
             patch.setattr(module, "Lane", _Lane)
         patch.setattr(devices, "shared_lane", lambda device: shared.setdefault(device, _Lane(device)))
         patch.setattr(devices, "synchronise", races.synchronise)
@@ -222,8 +222,8 @@ def _note_training(races: Races, patch: pytest.MonkeyPatch) -> None:
 
         run(self, index, phase, chunk, noted_work, after)
 
-    def noted_begin(self: Weights, lanes: Mapping[torch.device, _Lane], keep: bool = False) -> None:
-        begin(self, lanes, keep)  # type: ignore[arg-type]
+    def noted_begin(self: Weights, lanes: Mapping[torch.device, _Lane], begun: Any, keep: bool = False) -> None:
+        begin(self, lanes, begun, keep)  # type: ignore[arg-type]
         for place, held in self._held.items():
             copies = [alias for _, alias in held.replicas]
             own = [alias.grad for _, alias in (*held.own, *held.replicas)]

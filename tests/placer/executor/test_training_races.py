@@ -96,6 +96,7 @@ CASES: list[tuple[str, Order, int, int | None]] = [
     ("tied gpt", "fill-drain", 8, 0),
     ("views", "1f1b", 8, None),
     ("flat", "1f1b", 8, None),
+    ("flat", "1f1b", 2, None),
 ]
 """Model, schedule, micro-batches, and the seed of a map that comes back to devices; of 16 rows, 5 are uneven."""
 
@@ -110,7 +111,7 @@ def test_every_two_accesses_to_one_tensor_have_an_order(
 
 
 def test_every_place_in_the_code_that_waits_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [CASES[0], CASES[1], CASES[7], CASES[9]]
+    cases = [CASES[0], CASES[1], CASES[7], CASES[9], CASES[10]]
     sites = {site for case in cases for site in _train(monkeypatch, *case).sites}
     idle = [site for site in sorted(sites) if not any(_train(monkeypatch, *c, deaf=site).found for c in cases)]
     # A copy runs in the queues of both its devices, so that either's wait for what it reads would do.
