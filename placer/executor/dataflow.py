@@ -19,6 +19,7 @@ from torch import nn
 from placer import devices
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError
+from placer.executor import autocast
 from placer.executor.apply import Home, move_state, settle
 from placer.executor.assignment import Assignment, layer_names, refuse_unknown_layers
 from placer.executor.calls import call_captured, joined_by_size
@@ -28,6 +29,7 @@ from placer.executor.hooked import HookPath
 from placer.executor.pipeline import scatter
 from placer.executor.pipelined_runs import PipelinedRuns
 from placer.executor.program import Capture, Program
+from placer.executor.repeated_calls import RepeatedCalls
 from placer.executor.segments import Segment, StateLookup, segments
 from placer.executor.statistics import refuse_uncaptured
 from placer.executor.stream import Streams
@@ -103,6 +105,7 @@ class DataFlow(PipelinedRuns):
         self._plans: dict[Capture, tuple[LayerGraph, list[Segment]]] = {}
         self._hooks = HookPath(module)
         self._streams = Streams(self)
+        self._repeated = RepeatedCalls(self._streams)
         if inference_only:
             module.requires_grad_(False)
         self._clones = Clones(module, self._devices) if enable_clone else None
@@ -181,6 +184,7 @@ class DataFlow(PipelinedRuns):
         built.__dict__ = dict(self.__dict__)
         built._modules = {"module": self.module if module is None else module}
         built._plans, built._streams = {}, Streams(built)
+        built._repeated = RepeatedCalls(built._streams)
         built.layer_gpus = OrderedDict(self.layer_gpus if layer_gpus is None else layer_gpus)
         built.update_flow()
         return built
@@ -206,10 +210,20 @@ class DataFlow(PipelinedRuns):
         batch = batch_size(tensors)
         parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
-        captures = [self.captured(part, inputs) for part in parts]
-        if any(capture is None for capture in captures):
+        captures = [capture for part in parts if (capture := self.captured(part, inputs)) is not None]
+        if len(captures) < len(parts):
             return self._run_hooked(parts, inputs, weights)
-        return self._run_captured([capture for capture in captures if capture is not None], parts, weights)
+        call = tuple(captures), tuple(weights), autocast.state()
+        if self._can_be_streamed(weights) and self._repeated.are(call):
+            graph, outputs = self._plan(captures[0])[0], captures[0].exported.outputs
+            done, result = self._repeated.run(call, parts, inputs, weights, graph, outputs)
+            if done:
+                return result
+        return self._run_captured(captures, parts, weights)
+
+    def _can_be_streamed(self, weights: list[int]) -> bool:
+        """Whether micro-batches follow one another, none leaves a trace, and the map stays for a while."""
+        return len(weights) > 1 and not (torch.is_grad_enabled() or self.module.training or self.enable_clone)
 
     def _run_captured(self, captures: list[Capture], parts: list[list[Any]], weights: list[int]) -> Any:
         plans = [self._plan(capture) for capture in captures]
@@ -273,6 +287,7 @@ class DataFlow(PipelinedRuns):
     def _forget_plans(self) -> None:
         self._plans.clear()
         self._streams.clear()
+        self._repeated = RepeatedCalls(self._streams)
 
     def _refresh_clones(self) -> None:
         if self._clones is not None:
@@ -329,6 +344,7 @@ class DataFlow(PipelinedRuns):
         """Without captures and clones, which are made again when needed."""
         state = dict(self.__dict__)
         state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = state["_streams"] = None
+        state["_repeated"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -336,6 +352,7 @@ class DataFlow(PipelinedRuns):
         self._program = Program(self.module)
         self._hooks = HookPath(self.module)
         self._streams = Streams(self)
+        self._repeated = RepeatedCalls(self._streams)
         self._plans = {}
         self._clones = Clones(self.module, self._devices) if self.enable_clone else None
 

@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,18 @@ _AHEAD = 2
 """Batches beyond those that fill the pipeline: what the devices have to do while the caller looks into a result."""
 _KEPT_SHAPES = 8
 """Shapes whose static tensors and recordings are kept, the latest that were used."""
+
+
+class Call(NamedTuple):
+    """A batch as a call of the model.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Flow(Protocol):
@@ -280,6 +292,8 @@ def _inference() -> Iterator[None]:
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Call):
+        return batch
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
     if isinstance(batch, Mapping):

@@ -1,0 +1,124 @@
+"""Calls without gradients whose shape comes again go through the stream, and are what the model alone returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from splitting import scatter_layers, twins
+from torch import Tensor, nn
+
+from placer import DataFlow
+from placer.errors import StageError
+from placer.testing import logical_devices
+
+CALLS = 4
+
+
+class Model(nn.Module):
+    """Keywords, a skip past the middle, a number among the results, and a mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Any:
+        first = self.first(x * scale)
+        return {"y": self.last(torch.relu(self.norm(first))), "first": first, "size": 3, "mean": first.mean()}
+
+
+def _inputs(seed: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(rows, 4, dtype=torch.float64), torch.randn((), dtype=torch.float64)
+
+
+def _assert_equal(result: Any, expected: Any) -> None:
+    assert result["size"] == expected["size"]
+    for name in ("y", "first", "mean"):
+        torch.testing.assert_close(result[name].cpu(), expected[name], atol=1e-10, rtol=1e-10)
+
+
+def _streamed(flow: DataFlow) -> int:
+    return len(flow._streams.pipelines())
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 3), (8, 2)])
+def test_every_call_is_what_the_model_alone_returns(rows: int, chunks: int) -> None:
+    model, reference = twins(Model, training=False)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        for call in range(CALLS):
+            x, scale = _inputs(call, rows)
+            _assert_equal(flow(x, scale=scale, chunks=chunks), reference(x, scale=scale))
+            assert bool(_streamed(flow)) == (call > 0)
+
+
+def test_weights_that_changed_and_another_map_are_seen() -> None:
+    model, reference = twins(Model, training=False)
+    x, scale = _inputs(0)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        for seed in range(3):
+            scatter_layers(flow, 3, seed)
+            for _ in range(CALLS):
+                for parameter in (*model.parameters(), *reference.parameters()):
+                    parameter.mul_(1.1)
+                _assert_equal(flow(x, scale=scale, chunks=4), reference(x, scale=scale))
+            assert _streamed(flow)
+
+
+def test_results_stay_when_later_calls_come() -> None:
+    model, reference = twins(Model, training=False)
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        batches = [_inputs(call) for call in range(CALLS)]
+        results = [flow(x, scale=scale, chunks=4) for x, scale in batches]
+        for result, (x, scale) in zip(results, batches, strict=True):
+            _assert_equal(result, reference(x, scale=scale))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_trained_is_not_streamed(training: bool) -> None:
+    model, _ = twins(Model, training)
+    x, scale = _inputs(0)
+    with logical_devices(2), torch.set_grad_enabled(not training):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        for _ in range(CALLS):
+            flow(x, scale=scale, chunks=2)
+    assert not _streamed(flow)
+
+
+def test_a_layer_that_fails_later_is_named_with_its_micro_batch() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)).eval()
+    good, bad = torch.tensor([[0], [1], [2], [3]]), torch.tensor([[0], [1], [2], [9]])
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        expected = flow(good, chunks=4)
+        flow(good, chunks=4)
+        with pytest.raises(StageError, match="micro-batch 3 failed in the forward pass of segment 0"):
+            flow(bad, chunks=4)
+        torch.testing.assert_close(flow(good, chunks=4), expected)
+
+
+def test_without_memory_for_recordings_a_call_is_issued_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from placer.executor.inference import InferencePipeline
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(InferencePipeline, "_open", full)
+    model, reference = twins(Model, training=False)
+    x, scale = _inputs(0)
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        flow(x, scale=scale, chunks=4)
+        with pytest.warns(UserWarning, match="no memory to record it"):
+            _assert_equal(flow(x, scale=scale, chunks=4), reference(x, scale=scale))
+        _assert_equal(flow(x, scale=scale, chunks=4), reference(x, scale=scale))
+        assert not _streamed(flow)
