@@ -241,17 +241,22 @@ def _handed_on(path: Path) -> str:
 
 
 def _timed(step: Any, place: torch.device, group: Any) -> dict[str, list[float]]:
-    """As ``timing.steps``, for a step in which every process of the group takes part."""
-    times = []
-    for index in range(timing.WARM_UPS + timing.REPEATS):
+    """As ``timing.in_a_row``, for a step in which every process of the group takes part."""
+
+    def meet() -> None:
         devices.synchronise(place)
         distributed.barrier(group=group)
         devices.synchronise(place)
-        began = perf_counter()
+
+    for _ in range(timing.WARM_UPS):
         step()
-        devices.synchronise(place)
-        distributed.barrier(group=group)
-        devices.synchronise(place)
-        if index >= timing.WARM_UPS:
-            times.append(1e3 * (perf_counter() - began))
-    return {"step_ms": times}
+    times: dict[str, list[float]] = {"alone_ms": [], "step_ms": []}
+    for measure, count in (("alone_ms", 1), ("step_ms", timing.IN_A_ROW)):
+        for _ in range(timing.FEWEST):
+            meet()
+            began = perf_counter()
+            for _ in range(count):
+                step()
+            meet()
+            times[measure].append(1e3 * (perf_counter() - began) / count)
+    return times

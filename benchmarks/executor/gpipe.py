@@ -38,4 +38,4 @@ def _step_times(case: Training, count: int, chunks: int) -> dict[str, list[float
         case.loss(model(inputs), target).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    return timing.steps(step, model.devices)
+    return timing.in_a_row(step, model.devices)

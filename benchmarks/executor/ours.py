@@ -102,7 +102,7 @@ def eager(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss) -> dict[st
         loss(model(inputs), target).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    return timing.steps(step, [inputs.device])
+    return timing.in_a_row(step, [inputs.device])
 
 
 def reference(model: nn.Module, inputs: Tensor, target: Tensor, loss: Loss, chunks: int) -> list[float]:
@@ -200,7 +200,7 @@ def timed(
     losses = [step(*batch).item() for _ in range(COMPARED)]
     if used is not None:
         used.forget_peak()
-    values: dict[str, Any] = timing.steps(lambda: step(*batch), cases.places())
+    values: dict[str, Any] = timing.in_a_row(lambda: step(*batch), cases.places())
     pipelines = step._pipelines.values()
     eager_stages = sum(bool(stage.not_recorded_because) for pipeline in pipelines for stage in pipeline.stages)
     return values | {"losses": losses, "eager_stages": [eager_stages], "stages": [len(placement.stages)]}

@@ -57,12 +57,7 @@ def _on_one(model: nn.Module) -> DataFlow:
 
 def _times(step: Callable[[], Any]) -> dict[str, list[float]]:
     """Times of one of several in a row."""
-
-    def run() -> None:
-        for _ in range(IN_A_ROW):
-            step()
-
-    return _each(timing.steps(run, cases.places(1)))
+    return timing.in_a_row(step, cases.places(1), IN_A_ROW)
 
 
 def _each(times: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -62,4 +62,4 @@ def step_times(model: Pipeline, batch: tuple[Tensor, Tensor], loss: Loss) -> dic
         loss(output, target.to(output.device)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    return timing.steps(step, model.places)
+    return timing.in_a_row(step, model.places)

@@ -139,7 +139,8 @@ def made(part, monkeypatch):
     cases, sample = part("cases"), part("sample").Sample
     monkeypatch.setattr(cases, "is_small", lambda: False)
     monkeypatch.setattr(cases, "asked", lambda: [4, 2])
-    ours = {"step_ms": [100.0], "host_ms": [30.0], "predicted_ms": [90.0], "loss_difference": [0.0], "stages": [4.0]}
+    ours = {"step_ms": [100.0], "predicted_ms": [90.0], "loss_difference": [0.0], "stages": [4.0]}
+    ours |= {"alone_ms": [110.0], "host_ms": [30.0]}
     samples = [
         sample("gpt", "eager", 1, 1, {"step_ms": [300.0]}),
         sample("gpt", "ours", 4, 8, ours | {"step_ms": [110.0]}),
@@ -243,7 +244,7 @@ def ran(part, monkeypatch, tmp_path):
     return run
 
 
-OURS = {"host_ms": [1.0], "predicted_ms": [1.0], "loss_difference": [0.0], "eager_stages": [0.0]}
+OURS = {"alone_ms": [1.0], "host_ms": [1.0], "predicted_ms": [1.0], "loss_difference": [0.0], "eager_stages": [0.0]}
 
 
 def test_jobs_that_run_one_by_one_give_the_rows_of_one_run(ran, steps):
