@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +30,7 @@ from .job import Job
 from .peers import Peers
 from .question import Question
 from .queue import FairQueue
+from .tasks import Tasks
 
 log = logging.getLogger("placer_server")
 
@@ -62,7 +62,7 @@ class Jobs:
         self._running: dict[str, Job] = {}
         self._queued = FairQueue()
         self._failed: OrderedDict[str, Job] = OrderedDict()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._closing = False
 
     def find(self, key: str) -> Job | None:
@@ -93,10 +93,21 @@ class Jobs:
         self._refuse_overflow(client)
         job = Job(question, payload, client)
         asked = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
-        job.written = asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
+        job.written = self._accept(asked)
         job.written.add_done_callback(lambda future: self._note_written(job, future))
         self._take(job)
         return job
+
+    def _accept(self, asked: Accepted) -> asyncio.Future[bool]:
+        """Write a request down: after the end of the same that was stopped, which takes its row away."""
+        before = self._tasks.end_of(asked.id)
+        if before is not None:
+            return self._tasks.spawn(self._accept_after(before, asked))
+        return asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
+
+    async def _accept_after(self, before: asyncio.Task[Any], asked: Accepted) -> bool:
+        await asyncio.wait([before])
+        return await asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
 
     def resume(self) -> None:
         """Take up what an earlier start accepted and did not answer."""
@@ -186,13 +197,13 @@ class Jobs:
                 self._hand_on(job)
             else:
                 job.handed_on = not job.stopped
-                self._tell_worker(job)
+                if job.worker is not None:
+                    job.worker.stop()
 
     async def close(self) -> None:
         """End every job, and wait for their workers."""
         self.stop_all()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.wait()
         self._threads.shutdown(wait=True)
         self._writers.shutdown(wait=True)
         if self._peers:
@@ -210,13 +221,8 @@ class Jobs:
         elif self._queued.get(job.question.id) is job:
             self._queued.remove(job)
             job.answer = nothing_found(job)
-            self._spawn(self._keep_unsolved(job))
+            self._tasks.spawn(self._keep_unsolved(job), end_of=job.question.id)
             self._finish(job)
-
-    @staticmethod
-    def _tell_worker(job: Job) -> None:
-        if job.worker is not None:
-            job.worker.stop()
 
     def _hand_on(self, job: Job) -> None:
         """The next start finds it in the store; those who wait for it here are told where it will be."""
@@ -230,7 +236,7 @@ class Jobs:
             self._running[job.question.id] = job
             job.worker = self._worker(job)
             job.state, job.started_s = "running", time.monotonic()
-            self._spawn(self._run(job))
+            self._tasks.spawn(self._run(job), end_of=job.question.id)
             job.wake()
         self._count()
 
@@ -249,11 +255,6 @@ class Jobs:
             grace_s=settings.stop_grace_s,
             memory_bytes=settings.worker_memory_bytes,
         )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _run(self, job: Job) -> None:
         about = {"placer.id": job.question.id, "placer.objective": job.question.objective}
@@ -344,10 +345,9 @@ class Jobs:
         assert job.answer is not None
         complete = is_proven(job) or not (job.stopped or job.handed_on)
         answer = Answer(job.answer, complete=complete, version=placer.__version__)
-        asked_again = self._queued.get(job.question.id) is not None  # after it was stopped
         asked = Asked(*job.solved[1:]) if job.solved is not None else None
         try:
-            self._store.put(job.question.id, answer, asked, settled=complete or not (job.handed_on or asked_again))
+            self._store.put(job.question.id, answer, asked, settled=complete or not job.handed_on)
         except StoreError as error:
             log.error("placement %s could not be written, and is kept in memory: %s", job.question.id, error)
 

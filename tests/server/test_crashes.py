@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
 import pytest
@@ -82,14 +84,33 @@ def test_a_second_service_on_a_database_leaves_the_first_ones_jobs_alone(serve, 
     assert serve(database=database).get(where).status_code == 404
 
 
-def test_a_question_asked_again_after_it_was_stopped_outlives_the_end_of_the_stopped_solve(tmp_path):
-    # Both have one id, and so one row in the store.
-    store = Store(str(tmp_path / "p.db"), keep=10)
-    store.accept(Accepted("a", "", "throughput", 1.0, b"{}"))
-    store.put("a", Answer(b"{}", False, "1"), settled=False)
-    assert [job.id for job in store.backlog()] == ["a"]
-    store.put("a", Answer(b"{}", True, "1"))
-    assert store.backlog() == []
+@pytest.mark.parametrize("seed", [0, 1], ids=["running", "queued"])
+def test_a_question_asked_again_after_it_was_stopped_outlives_the_end_of_the_stopped_solve(
+    serve, solvers, request_body, wait_until, tmp_path, seed
+):
+    # Both have one id, and so one row in the store, which the end of the first takes away.
+    client = serve(solvers.until_stopped, database=str(tmp_path / "p.db"), queue=4)
+    jobs, store = client.app.state.service.jobs, client.app.state.service.store
+    ending, asked_again = threading.Event(), threading.Event()
+    real, body = store.put, request_body(seed=seed)
+
+    def put(*args, **kwargs):
+        ending.set()
+        asked_again.wait(30)
+        real(*args, **kwargs)
+
+    for first in range(2):
+        client.post("/v1/placements?wait=0", json=request_body(seed=first))
+    store.put = put
+    with ThreadPoolExecutor(2) as others:
+        stopping = others.submit(client.delete, f"/v1/placements/{key_of(body)}")
+        assert ending.wait(30)
+        asking = others.submit(client.post, "/v1/placements?wait=0", json=body)
+        wait_until(lambda: (job := jobs.find(key_of(body))) is not None and not job.stopped)
+        wait([asking], 0.2)  # where it is told to be accepted before the end of the first is written
+        asked_again.set()
+        assert (stopping.result().status_code, asking.result().status_code) == (200, 202)
+    assert key_of(body) in {job.id for job in store.backlog()}
 
 
 def test_a_clock_that_jumps_back_costs_no_new_answer(tmp_path, monkeypatch):

@@ -1,0 +1,46 @@
+"""What goes on in the event loop, and is waited for when the service ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """Tasks under way; some write down the end of a job, and are found by its id."""
+
+    def __init__(self) -> None:
+        self._all: set[asyncio.Task[Any]] = set()
+        self._ends: dict[str, asyncio.Task[Any]] = {}
+
+    def spawn(self, work: Coroutine[Any, Any, T], *, end_of: str = "") -> asyncio.Task[T]:
+        """Begin a task.
+
+        Args:
+            work: what it does.
+            end_of: the job whose end it writes down; none if empty.
+        """
+        task = asyncio.create_task(work)
+        self._all.add(task)
+        if end_of:
+            self._ends[end_of] = task
+        task.add_done_callback(partial(self._forget, end_of))
+        return task
+
+    def end_of(self, key: str) -> asyncio.Task[Any] | None:
+        """The task under way that writes down the end of a job."""
+        return self._ends.get(key)
+
+    async def wait(self) -> None:
+        """Wait for all of them."""
+        if self._all:
+            await asyncio.wait(self._all)
+
+    def _forget(self, key: str, task: asyncio.Task[Any]) -> None:
+        self._all.discard(task)
+        if self._ends.get(key) is task:
+            del self._ends[key]
