@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -266,3 +267,21 @@ def test_times_of_marks_on_unlike_devices_are_on_one_axis() -> None:
         sleep(0.002)  # far more than devices' axes differ
     assert reached == sorted(reached)  # each was waited for before the next was issued
     assert reached[0] > 0
+
+
+def test_calls_whose_shape_comes_again_are_recorded_and_are_the_unsplit_models() -> None:
+    count = torch.cuda.device_count()
+    torch.manual_seed(0)
+    model = resnet18().double().eval()
+    whole = copy.deepcopy(model).cuda(0)
+    flow = DataFlow(model)
+    names = list(flow.layer_gpus)
+    for index, layer in enumerate(names):
+        flow.layer_gpus[layer] = index * count // len(names)
+    flow.update_flow()
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(16, 3, 64, 64, dtype=torch.float64, device="cuda:0")
+            torch.testing.assert_close(flow(x, chunks=4), whole(x), atol=1e-8, rtol=1e-8)
+    (pipeline,) = flow._streams.pipelines()
+    assert [stage.not_recorded_because for stage in pipeline.stages] == [""] * len(pipeline.stages)

@@ -150,3 +150,41 @@ def test_a_batch_may_be_overwritten_as_soon_as_a_step_returns(memory: str) -> No
         for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
             assert ours.grad is not None and theirs.grad is not None
             torch.testing.assert_close(ours.grad.cpu(), theirs.grad.cpu(), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", [0, -1])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "fill-drain"])
+@pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
+def test_steps_that_overlap_since_one_device_is_late_equal_the_unsplit_models(
+    name: str, schedule: Order, late: int
+) -> None:
+    count = torch.cuda.device_count()
+    model, inputs, target, loss_fn = _case(name)
+    model = model.double()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    batches = [(inputs.roll(turn, 0).cuda(0), target.roll(turn, 0).cuda(0)) for turn in range(6)]
+    whole = copy.deepcopy(model).cuda(0)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, whole))
+    flow = DataFlow(model)
+    names = list(flow.layer_gpus)
+    for index, layer in enumerate(names):
+        flow.layer_gpus[layer] = index * count // len(names)
+    flow.update_flow()
+    step = flow.train_step(loss_fn, ours, schedule)
+    losses = []
+    for batch in batches:
+        losses.append(step(*batch, chunks=CHUNKS))
+        with torch.cuda.device(range(count)[late]):
+            torch.cuda._sleep(20_000_000)  # some 10 ms: all others go on with the next step
+    for loss, (x, y) in zip(losses, batches, strict=True):
+        theirs.zero_grad()
+        expected = torch.zeros((), dtype=torch.float64, device="cuda:0")
+        for part, goal in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
+            part_loss = loss_fn(whole(part), goal) / CHUNKS
+            part_loss.backward()
+            expected += part_loss.detach()
+        theirs.step()
+        torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key].cpu(), value.cpu(), atol=1e-7, rtol=1e-7, msg=key)
