@@ -20,6 +20,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from placer.errors import ServerError
+from placer.schema.faults import first_fault
 
 from . import errors
 
@@ -119,12 +120,8 @@ class Sender:
         try:
             return kind.model_validate_json(content)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "its body"
             raise ServerError(
-                f"what answers at {self.url} is no Placer service of this version:"
-                f" {kind.__name__.removeprefix('_')} cannot be read, {where}: {first['msg']}",
-                status,
+                f"what answers at {self.url} is no Placer service of this version: {first_fault(error, kind)}", status
             ) from error
 
 

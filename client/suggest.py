@@ -138,7 +138,7 @@ def suggest(
         raise InputError(
             "batch_sizes are measured here, and a profile is given; give one or several profiles, or sizes"
         )
-    request = _request(
+    request = PlacementRequest(
         profile=profiles[-1],
         profiles=profiles[:-1],
         batch_size=batch_size,
@@ -223,12 +223,10 @@ def _measure_there(
 
 
 def _profile_request(graph: Graph, devices: Any, optimizer: Any) -> ProfileRequest:
-    from pydantic import ValidationError
-
     name = optimizer.lower() if isinstance(optimizer, str) else optimizer
     try:
         return ProfileRequest(graph=graph, devices=devices, optimizer=name)
-    except ValidationError as error:
+    except InputError as error:
         known = ", ".join(get_args(Optimizer))
         raise InputError(
             f"a server measures the optimizers {known}, or None, on at least one device; not {optimizer!r} on {devices}"
@@ -252,18 +250,6 @@ def _carried_inputs(model: nn.Module) -> Any:
         f"{type(model).__name__} carries no example inputs (example_input_array or dummy_inputs):"
         " pass one micro-batch, suggest(model, x), suggest(model, (x, y)) or suggest(model, {'input_ids': x})"
     )
-
-
-def _request(**fields: Any) -> PlacementRequest:
-    from pydantic import ValidationError
-
-    try:
-        return PlacementRequest(**fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        text = first["msg"].removeprefix("Value error, ")
-        raise InputError(f"{where}: {text}, not {first['input']!r}" if where else text) from error
 
 
 def _solve(request: PlacementRequest, server: str | None) -> Placement:

@@ -144,7 +144,7 @@ def request_for(
     Where the schedule is None it is chosen under objective ``step``, else 1F1B.
 
     Raises:
-        ValidationError: a word is not known, or the parts contradict each other.
+        InputError: a word is not known, or the parts contradict each other.
     """
     return PlacementRequest(
         profile=profile,

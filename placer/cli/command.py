@@ -7,7 +7,6 @@ import sys
 from typing import Annotated, NoReturn
 
 import typer
-from pydantic import ValidationError
 from rich.markup import escape
 
 import placer
@@ -71,8 +70,6 @@ def main(arguments: list[str] | None = None) -> None:
             sys.stdout.flush()  # here, where a reader that has left can still be told
     except PlacerError as error:
         _fail(str(error), _exit_code(error))
-    except ValidationError as error:
-        _fail(_first_fault(error), 2)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again at its end
         sys.exit(1)
@@ -99,9 +96,3 @@ def _fail(message: str, code: int) -> NoReturn:
     if rest:
         err.print(escape(rest[0]), soft_wrap=True, highlight=False)
     sys.exit(code)
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in fault["loc"])
-    return f"{error.title}{' at ' if where else ''}{where[:200]}: {fault['msg'].removeprefix('Value error, ')}"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from placer.errors import InputError
@@ -16,6 +17,7 @@ from placer.report.explain import table
 from placer.report.refinement import refinement_table
 from placer.report.timeline import Measurement
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
+from placer.schema.faults import first_fault
 from placer.schema.refinement import Refinement
 
 Answer = Profile | Placement | Refinement | Measurement
@@ -94,7 +96,10 @@ def load(file: str) -> Subject:
     fields: Any = content if isinstance(content, dict) else {}
     for field, kind in KINDS.items():
         if field in fields:
-            return kind.model_validate(content)
+            try:
+                return kind.model_validate(content)
+            except ValidationError as error:
+                raise InputError(f"{_named(file)}: {first_fault(error, kind)}") from error
     raise InputError(f"{_named(file)} holds no profile, placement, request, refinement or cluster")
 
 
@@ -119,6 +124,18 @@ def load_question(file: str, wanted: str = "a profile or a request") -> Profile 
     found = load(file)
     if not isinstance(found, Profile | PlacementRequest):
         raise _unwanted(file, found, wanted)
+    return found
+
+
+def load_cluster(file: str) -> Cluster:
+    """The cluster in a file; that of a profile or request, too."""
+    found = load(file)
+    if isinstance(found, PlacementRequest):
+        found = found.placed_on
+    elif isinstance(found, Profile) and found.cluster is not None:
+        found = found.cluster
+    if not isinstance(found, Cluster):
+        raise _unwanted(file, found, "a cluster")
     return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from placer import errors
-from placer.cli.files import emit, load_profile, load_question, read
+from placer.cli.files import emit, load_cluster, load_profile, load_question
 from placer.cli.options import (
     AlsoProfiles,
     Arguments,
@@ -48,7 +47,7 @@ from placer.cli.profiling import cached, measure_sizes
 from placer.cli.terminal import spinner
 from placer.errors import InputError
 from placer.request_spec import limited, request_for, rules
-from placer.schema import Cluster, Placement, PlacementRequest
+from placer.schema import Placement, PlacementRequest
 
 
 def solve(
@@ -57,7 +56,7 @@ def solve(
         typer.Argument(metavar="[FILE|-]", help="a profile, or a whole request, which stands as it is; - for stdin"),
     ] = "-",
     cluster: Annotated[
-        Path | None, typer.Option(help="JSON of the devices to place on; the profile's own else")
+        str | None, typer.Option(metavar="FILE|-", help="JSON of the devices to place on; the profile's own else")
     ] = None,
     memory: Memory = [],  # noqa: B006
     objective: ObjectiveOption = "throughput",
@@ -87,7 +86,7 @@ def solve(
     subject = load_question(file)
     if isinstance(subject, PlacementRequest):
         answer(subject, server, output, json)
-    target = Cluster.model_validate_json(read(str(cluster))) if cluster else subject.cluster
+    target = load_cluster(cluster) if cluster else subject.cluster
     if target is None:
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = limited(target, memory)

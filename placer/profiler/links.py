@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from placer import devices as hardware
-from placer.errors import ProfilingError
+from placer.errors import InputError, ProfilingError
 from placer.profiler import ways
 from placer.profiler.cache import Cache, key_of
 from placer.profiler.conditions import conditions
@@ -169,7 +168,7 @@ class _Known:
         content = None if self._cache is None else self._cache.read("links", self._key(source, target))
         try:
             found = Link(source="a", target="b", **content) if content else None
-        except (ValidationError, TypeError):
+        except (InputError, TypeError):
             return {}
         return found.model_dump(exclude={"source", "target"}, exclude_defaults=True) if found else {}
 

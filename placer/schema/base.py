@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
+
+from placer.errors import InputError
+from placer.schema.faults import first_fault
 
 SCHEMA_VERSION: Literal["1"] = "1"
 """The version of every wire type; a reader refuses one that it does not know."""
@@ -52,6 +55,19 @@ class Wire(BaseModel):
     """A type that travels: unknown fields and numbers that are none are refused; it never changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def __init__(self, **fields: Any) -> None:
+        """Check what a program gives; what is read, as ``model_validate`` does, raises pydantic's ValidationError.
+
+        Raises:
+            InputError: a field that is not known, is missing, or contradicts another.
+        """
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise InputError(first_fault(error, type(self))) from error
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # else pydantic reads by way of it, slowly
 
 
 def refuse_duplicates(kind: str, names: Sequence[str]) -> None:

@@ -160,7 +160,9 @@ class Steps:
             totals["forward"][stage_of[layer.name]] += layer.forward_ms[here]
             totals["backward"][stage_of[layer.name]] += back
             totals["backward"][stage_of[layer.name]] += layer.forward_ms[here] if where[layer.name] in again else 0.0
-            totals["weights"][stage_of[layer.name]] += min(back, layer.weights_ms.get(here, back / 2 if layer.grad_bytes else 0))
+            totals["weights"][stage_of[layer.name]] += min(
+                back, layer.weights_ms.get(here, back / 2 if layer.grad_bytes else 0)
+            )
         there, back = Counter(), Counter()
         for number, a, b in every.sends(where):
             edge = every.request.profile.edges[number]

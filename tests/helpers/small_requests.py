@@ -7,8 +7,8 @@ from random import Random
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
+from placer.errors import InputError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 
 MS = (0.0, 0.25, 1.0, 1.5, 2.0, 3.1, 7.3)
@@ -41,7 +41,7 @@ def small_requests(draw, objectives=("throughput", "latency", "memory")):
     while True:
         try:
             return drawn.request()
-        except ValidationError:  # pins that contradict each other are bad input, see test_bad_input.py
+        except InputError:  # pins that contradict each other are bad input, see test_bad_input.py
             pass
 
 

@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
-from pydantic import ValidationError
 
+from placer.errors import InputError
 from placer.schema import Constraints
 from placer.solver.solve import solve
 
@@ -51,5 +51,5 @@ def test_fewer_parts_than_devices_demanded_is_infeasible(chain):
     ],
 )
 def test_a_number_of_devices_that_cannot_be_is_refused_before_solving(chain, rules, words):
-    with pytest.raises(ValidationError, match=words):
+    with pytest.raises(InputError, match=words):
         chain([1, 1, 1], constraints=Constraints(**rules))

@@ -6,10 +6,9 @@ import pytest
 from enumeration import Enumeration
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from small_requests import examples
 
-from placer.errors import PlacementError
+from placer.errors import InputError, PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver.check import check
 from placer.solver.solve import solve
@@ -249,5 +248,5 @@ def test_a_device_that_does_not_recompute_though_it_must_is_caught():
 
 
 def test_a_rule_for_a_device_that_is_not_there_is_refused():
-    with pytest.raises(ValidationError, match=r"constraints.recompute: there is no device 'd9'"):
+    with pytest.raises(InputError, match=r"constraints.recompute: there is no device 'd9'"):
         row(1000, recompute={"d9": "always"})
