@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import logging
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from placer import schema
 from placer.devices import DeviceLike, keep_random_state, resolve, type_name, unobserved
 from placer.errors import InputError, ProfilingError
 from placer.graph.capture import capture
 from placer.graph.granularity import Granularity
-from placer.graph.layers import Layer, LayerGraph, tensor_bytes
+from placer.graph.layers import LayerGraph
 from placer.profiler import inputs
 from placer.profiler.cache import Cache, CacheLike, open_cache
 from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
 from placer.profiler.conditions import conditions, optimizer_facts
 from placer.profiler.graphs import KnownGraphs
 from placer.profiler.links import links_to_measure
-from placer.profiler.measure import Measurement, measure_layers
+from placer.profiler.measure import measure_layers
 from placer.profiler.optimizer import OptimizerLike, OptimizerState
 from placer.profiler.progress import Shown, progress_bar
 from placer.profiler.remembered import Remembered
-from placer.profiler.timing import significant
+from placer.profiler.writing import write
 
 _log = logging.getLogger(__name__)
 
@@ -183,183 +180,3 @@ def _remembered(
     if folder is None or steps is None:
         return Remembered()
     return Remembered(folder, conditions(device) | {"training": training, "optimizer": steps}, repeats)
-
-
-def write(
-    graph: LayerGraph,
-    measured: Mapping[str, Sequence[Measurement]],
-    training: bool,
-    optimizer: OptimizerState,
-    cluster: schema.Cluster | None,
-) -> schema.Profile:
-    """Write down what was measured.
-
-    Args:
-        graph: the layers.
-        measured: by device type, one measurement for each layer.
-        training: whether backward passes were measured.
-        optimizer: whose state counts.
-        cluster: the devices and links.
-    """
-    kept = {
-        layer.name: _kept(layer, [rows[index] for rows in measured.values()])
-        for index, layer in enumerate(graph.layers)
-    }
-    sizes = _sizes(graph, measured)
-    edges = _edges(graph, kept, sizes, training)
-    held = _state_bytes(graph, training, optimizer)
-    owned = _owned(graph)
-    unsent = _unsent(graph, kept, sizes, {edge.name for edge in edges})
-    layers = []
-    for index, layer in enumerate(graph.layers):
-        rows = {kind: found[index] for kind, found in measured.items()}
-        memories = [row.memory for row in rows.values()]
-        layers.append(
-            schema.Layer(
-                name=layer.name,
-                module=layer.module_type,
-                forward_ms={kind: significant(row.time.forward_ms) for kind, row in rows.items()},
-                backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()} if training else {},
-                weights_ms=_weights(rows, held[layer.name]["grad_bytes"]),
-                optimizer_ms=_beyond(
-                    0.0,
-                    {kind: significant((row.optimizer_ms or 0.0) * owned[layer.name]) for kind, row in rows.items()},
-                ),
-                spread=_beyond(0.01, {kind: significant(row.time.spread, 2) for kind, row in rows.items()}),
-                host_ms={kind: significant(row.time.host_ms) for kind, row in rows.items()},
-                saved_bytes=max(memory.saved_bytes for memory in memories) + unsent[layer.name],
-                forward_workspace_bytes=max(memory.forward_workspace_bytes for memory in memories),
-                backward_workspace_bytes=max(memory.backward_workspace_bytes for memory in memories),
-                **held[layer.name],
-            )
-        )
-    return schema.Profile(
-        model=graph.model,
-        graph_hash=graph.hash,
-        training=training,
-        optimizer=optimizer.name if training else None,
-        batch_size=graph.batch_size,
-        granularity=graph.granularity,
-        captured=graph.captured,
-        not_captured_because=graph.not_captured_because[:4096],
-        layers=tuple(layers),
-        edges=tuple(edge.edge for edge in edges),
-        colocated=graph.colocated,
-        cluster=cluster,
-        versions=_versions(),
-    )
-
-
-def _beyond(least: float, values: Mapping[str, float]) -> dict[str, float]:
-    """Without those that say nothing, which keeps profiles small."""
-    return {kind: value for kind, value in values.items() if value > least}
-
-
-def _weights(rows: Mapping[str, Measurement], grad_bytes: int) -> dict[str, float]:
-    """The weight halves; left out where there are no gradients of parameters, as that says it all."""
-    halves = {kind: significant(row.time.weights_ms) for kind, row in rows.items()}
-    return halves if grad_bytes else _beyond(0.0, halves)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A value that crosses layers."""
-
-    name: str
-    edge: schema.Edge
-
-
-def _kept(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
-    """The values that a layer keeps for its backward pass, on any type of device."""
-    kept: set[str] = set()
-    for row in rows:
-        kept.update(layer.reads[index] for index in row.memory.saved_reads)
-        kept.update(layer.writes[index] for index in row.memory.saved_writes)
-    return kept
-
-
-def _sizes(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> dict[str, int]:
-    """The bytes of every value, as it was on the type of device where it was largest."""
-    sizes = {name: value.bytes for name, value in graph.values.items()}
-    for index, layer in enumerate(graph.layers):
-        rows = [found[index].write_bytes for found in measured.values() if found[index].write_bytes]
-        if rows:
-            sizes.update(zip(layer.writes, map(max, zip(*rows, strict=True)), strict=True))
-    return sizes
-
-
-def _edges(graph: LayerGraph, kept: Mapping[str, set[str]], sizes: Mapping[str, int], training: bool) -> list[_Sent]:
-    edges = []
-    for name, readers in graph.readers().items():
-        value = graph.values[name]
-        targets = tuple(reader for reader in readers if reader != value.source)
-        if value.source is None or value.dtype is None or not targets:  # a number stays with the host
-            continue
-        edge = schema.Edge(
-            source=value.source,
-            targets=targets,
-            bytes=sizes[name],
-            gradient_bytes=sizes[name] if training and value.requires_grad else 0,
-            saved_by=tuple(layer for layer in (value.source, *targets) if name in kept[layer]),
-        )
-        edges.append(_Sent(name, edge))
-    return edges
-
-
-def _unsent(
-    graph: LayerGraph, kept: Mapping[str, set[str]], sizes: Mapping[str, int], sent: set[str]
-) -> dict[str, int]:
-    """The bytes of kept values that no edge carries, inputs and outputs of the model, counted where first kept."""
-    counted: set[str] = set()
-    unsent = {}
-    for layer in graph.layers:
-        here = kept[layer.name] - sent - counted
-        counted |= here
-        unsent[layer.name] = sum(sizes[name] for name in here)
-    return unsent
-
-
-def _state_bytes(graph: LayerGraph, training: bool, optimizer: OptimizerState) -> dict[str, dict[str, int]]:
-    """The bytes of each layer's state by kind; what several layers share counts in the first of them."""
-    counted: set[int] = set()
-    held = {}
-    for layer in graph.layers:
-        own = [graph.state[name] for name in layer.state if id(graph.state[name]) not in counted]
-        counted.update(id(tensor) for tensor in own)
-        parameters = [tensor for tensor in own if isinstance(tensor, nn.Parameter)]
-        trained = [tensor for tensor in parameters if training and tensor.requires_grad]
-        held[layer.name] = {
-            "param_bytes": _total(parameters),
-            "grad_bytes": _total(trained),
-            "optimizer_bytes": sum(optimizer.bytes(tensor) for tensor in trained),
-            "buffer_bytes": _total([tensor for tensor in own if not isinstance(tensor, nn.Parameter)]),
-        }
-    return held
-
-
-def _owned(graph: LayerGraph) -> dict[str, float]:
-    """The share of each layer's trained parameters, in bytes, that no layer before it has: the optimizer steps once."""
-    counted: set[int] = set()
-    shares = {}
-    for layer in graph.layers:
-        trained = [graph.state[name] for name in layer.state if graph.state[name].requires_grad]
-        own = [tensor for tensor in trained if id(tensor) not in counted]
-        counted.update(id(tensor) for tensor in own)
-        shares[layer.name] = _total(own) / max(1, _total(trained))
-    return shares
-
-
-def _total(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor_bytes(tensor) for tensor in tensors)
-
-
-def _placer_version() -> str:
-    try:
-        return version("torch-placer")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return "unknown"
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "placer": _placer_version()}
-    return versions | ({"cuda": str(torch.version.cuda)} if torch.version.cuda else {})

@@ -24,8 +24,8 @@ from placer.profiler.cluster import measure, resolve_limits
 from placer.profiler.links import links_to_measure
 from placer.profiler.measure import measure_layers
 from placer.profiler.optimizer import OptimizerState
-from placer.profiler.profile import write
 from placer.profiler.progress import progress_bar
+from placer.profiler.writing import write
 from placer.schema.graph import (
     DTYPES,
     MEMORY_FORMATS,

@@ -43,9 +43,11 @@ class Layer(Wire):
         grad_bytes: gradients of the parameters that require one.
         optimizer_bytes: the optimizer's state for them.
         buffer_bytes: buffers.
-        saved_bytes: tensors made inside the layer and kept for its backward pass; values that cross the layer's border
-            are not counted here but on their edge, see ``Edge.saved_by``.
-        forward_workspace_bytes: the most that a forward pass holds beyond all of those.
+        saved_bytes: tensors made inside the layer and kept for its backward pass, and results of the model that it
+            makes, which wait for the loss; values that cross the layer's border are not counted here but on their edge,
+            see ``Edge.saved_by``.
+        forward_workspace_bytes: the most that a forward pass holds beyond all of those; in inference with inputs of the
+            model that wait for a reader, and its results so far.
         backward_workspace_bytes: the same for a backward pass: gradients of what the layer reads and writes, and those
             of its parameters until they are added to the ones of earlier micro-batches.
     """

@@ -64,8 +64,7 @@ def _saved_by_the_whole(model: nn.Module, run: Callable[[], Any]) -> int:
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = run()
-    del result
+        note(run())  # the result: a loss is behind it
     return sum(saved.values())
 
 
@@ -204,12 +203,14 @@ def test_edges_carry_the_bytes_of_their_values() -> None:
 
 def test_a_kept_input_of_the_model_counts_in_the_layer_that_keeps_it() -> None:
     found = _profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8))
-    assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, 0]
+    assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, 2 * 4 * 4]  # the other one keeps the result
 
 
-def test_a_kept_output_of_the_model_counts_in_the_layer_that_makes_it() -> None:
-    found = _profile(nn.Sequential(nn.Linear(8, 16), nn.Tanh()), torch.randn(2, 8), granularity="fine")
-    assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, 2 * 16 * 4]
+@pytest.mark.parametrize("last", [nn.Tanh(), nn.LayerNorm(16)], ids=["kept by its layer too", "kept by no layer"])
+def test_an_output_of_the_model_is_kept_in_the_layer_that_makes_it_for_the_loss(last: nn.Module) -> None:
+    found = _profile(nn.Sequential(nn.Linear(8, 16), last), torch.randn(2, 8), granularity="fine")
+    inside = {"Tanh": 0, "LayerNorm": 2 * 2 * 4}[type(last).__name__]  # mean and deviation of each row
+    assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, inside + 2 * 16 * 4]
 
 
 def test_no_gradient_is_sent_for_whole_numbers() -> None:
@@ -388,7 +389,7 @@ def test_gradients_are_measured_wherever_it_is_called(context: Any) -> None:
     model = nn.Linear(4, 4)
     with context():
         found = _profile(model, torch.randn(2, 4))
-    assert found.layers[0].saved_bytes == 4 * 8
+    assert found.layers[0].saved_bytes == 2 * 4 * 4 + 2 * 4 * 4  # the input and the result
 
 
 def test_a_model_that_cannot_be_captured_profiles() -> None:

@@ -1,0 +1,46 @@
+"""What the layers of a graph hold all the time: parameters, gradients, the optimizer's state, and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from placer.graph.layers import LayerGraph, tensor_bytes
+from placer.profiler.optimizer import OptimizerState
+
+__all__ = ["owned_shares", "state_bytes"]
+
+
+def state_bytes(graph: LayerGraph, training: bool, optimizer: OptimizerState) -> dict[str, dict[str, int]]:
+    """The bytes of each layer's state by kind; what several layers share counts in the first of them."""
+    counted: set[int] = set()
+    held = {}
+    for layer in graph.layers:
+        own = [graph.state[name] for name in layer.state if id(graph.state[name]) not in counted]
+        counted.update(id(tensor) for tensor in own)
+        parameters = [tensor for tensor in own if isinstance(tensor, nn.Parameter)]
+        trained = [tensor for tensor in parameters if training and tensor.requires_grad]
+        held[layer.name] = {
+            "param_bytes": _total(parameters),
+            "grad_bytes": _total(trained),
+            "optimizer_bytes": sum(optimizer.bytes(tensor) for tensor in trained),
+            "buffer_bytes": _total([tensor for tensor in own if not isinstance(tensor, nn.Parameter)]),
+        }
+    return held
+
+
+def owned_shares(graph: LayerGraph) -> dict[str, float]:
+    """The share of each layer's trained parameters, in bytes, that no layer before it has: the optimizer steps once."""
+    counted: set[int] = set()
+    shares = {}
+    for layer in graph.layers:
+        trained = [graph.state[name] for name in layer.state if graph.state[name].requires_grad]
+        own = [tensor for tensor in trained if id(tensor) not in counted]
+        counted.update(id(tensor) for tensor in own)
+        shares[layer.name] = _total(own) / max(1, _total(trained))
+    return shares
+
+
+def _total(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor_bytes(tensor) for tensor in tensors)

@@ -1,0 +1,203 @@
+"""A profile from what was measured of each layer, and from the values that pass between layers.
+
+A device also holds what only the caller sees: inputs until their last layer has read them; and results from the layer
+that makes them, in training until their gradients have come back to it, in inference for good.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from placer import schema
+from placer.graph.layers import Layer, LayerGraph
+from placer.profiler.measurement import Measurement
+from placer.profiler.optimizer import OptimizerState
+from placer.profiler.state import owned_shares, state_bytes
+from placer.profiler.timing import significant
+
+__all__ = ["write"]
+
+
+def write(
+    graph: LayerGraph,
+    measured: Mapping[str, Sequence[Measurement]],
+    training: bool,
+    optimizer: OptimizerState,
+    cluster: schema.Cluster | None,
+) -> schema.Profile:
+    """Write down what was measured.
+
+    Args:
+        graph: the layers.
+        measured: by device type, one measurement for each layer.
+        training: whether backward passes were measured.
+        optimizer: whose state counts.
+        cluster: the devices and links.
+    """
+    saved = {
+        layer.name: _saved(layer, [rows[index] for rows in measured.values()])
+        for index, layer in enumerate(graph.layers)
+    }
+    kept = _with_results(graph, saved) if training else saved
+    sizes = _sizes(graph, measured)
+    beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
+    edges = _edges(graph, kept, sizes, training)
+    held = state_bytes(graph, training, optimizer)
+    owned = owned_shares(graph)
+    unsent = _unsent(graph, kept, sizes, {edge.name for edge in edges})
+    layers = []
+    for index, layer in enumerate(graph.layers):
+        rows = {kind: found[index] for kind, found in measured.items()}
+        memories = [row.memory for row in rows.values()]
+        layers.append(
+            schema.Layer(
+                name=layer.name,
+                module=layer.module_type,
+                forward_ms={kind: significant(row.time.forward_ms) for kind, row in rows.items()},
+                backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()} if training else {},
+                weights_ms=_weights(rows, held[layer.name]["grad_bytes"]),
+                optimizer_ms=_beyond(
+                    0.0,
+                    {kind: significant((row.optimizer_ms or 0.0) * owned[layer.name]) for kind, row in rows.items()},
+                ),
+                spread=_beyond(0.01, {kind: significant(row.time.spread, 2) for kind, row in rows.items()}),
+                host_ms={kind: significant(row.time.host_ms) for kind, row in rows.items()},
+                saved_bytes=max(memory.saved_bytes for memory in memories) + unsent[layer.name],
+                forward_workspace_bytes=max(
+                    0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)
+                ),
+                backward_workspace_bytes=max(memory.backward_workspace_bytes for memory in memories),
+                **held[layer.name],
+            )
+        )
+    return schema.Profile(
+        model=graph.model,
+        graph_hash=graph.hash,
+        training=training,
+        optimizer=optimizer.name if training else None,
+        batch_size=graph.batch_size,
+        granularity=graph.granularity,
+        captured=graph.captured,
+        not_captured_because=graph.not_captured_because[:4096],
+        layers=tuple(layers),
+        edges=tuple(edge.edge for edge in edges),
+        colocated=graph.colocated,
+        cluster=cluster,
+        versions=_versions(),
+    )
+
+
+def _beyond(least: float, values: Mapping[str, float]) -> dict[str, float]:
+    """Without those that say nothing, which keeps profiles small."""
+    return {kind: value for kind, value in values.items() if value > least}
+
+
+def _weights(rows: Mapping[str, Measurement], grad_bytes: int) -> dict[str, float]:
+    """The weight halves; left out where there are no gradients of parameters, as that says it all."""
+    halves = {kind: significant(row.time.weights_ms) for kind, row in rows.items()}
+    return halves if grad_bytes else _beyond(0.0, halves)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A value that crosses layers."""
+
+    name: str
+    edge: schema.Edge
+
+
+def _saved(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
+    """The values that a layer keeps for its backward pass, on any type of device."""
+    saved: set[str] = set()
+    for row in rows:
+        saved.update(layer.reads[index] for index in row.memory.saved_reads)
+        saved.update(layer.writes[index] for index in row.memory.saved_writes)
+    return saved
+
+
+def _with_results(graph: LayerGraph, saved: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """What is kept in training: also what the model returns, by the layer that makes it, as the loss is behind it."""
+    return {layer.name: saved[layer.name] | set(graph.outputs).intersection(layer.writes) for layer in graph.layers}
+
+
+def _again(
+    graph: LayerGraph, saved: Mapping[str, set[str]], kept: Mapping[str, set[str]], sizes: Mapping[str, int]
+) -> list[int]:
+    """By layer, what its measured workspace has of results that count as kept: less than nothing."""
+    return [-sum(sizes[name] for name in kept[layer.name] - saved[layer.name]) for layer in graph.layers]
+
+
+def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
+    """By layer, the inputs and results that are there in inference as it runs, and that no edge has."""
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    readers = {name: [place[reader] for reader in found] for name, found in graph.readers().items()}
+    beside = [0] * len(graph.layers)
+    for name in dict.fromkeys((*graph.inputs, *graph.outputs)):
+        if name not in graph.values or graph.values[name].dtype is None:
+            continue
+        source, read = graph.values[name].source, readers.get(name, [])
+        if source is None:
+            there = range(min(read), max(read) + 1) if read else range(0)
+        else:
+            there = range(max([place[source] - 1, *read]) + 1, len(graph.layers))
+        for index in there:
+            beside[index] += sizes[name]
+    return beside
+
+
+def _sizes(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> dict[str, int]:
+    """The bytes of every value, as it was on the type of device where it was largest."""
+    sizes = {name: value.bytes for name, value in graph.values.items()}
+    for index, layer in enumerate(graph.layers):
+        rows = [found[index].write_bytes for found in measured.values() if found[index].write_bytes]
+        if rows:
+            sizes.update(zip(layer.writes, map(max, zip(*rows, strict=True)), strict=True))
+    return sizes
+
+
+def _edges(graph: LayerGraph, kept: Mapping[str, set[str]], sizes: Mapping[str, int], training: bool) -> list[_Sent]:
+    edges = []
+    for name, readers in graph.readers().items():
+        value = graph.values[name]
+        targets = tuple(reader for reader in readers if reader != value.source)
+        if value.source is None or value.dtype is None or not targets:  # a number stays with the host
+            continue
+        edge = schema.Edge(
+            source=value.source,
+            targets=targets,
+            bytes=sizes[name],
+            gradient_bytes=sizes[name] if training and value.requires_grad else 0,
+            saved_by=tuple(layer for layer in (value.source, *targets) if name in kept[layer]),
+        )
+        edges.append(_Sent(name, edge))
+    return edges
+
+
+def _unsent(
+    graph: LayerGraph, kept: Mapping[str, set[str]], sizes: Mapping[str, int], sent: set[str]
+) -> dict[str, int]:
+    """The bytes of kept values that no edge carries, inputs and outputs of the model, counted where first kept."""
+    counted: set[str] = set()
+    unsent = {}
+    for layer in graph.layers:
+        here = kept[layer.name] - sent - counted
+        counted |= here
+        unsent[layer.name] = sum(sizes[name] for name in here)
+    return unsent
+
+
+def _placer_version() -> str:
+    try:
+        return version("torch-placer")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "placer": _placer_version()}
+    return versions | ({"cuda": str(torch.version.cuda)} if torch.version.cuda else {})
