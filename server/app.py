@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
 from fastapi import FastAPI
@@ -43,6 +44,8 @@ log = logging.getLogger("placer_server")
 
 WARM_UP_S = 60.0
 MOST_STREAMS = 512
+THREADS = 32
+"""For what waits: on PostgreSQL, or minutes for a measurement. asyncio's own are few where there are few cores."""
 
 
 def create_app(settings: Settings | None = None, *, solver: Solver = default_solver) -> FastAPI:
@@ -115,6 +118,7 @@ def background(settings: Settings | None = None, *, solver: Solver = default_sol
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="placer"))
     owner = secrets.token_hex(8)
     store = await asyncio.to_thread(_open_store, app, settings, owner)
     peers = _peers(settings, store, owner)

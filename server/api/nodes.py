@@ -12,12 +12,12 @@ import json
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from placer.schema import Cluster
 
 from ..node.network import join
-from ..problem import Problem, clip, invalid_body
+from ..problem import Problem, clip
 from ..settings import NODE_NAME
 from ..web.replies import json_reply
 from .service import Serving
@@ -25,6 +25,11 @@ from .service import Serving
 router = APIRouter()
 
 MOST_NODES = 256
+MOST_DEVICES = 64
+"""Of one node."""
+
+MOST_JOINED = 256
+"""Devices of a cluster of several nodes: each pair of them is a link."""
 
 Nodes = Annotated[list[str], Query(max_length=MOST_NODES, description="Registered nodes whose devices to join.")]
 Network = Annotated[
@@ -65,7 +70,8 @@ async def put_node(request: Request, name: str, service: Serving) -> Response:
     """Register a node with its devices, as its own `GET /v1/cluster` tells them; again is an update."""
     _check_name(name)
     async with service.intake.body(request) as body:
-        cluster = _read(body)
+        cluster = await service.checker.read_cluster(body)
+    _check_devices(cluster)
     nodes = await service.store.ask(service.store.nodes)
     if name not in nodes and len(nodes) >= MOST_NODES:
         detail = f"{len(nodes)} nodes are registered, which is all that this service keeps; DELETE one"
@@ -78,7 +84,7 @@ async def put_node(request: Request, name: str, service: Serving) -> Response:
 async def list_nodes(request: Request, service: Serving) -> Response:
     """The nodes that registered, by name."""
     found = await service.store.ask(service.store.nodes)
-    nodes = [_described(name, at, Cluster.model_validate_json(content)) for name, (at, content) in found.items()]
+    nodes = await asyncio.to_thread(_listed, found)
     return json_reply(request, NodeList(nodes=nodes).model_dump_json().encode(), tagged=True)
 
 
@@ -114,8 +120,11 @@ async def get_cluster(
         if name not in known:
             raise _no_node(name, list(known))
         chosen[name] = Cluster.model_validate_json(known[name][1])
-    joined = join(chosen, network_bytes_per_s or 1.0, network_latency_s)
-    return json_reply(request, joined.model_dump_json().encode(), tagged=True)
+    if (count := sum(len(cluster.devices) for cluster in chosen.values())) > MOST_JOINED:
+        detail = f"these nodes have {count} devices, each pair of them a link; name fewer, up to {MOST_JOINED} devices"
+        raise Problem(422, "too-many-devices", "There are too many devices", detail)
+    content = await asyncio.to_thread(_joined, chosen, network_bytes_per_s or 1.0, network_latency_s)
+    return json_reply(request, content, tagged=True)
 
 
 @router.post("/v1/cluster:measure", response_model=Cluster)
@@ -124,15 +133,22 @@ async def measure_again(request: Request, service: Serving) -> Response:
     return json_reply(request, await service.cluster.measure_again())
 
 
-def _read(body: bytes) -> Cluster:
-    try:
-        cluster = Cluster.model_validate_json(body, strict=True)
-    except ValidationError as error:
-        raise invalid_body(error, Cluster) from None
+def _check_devices(cluster: Cluster) -> None:
+    detail = ""
     if any("/" in device.name for device in cluster.devices):
         detail = "a node registers devices of its own, whose names have no '/': cuda:0"
+    if len(cluster.devices) > MOST_DEVICES:
+        detail = f"{len(cluster.devices)} devices are more than a node may have: {MOST_DEVICES}"
+    if detail:
         raise Problem(422, "invalid-request", "The request cannot be used", detail)
-    return cluster
+
+
+def _listed(found: dict[str, tuple[float, bytes]]) -> list[Node]:
+    return [_described(name, at, Cluster.model_validate_json(content)) for name, (at, content) in found.items()]
+
+
+def _joined(chosen: dict[str, Cluster], network_bytes_per_s: float, latency_s: float) -> bytes:
+    return join(chosen, network_bytes_per_s, latency_s).model_dump_json().encode()
 
 
 def _described(name: str, created_s: float, cluster: Cluster) -> Node:

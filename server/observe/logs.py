@@ -46,6 +46,10 @@ class TextFormatter(logging.Formatter):
         request_id = REQUEST_ID.get()
         return f"{super().format(record)} [{request_id}]" if request_id else super().format(record)
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line, whatever is in it: a layer's name with a line break would else forge a line of the log."""
+        return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
+
 
 def config(settings: Settings) -> dict[str, Any]:
     """What uvicorn configures logging with, for the service's log as well."""

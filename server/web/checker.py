@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from placer.schema import Batch, PlacementRequest
+from placer.schema import Batch, Cluster, PlacementRequest
 from placer.schema.graph import ProfileRequest
 
 from ..jobs.question import Question
@@ -22,6 +22,9 @@ from ..workers.worker import CONTEXT, starting_processes
 
 INLINE_BYTES = 192 * 1024
 """Larger bodies are checked in another process: parsing holds the interpreter, thread or not, for 2 ms per 100 KB."""
+
+MOST_VALUES = 2_000_000
+"""In a body; one of 16 MiB that means it well has half as many."""
 
 REMEMBERED = 4096
 
@@ -70,8 +73,19 @@ class Checker:
         """
         await self._run(_check_graph, body)
 
+    async def read_cluster(self, body: bytes) -> Cluster:
+        """The Cluster in a body.
+
+        Raises:
+            Problem: it is none; it names the fault.
+        """
+        return await self._run(_read_cluster, body)
+
     async def _run(self, work: Callable[[bytes], T], body: bytes) -> T:
-        return work(body) if len(body) <= INLINE_BYTES else await self._run_elsewhere(work, body)
+        if len(body) <= INLINE_BYTES:
+            return work(body)
+        _refuse_many(body)
+        return await self._run_elsewhere(work, body)
 
     async def _run_elsewhere(self, work: Callable[[bytes], T], body: bytes) -> T:
         if self._processes is None:
@@ -110,6 +124,24 @@ def check(body: bytes) -> Question:
     except ValidationError as error:
         raise invalid_body(error) from None
     return Question(request.content_hash(), request.objective, request.time_limit_s)
+
+
+def _refuse_many(body: bytes) -> None:
+    """Before a body is parsed: a value takes a byte or two of it, but a hundred once it is parsed.
+
+    How deep its values are nested the parser counts as it goes; it ends at 200.
+    """
+    count = sum(body.count(mark) for mark in (b",", b"[", b"{"))
+    if count > MOST_VALUES:
+        detail = f"the body holds some {count} values; {MOST_VALUES} are taken. A coarser granularity has fewer layers"
+        raise Problem(413, "too-many-values", "The body holds too much", detail)
+
+
+def _read_cluster(body: bytes) -> Cluster:
+    try:
+        return Cluster.model_validate_json(body, strict=True)
+    except ValidationError as error:
+        raise invalid_body(error, Cluster) from None
 
 
 def _check_graph(body: bytes) -> None:

@@ -137,3 +137,15 @@ def test_a_reply_is_compressed_where_the_client_takes_it(filled, takes, compress
     assert reply.headers["Vary"] == "Accept-Encoding"
     plain = gzip.decompress(raw) if compressed else raw
     assert plain == client.get(f"/v1/placements/{ids[0]}/request").content
+
+
+def test_a_large_reply_is_compressed_without_holding_up_others(filled, monkeypatch):
+    client, ids = filled
+    path, takes = f"/v1/placements/{ids[0]}/request", {"Accept-Encoding": "gzip"}
+    small = client.get(path, headers=takes)
+    monkeypatch.setattr("placer_server.web.replies.LARGE_BYTES", 1)
+    with client.stream("GET", path, headers=takes) as large:
+        raw = b"".join(large.iter_raw())
+    assert gzip.decompress(raw) == small.content
+    assert dict(large.headers) == {**small.headers, "x-request-id": large.headers["x-request-id"]}
+    assert int(large.headers["Content-Length"]) == len(raw)

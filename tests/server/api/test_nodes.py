@@ -103,6 +103,17 @@ def test_what_cannot_be_joined_is_said(serve, query, status, said):
     assert reply.status_code == status and said in reply.json()["detail"]
 
 
+def test_nodes_with_more_devices_than_can_be_joined_are_refused_before_they_are(serve):
+    # Each pair of devices is a link: a thousand devices would be a million of them.
+    client = serve()
+    node = {"devices": [{"name": f"cuda:{number}", "type": "t", "memory_bytes": 1} for number in range(64)]}
+    for name in "abcde":
+        assert client.put(f"/v1/nodes/{name}", json=node).status_code == 200
+    query = "&".join(f"node={name}" for name in "abcde")
+    reply = client.get(f"/v1/cluster?{query}&network_bytes_per_s=1e9")
+    assert reply.status_code == 422 and "320 devices" in reply.json()["detail"]
+
+
 @pytest.mark.parametrize(
     ("name", "body", "status"),
     [
@@ -110,6 +121,7 @@ def test_what_cannot_be_joined_is_said(serve, query, status, said):
         ("x" * 65, NODE, 404),
         ("a", {}, 422),
         ("a", {"devices": [{"name": "b/cuda:0", "type": "t", "memory_bytes": 1}]}, 422),
+        ("a", {"devices": [{"name": f"cuda:{number}", "type": "t", "memory_bytes": 1} for number in range(65)]}, 422),
     ],
 )
 def test_what_is_no_node_is_refused(serve, name, body, status):
