@@ -49,7 +49,7 @@ class DataFlow(PipelinedRuns):
     Args:
         module: the model.
         device_ids: devices that layers may run on: indices, strings or ``torch.device``; all that are available if
-            None.
+            None. What a map or a placement names beside them is added.
         output_device: where results go; the first of ``device_ids`` if None.
         inference_only: let no parameter require a gradient; ``undo`` gives the flags back.
         clear_cache: give cached device memory back after layers were moved.
@@ -141,6 +141,8 @@ class DataFlow(PipelinedRuns):
         places = {name: self._device(place) for name, place in self.layer_gpus.items()}
         refuse_unknown_layers(self.module, places, list(self._default_map()))
         assignment = Assignment(places, self.output_device)
+        self._devices = list(dict.fromkeys([*self._devices, *places.values()]))
+        self.device_ids = [device.index for device in self._devices]
         if optimizer is not None:
             self._optimizer = optimizer
         if self._clones is None:
@@ -301,11 +303,7 @@ class DataFlow(PipelinedRuns):
             raise PlacementError(f"the placement is {placement.status} and places no layer{why}")
         places = {name: self._device(place) for name, place in placement.layer_devices.items()}
         refuse_unknown_layers(self.module, places, list(self._default_map()))
-        for place in dict.fromkeys(places.values()):
-            if place not in self._devices:
-                self._devices.append(place)
-                self.device_ids.append(place.index)
-        one_kind = len({place.type for place in self._devices}) == 1
+        one_kind = len({place.type for place in (*self._devices, *places.values())}) == 1
         self.layer_gpus = OrderedDict((name, place.index if one_kind else str(place)) for name, place in places.items())
         self._granularity = tuple(places)
         self.chunks = placement.chunks

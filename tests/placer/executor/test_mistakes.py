@@ -32,6 +32,14 @@ def test_one_device_without_a_list_is_named_with_the_list_to_write(devices: Any)
         DataFlow(ToyModel(), device_ids=devices)
 
 
+def test_a_device_beside_those_of_the_flow_is_one_of_them_once_a_map_or_a_placement_names_it() -> None:
+    by_hand, placed = (DataFlow(ToyModel(), DEVICES[:1]) for _ in range(2))
+    by_hand.layer_gpus["net2"] = 1
+    by_hand.update_flow()
+    placed.update_flow(_placement())
+    assert by_hand.device_ids == placed.device_ids == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
