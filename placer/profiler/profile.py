@@ -23,7 +23,7 @@ from placer.profiler.graphs import KnownGraphs
 from placer.profiler.links import links_to_measure
 from placer.profiler.measure import measure_layers
 from placer.profiler.optimizer import OptimizerLike, OptimizerState
-from placer.profiler.progress import Shown, progress_bar
+from placer.profiler.progress import Bar, Shown, Step, progress_bar
 from placer.profiler.remembered import Remembered
 from placer.profiler.writing import write
 
@@ -124,10 +124,10 @@ def profile(
         given = [tensors] if batch_sizes is None else inputs.resized(tensors, batch_sizes)
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
         calls = [structure.unflatten(batch) for batch in given]
-        graphs = _graphs(model, calls, granularity, folder, list(known.values()))
-        layers = [layer for graph in graphs for layer in graph.layers]
-        missing = sum(len(of_kind.missing(layers)) for of_kind in known.values())
-        with progress_bar(progress, missing + links_to_measure(found, folder)) as step:
+        with progress_bar(progress, links_to_measure(found, folder)) as step:
+            graphs = _graphs(model, calls, granularity, folder, list(known.values()), step)
+            layers = [layer for graph in graphs for layer in graph.layers]
+            step.expect(sum(len(of_kind.missing(layers)) for of_kind in known.values()))
             measured = [
                 {
                     kind: measure_layers(graph, batch, device, training, repeats, step, state, known[kind])
@@ -143,22 +143,32 @@ def profile(
 
 
 def _graphs(
-    model: nn.Module, calls: Sequence[Any], granularity: Granularity, folder: Cache | None, known: Sequence[Remembered]
+    model: nn.Module,
+    calls: Sequence[Any],
+    granularity: Granularity,
+    folder: Cache | None,
+    known: Sequence[Remembered],
+    step: Bar,
 ) -> list[LayerGraph]:
     """The graph of each call, captured unless an earlier run has captured it and measured all of its layers."""
     earlier = KnownGraphs(folder, model, calls, granularity)
     found = earlier.read()
     if found is not None and not any(of_kind.missing(graph.layers) for of_kind in known for graph in found):
         return found
-    graphs = capture_each(model, calls, granularity)
+    step.expect(len(calls))
+    graphs = capture_each(model, calls, granularity, step)
     earlier.keep(graphs)
     return graphs
 
 
-def capture_each(model: nn.Module, calls: Sequence[Any], granularity: Granularity) -> list[LayerGraph]:
+def capture_each(
+    model: nn.Module, calls: Sequence[Any], granularity: Granularity, step: Step | None = None
+) -> list[LayerGraph]:
     """The graph of each call, given as positional and keyword arguments; all have the layers of the first."""
     graphs: list[LayerGraph] = []
-    for args, kwargs in calls:
+    for number, (args, kwargs) in enumerate(calls, start=1):
+        if step is not None:
+            step("capture" if len(calls) == 1 else f"capture {number} of {len(calls)}")
         cut = tuple(layer.name for layer in graphs[0].layers) if graphs else granularity
         graphs.append(capture(model, args, kwargs, granularity=cut))
         graphs[-1].granularity = graphs[0].granularity

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.profiler import profile as module
-from placer.profiler.progress import progress_bar
+from placer.profiler.progress import Bar, progress_bar
 
 
 def test_a_bar_that_is_asked_for_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,27 +30,45 @@ def test_nothing_is_shown_where_stderr_is_no_terminal(capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", "")
 
 
-class Bar:
-    """What a bar was told: the number of steps before they began, and each step."""
+def test_a_bar_counts_steps_that_become_known_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("always") as step:
+        assert capsys.readouterr().err == ""
+        step.expect(1)
+        step("capture")
+        step.expect(2)
+        step("layer1")
+        step("layer2")
+    assert "3/3" in capsys.readouterr().err
 
-    def __init__(self, total: int) -> None:
-        self.total = total
+
+class NotedBar(Bar):
+    """Notes the steps that begin, and how many were known of then."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
         self.steps: list[str] = []
+        self.known: list[int] = []
+
+    def __call__(self, description: str) -> None:
+        super().__call__(description)
+        self.steps.append(description)
+        self.known.append(self.total)
 
 
 @pytest.fixture
-def bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Bar]:
+def bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., NotedBar]:
     """Profiles a model, and gives the bar that was shown."""
-    bars: list[Bar] = []
+    bars: list[NotedBar] = []
 
     @contextmanager
-    def noted(_: Any, total: int) -> Iterator[Callable[[str], None]]:
-        bars.append(Bar(total))
-        yield bars[-1].steps.append
+    def noted(_: Any, total: int) -> Iterator[NotedBar]:
+        bars.append(NotedBar())
+        bars[-1].expect(total)
+        yield bars[-1]
 
     monkeypatch.setattr(module, "progress_bar", noted)
 
-    def profiled(model: nn.Module, **options: Any) -> Bar:
+    def profiled(model: nn.Module, **options: Any) -> NotedBar:
         given: dict[str, Any] = {"repeats": 1, "granularity": "fine", "cache": tmp_path}
         module.profile(model, torch.randn(2, 8), ["cpu:0", "cpu:1"], **given | options)
         return bars[-1]
@@ -81,26 +99,29 @@ class Mixed(nn.Module):
         return result
 
 
-def test_as_many_steps_are_told_as_are_made(bar: Callable[..., Bar]) -> None:
+def test_as_many_steps_are_told_as_are_made(bar: Callable[..., NotedBar]) -> None:
     shown = bar(_chain(8, 8, 8))
-    assert shown.total == len(shown.steps) == 3  # the first layer, one for both others, and the link
+    assert shown.total == len(shown.steps) == 4  # the capture, the first layer, one for both others, and the link
+    assert shown.steps[0] == "capture"
+    assert shown.known == [2, 4, 4, 4]  # layers are known once the model is captured
 
 
-def test_what_is_in_the_cache_is_no_step(bar: Callable[..., Bar]) -> None:
+def test_what_is_in_the_cache_is_no_step(bar: Callable[..., NotedBar]) -> None:
     bar(_chain(8, 8))
     shown = bar(_chain(8, 8, 4))
-    assert shown.steps == ["2.0"] and shown.total == 1
+    assert shown.steps == ["capture", "2.0"] and shown.total == 2
     again = bar(_chain(8, 8, 4))
     assert again.steps == [] and again.total == 0
 
 
-def test_a_layer_that_several_batch_sizes_share_is_one_step(bar: Callable[..., Bar]) -> None:
+def test_a_layer_that_several_batch_sizes_share_is_one_step(bar: Callable[..., NotedBar]) -> None:
     shown = bar(Mixed(), batch_sizes=(2, 4))
     assert shown.total == len(shown.steps)
     assert [shown.steps.count(name) for name in ("first", "weights", "product")] == [2, 1, 2]
+    assert shown.steps[:2] == ["capture 1 of 2", "capture 2 of 2"]
 
 
-def test_after_an_interruption_the_rest_is_left(bar: Callable[..., Bar], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_interruption_the_rest_is_left(bar: Callable[..., NotedBar], monkeypatch: pytest.MonkeyPatch) -> None:
     from placer.profiler import measure
 
     real = measure.measure_time
@@ -114,5 +135,5 @@ def test_after_an_interruption_the_rest_is_left(bar: Callable[..., Bar], monkeyp
         patched.setattr(measure, "measure_time", stop)
         bar(_chain(8, 8, 4))
     shown = bar(_chain(8, 8, 4))
-    assert shown.total == len(shown.steps) == 2  # the layer that was interrupted, and the link
-    assert shown.steps[0] == "2.0"
+    assert shown.total == len(shown.steps) == 3  # the capture, the layer that was interrupted, and the link
+    assert shown.steps[1] == "2.0"
