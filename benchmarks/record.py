@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -27,6 +27,8 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch-placer", "ortools", "torch", "numpy", "pydantic", "fastapi", "uvicorn")
 FIELDS = ("case", "measure", "unit", "value", "spread", "target", "met", "peers")
 FIGURES = "figures"
+AND_THEN = "; "
+"""Between the commands of runs that each made a part of the rows."""
 
 Row = Mapping[str, Any]
 
@@ -91,7 +93,7 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     content = {
         "machine": machine(),
         "versions": versions(),
-        "command": " ".join([*_settings(name), f"python -m benchmarks {name}"]),
+        "command": AND_THEN.join(_commands(name, rows, folder)),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "rows": rows,
     }
@@ -103,22 +105,32 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     return path
 
 
-def _settings(name: str) -> list[str]:
-    """What the environment asked of the benchmark, as a shell takes it: with it the command gives the same rows."""
+def _commands(name: str, rows: Sequence[Row], folder: Path) -> list[str]:
+    """This run's command, as a shell takes it; of a part that keeps rows of earlier runs, theirs before it."""
     given = {key: value for key, value in os.environ.items() if key.startswith(f"PLACER_{name.upper()}_")}
-    return [f"{key}={quote(value)}" for key, value in sorted(given.items())]
+    part = [f"{key}={quote(value)}" for key, value in sorted(given.items()) if not key.endswith("_BUDGET_S")]
+    command = " ".join([*part, f"python -m benchmarks {name}"])
+    earlier = _here(name, folder) if part else None
+    if earlier is None or not any(entry in rows for entry in earlier["rows"]):
+        return [command]
+    return [one for one in earlier["command"].split(AND_THEN) if one != command] + [command]
 
 
 def known(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     """The rows that the results have already, if they come from this machine and these versions."""
+    old = _here(name, folder)
+    if old is None and (folder / f"{name}.json").exists():
+        print("the results that are there come from another machine or other versions: none of their rows is kept")
+    return [] if old is None else list(old["rows"])
+
+
+def _here(name: str, folder: Path) -> dict[str, Any] | None:
+    """The results that there are, if they come from this machine and these versions."""
     try:
         old = read(name, folder)
     except OSError:
-        return []
-    if (old["machine"], old["versions"]) != (machine(), versions()):
-        print("the results that are there come from another machine or other versions: none of their rows is kept")
-        return []
-    return list(old["rows"])
+        return None
+    return old if (old["machine"], old["versions"]) == (machine(), versions()) else None
 
 
 def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
@@ -178,14 +190,15 @@ def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
     figures = list(dict.fromkeys(name for entry in rows for name in entry.get(FIGURES, {})))
     head = ["case", "measure", "value", *figures, "target", "met", *peers]
     lines = [head, ["---"] * len(head), *(_cells(entry, figures, peers) for entry in rows)]
-    where = content["machine"]
+    where, commands = content["machine"], content["command"].split(AND_THEN)
+    ran = f"`{commands[0]}`" if len(commands) == 1 else f"`python -m benchmarks {name}`, in {len(commands)} parts"
     gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""
     made = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     return "\n".join(
         [
             *("| " + " | ".join(line) + " |" for line in lines),
             "",
-            f"{where['cpu']}, {where['cores']} cores{gpus}; {made}; {content['date']}; `{content['command']}`."
+            f"{where['cpu']}, {where['cores']} cores{gpus}; {made}; {content['date']}; {ran}."
             + (f" Without a target, in `benchmarks/results/{name}.json`: {others} more." if others else ""),
         ]
     )

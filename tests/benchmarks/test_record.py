@@ -52,6 +52,25 @@ def test_the_command_has_what_the_environment_asked_for(record, tmp_path, monkey
     assert content["command"] == "PLACER_MADE_CASES='one,two words' python -m benchmarks made"
 
 
+def test_of_results_made_in_parts_every_command_is_named_whose_rows_are_still_there(record, tmp_path, monkeypatch):
+    rows = {case: record.row(case, "time", "s", value) for case, value in {"one": 1.0, "two": 2.0}.items()}
+
+    def run(*cases: str, again: float = 0.0) -> str:
+        monkeypatch.setenv("PLACER_MADE_CASES", ",".join(cases))
+        monkeypatch.setenv("PLACER_MADE_BUDGET_S", "5")
+        rows.update({case: record.row(case, "time", "s", rows[case]["value"] + again) for case in cases})
+        record.write("made", rows.values(), tmp_path)
+        return json.loads((tmp_path / "made.json").read_text())["command"]
+
+    assert run("one") == "PLACER_MADE_CASES=one python -m benchmarks made"
+    assert run("two", again=1.0).split("; ") == [
+        "PLACER_MADE_CASES=one python -m benchmarks made",
+        "PLACER_MADE_CASES=two python -m benchmarks made",
+    ]
+    assert "; `python -m benchmarks made`, in 2 parts." in record.table("made", tmp_path)
+    assert run("one", "two", again=1.0) == "PLACER_MADE_CASES=one,two python -m benchmarks made"
+
+
 def test_a_target_is_met_from_its_side_and_never_without_a_value(written):
     rows = json.loads((written / "made.json").read_text())["rows"]
     assert [row["met"] for row in rows] == [True, False, False]
