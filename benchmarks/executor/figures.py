@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -58,6 +58,33 @@ def spread_of(values: Sequence[float], over: float | None = None) -> tuple[float
     """The smallest and the largest, of a time divided by these if one is given."""
     numbers = sorted(values if over is None else [over / value for value in values])
     return float(f"{numbers[0]:.4g}"), float(f"{numbers[-1]:.4g}")
+
+
+def peers_of(samples: Sequence[Sample], devices: int) -> dict[str, float]:
+    """The step of every peer that has one, by its label."""
+    found = {label: time_of(best(samples, engine, devices)) for engine, label in PEERS.items()}
+    return {label: time for label, time in found.items() if time is not None}
+
+
+def by_devices(
+    label: str, measure: str, samples: Sequence[Sample], pipelined: Callable[[str, float | None, int], Iterator[Row]]
+) -> Iterator[Row]:
+    """Eager PyTorch on one device, ours and the peers' on each number of them, and who has no value.
+
+    Args:
+        label: of the case.
+        measure: what eager PyTorch's time is of.
+        samples: of the case; without any there are no rows.
+        pipelined: the rows on several devices, of a case, eager PyTorch's time on one, and their number.
+    """
+    if not samples:
+        return
+    one = best(samples, "eager", 1)
+    if one is not None:
+        yield row_of(f"{label}, 1 device", f"{measure}, eager PyTorch", one.values["step_ms"])
+    for count in cases.asked():
+        yield from pipelined(f"{label}, {count} devices", time_of(one), count)
+    yield from failures(label, samples)
 
 
 def failures(case: str, samples: Sequence[Sample]) -> Iterator[Row]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ..record import row
 from . import cases
-from .figures import PEERS, Row, at_full_size, best, failures, ratio, rounded, spread_of, time_of
+from .figures import Row, at_full_size, best, by_devices, peers_of, ratio, rounded, spread_of, time_of
 from .sample import Sample
 
 STREAMS = {("resnet101", 4): 3.3, ("gpt", 4): 3.8}
@@ -15,25 +16,14 @@ STREAMS = {("resnet101", 4): 3.3, ("gpt", 4): 3.8}
 
 def streamed(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     """Of one case: eager PyTorch, ours at each number of devices, and who has no value."""
-    if not samples:
-        return
     label = f"inference stream, {cases.training(name).label}"
-    one = best(samples, "eager", 1)
-    if one is not None:
-        spread = spread_of(one.values["step_ms"])
-        yield row(f"{label}, 1 device", "a batch, eager PyTorch", "ms", rounded(time_of(one)), spread=spread)
-    for count in cases.asked():
-        yield from _streamed(f"{label}, {count} devices", name, samples, one, count)
-    yield from failures(label, samples)
+    return by_devices(label, "a batch", samples, partial(_streamed, name, samples))
 
 
-def _streamed(case: str, name: str, samples: Sequence[Sample], one: Sample | None, count: int) -> Iterator[Row]:
-    ours, one_ms = best(samples, "ours", count), time_of(one)
-    peers = {label: best(samples, engine, count) for engine, label in PEERS.items()}
-    options: dict[str, Any] = {
-        "smaller_is_better": False,
-        "peers": {label: ratio(one_ms, time_of(sample)) for label, sample in peers.items() if sample is not None},
-    }
+def _streamed(name: str, samples: Sequence[Sample], case: str, one_ms: float | None, count: int) -> Iterator[Row]:
+    ours, peers = best(samples, "ours", count), peers_of(samples, count)
+    speedups = {label: ratio(one_ms, time) for label, time in peers.items()}
+    options: dict[str, Any] = {"smaller_is_better": False, "peers": speedups}
     if (name, count) in STREAMS:
         options["target"] = at_full_size(STREAMS[name, count])
     measure = "a batch in a stream, speed-up over eager PyTorch on one device"
@@ -44,7 +34,7 @@ def _streamed(case: str, name: str, samples: Sequence[Sample], one: Sample | Non
     if one_ms is not None:
         options["spread"] = spread_of(times, one_ms)
     yield row(case, measure, "x", ratio(one_ms, time_of(ours)), **options)
-    shown = {label: rounded(time_of(sample)) for label, sample in peers.items() if sample is not None}
+    shown = {label: rounded(time) for label, time in peers.items()}
     yield row(case, "a batch in a stream", "ms", rounded(time_of(ours)), spread=spread_of(times), peers=shown)
     yield row(case, "batches that it is cut into, where fastest", "", ours.chunks)
     yield row(case, "a batch, predicted from the profile", "ms", rounded(time_of(ours, "predicted_ms")))

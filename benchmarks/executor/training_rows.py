@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ..record import row
 from . import cases, distributed
 from .figures import (
-    PEERS,
     SPEEDUP,
     Row,
     at_full_size,
     best,
-    failures,
+    by_devices,
     memory_row,
+    peers_of,
     ratio,
     rounded,
     row_of,
@@ -30,24 +31,14 @@ OVER_PEERS = 1.3
 
 def training(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     """Of one case: eager PyTorch, ours at each number of devices, and who has no value."""
-    if not samples:
-        return
-    label = cases.training(name).label
-    eager = best(samples, "eager", 1)
-    if eager is not None:
-        spread = spread_of(eager.values["step_ms"])
-        yield row(f"{label}, 1 device", "training step, eager PyTorch", "ms", rounded(time_of(eager)), spread=spread)
-    for count in cases.asked():
-        yield from _pipelined(f"{label}, {count} devices", name, samples, eager, count)
-    yield from failures(label, samples)
+    return by_devices(cases.training(name).label, "training step", samples, partial(_pipelined, name, samples))
 
 
-def _pipelined(case: str, name: str, samples: Sequence[Sample], eager: Sample | None, count: int) -> Iterator[Row]:
-    ours, one_ms = best(samples, "ours", count), time_of(eager)
-    peers = {label: best(samples, engine, count) for engine, label in PEERS.items()}
-    ratios = {label: ratio(one_ms, time_of(sample)) for label, sample in peers.items() if sample is not None}
+def _pipelined(name: str, samples: Sequence[Sample], case: str, one_ms: float | None, count: int) -> Iterator[Row]:
+    ours, peers = best(samples, "ours", count), peers_of(samples, count)
+    speedups = {label: ratio(one_ms, time) for label, time in peers.items()}
     wanted = TWO_DEVICES if count == 2 else TARGETS.get((name, count))
-    options: dict[str, Any] = {"smaller_is_better": False, "peers": ratios}
+    options: dict[str, Any] = {"smaller_is_better": False, "peers": speedups}
     if wanted is not None:
         options["target"] = at_full_size(wanted)
     if ours is None:
@@ -57,12 +48,11 @@ def _pipelined(case: str, name: str, samples: Sequence[Sample], eager: Sample | 
     assert step_ms is not None
     spread = spread_of(times, one_ms) if one_ms is not None else None
     yield row(case, SPEEDUP, "x", ratio(one_ms, step_ms), spread=spread, **options)
-    others = [time for sample in peers.values() if (time := time_of(sample)) is not None]
-    if others:
-        value, wanted = ratio(min(others), step_ms), at_full_size(OVER_PEERS)
-        options = {"spread": spread_of(times, min(others)), "target": wanted, "smaller_is_better": False}
-        yield row(case, "training step, over the best peer", "x", value, **options)
-    shown = {label: rounded(time_of(sample)) for label, sample in peers.items() if sample is not None}
+    if peers:
+        quickest_ms, wanted = min(peers.values()), at_full_size(OVER_PEERS)
+        options = {"spread": spread_of(times, quickest_ms), "target": wanted, "smaller_is_better": False}
+        yield row(case, "training step, over the best peer", "x", ratio(quickest_ms, step_ms), **options)
+    shown = {label: rounded(time) for label, time in peers.items()}
     yield row(case, "training step", "ms", rounded(step_ms), spread=spread_of(times), peers=shown)
     yield from _details(case, ours, step_ms)
     yield from _by_processes(case, samples, count)
