@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -231,10 +231,8 @@ class _Stages:
         for run in passes:
             run()
         if device.type == "cuda":
-            try:
+            with suppress(devices.NotRecordable):
                 passes = devices.record(passes, device)
-            except devices.NotRecordable:
-                pass
         return self._timer(passes, device, self._repeats)
 
     def _refuse_uncaptured(self, flow: DataFlow) -> None:

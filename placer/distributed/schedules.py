@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -102,8 +101,3 @@ def _several(schedule: str, training: bool) -> type[PipelineScheduleMulti]:
     if not training or schedule == "fill-drain":
         return ScheduleLoopedBFS
     return ScheduleInterleavedZeroBubble if splits(schedule) else ScheduleInterleaved1F1B
-
-
-def no_gradient(schedule: LibrarySchedule) -> torch.no_grad | torch.enable_grad:
-    """The gradient mode that a schedule runs in."""
-    return torch.no_grad() if schedule._loss_fn is None else torch.enable_grad()

@@ -145,7 +145,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _inline_regions(graph_module)
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
-    symbol = next((_batch_symbol(node, batch) for node in graph_module.graph.nodes if node.op == "placeholder"), None)
+    symbol = _batch_symbol(graph_module.graph)
     return Exported(graph_module, inputs, outputs, device, symbol, batch, tuple(checkpointed))
 
 
@@ -319,11 +319,11 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
             table[name] = tensor
 
 
-def _batch_symbol(node: fx.Node, batch: int) -> Any:
-    shape = node.meta["val"].shape
-    if len(shape) and isinstance(shape[0], torch.SymInt):
-        return shape[0].node.expr
-    return None
+def _batch_symbol(graph: fx.Graph) -> Any:
+    """The symbol of the batch size, which is that of the same input as ``batch_size``; None where it is fixed."""
+    shapes = (node.meta["val"].shape for node in graph.nodes if node.op == "placeholder")
+    size = next((shape[0] for shape in shapes if len(shape)), None)
+    return size.node.expr if isinstance(size, torch.SymInt) else None
 
 
 def _has_effect(node: fx.Node) -> bool:

@@ -129,7 +129,7 @@ def _writes_in_place(
             is_state = any(root.op == "get_attr" for root in family)
             relatives = [node for node, of in roots.items() if of & family]
             derived = _derived(write)
-            for reader, alias in _readers(relatives, place):
+            for reader, alias in _readers(relatives):
                 if reader is write or alias in derived or reader in derived:
                     continue
                 if reader not in units or (units[reader] == units[write] and not is_state):
@@ -217,7 +217,7 @@ def _derived(write: fx.Node) -> set[fx.Node]:
     return derived
 
 
-def _readers(relatives: list[fx.Node], place: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _readers(relatives: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(reader, what it reads) for every use of these values."""
     for alias in relatives:
         for user in alias.users:

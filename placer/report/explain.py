@@ -25,6 +25,8 @@ _MEASURES = {
     "devices": "devices that are used:",
 }
 MOST_OTHERS = 3
+MOST_SEGMENTS = 3
+MOST_LAYERS = 8
 MOST_REQUIREMENTS = 8
 _STATUSES = {
     "optimal": "proven",
@@ -32,7 +34,6 @@ _STATUSES = {
     "infeasible": "proven to be none",
     "unknown": "none found in time",
 }
-_SHOWN_SEGMENTS = 3
 
 
 def explain(subject: Placement | Profile | Cluster, width: int = 120) -> str:
@@ -109,9 +110,9 @@ def _segments(layer_devices: Mapping[str, str]) -> dict[str, list[tuple[str, ...
 
 
 def _run_text(runs: list[tuple[str, ...]]) -> str:
-    words = [run[0] if len(run) == 1 else f"{run[0]} … {run[-1]}" for run in runs[:_SHOWN_SEGMENTS]]
-    if len(runs) > _SHOWN_SEGMENTS:
-        words.append(f"and {len(runs) - _SHOWN_SEGMENTS} more segments")
+    words = [run[0] if len(run) == 1 else f"{run[0]} … {run[-1]}" for run in runs[:MOST_SEGMENTS]]
+    if len(runs) > MOST_SEGMENTS:
+        words.append(f"and {len(runs) - MOST_SEGMENTS} more segments")
     return ", ".join(words)
 
 
@@ -209,8 +210,8 @@ def _no_placement(placement: Placement) -> list[str]:
 def _infeasible(why: Infeasibility) -> list[str]:
     lines = [f"reason      {why.reason}"]
     if why.layers:
-        more = f" and {len(why.layers) - 8} more" if len(why.layers) > 8 else ""
-        lines.append(f"layers      {', '.join(why.layers[:8])}{more}")
+        more = f" and {len(why.layers) - MOST_LAYERS} more" if len(why.layers) > MOST_LAYERS else ""
+        lines.append(f"layers      {', '.join(why.layers[:MOST_LAYERS])}{more}")
     if why.devices:
         lines.append(f"devices     {', '.join(why.devices)}")
     if why.short_bytes:

@@ -75,6 +75,20 @@ def test_values_carry_shape_dtype_bytes_and_batch_dimension() -> None:
     assert graph.batch_size == 3
 
 
+class ScaledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, scale: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x) * scale, self.linear.weight * scale
+
+
+def test_of_a_number_before_the_batch_no_weight_that_is_as_long_is_taken_for_a_batch() -> None:
+    graph = capture(ScaledTwice(), (torch.tensor(2.0), torch.randn(3, 4)))
+    assert [graph.values[name].batch_dim for name in graph.outputs] == [0, None]
+
+
 def test_running_statistics_are_mutated_in_training_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     graph = capture(model, torch.randn(3, 4), granularity="fine")
