@@ -1,9 +1,9 @@
 """The service under load, on loopback: what a request, a start and a stop cost; and what becomes of it under attack.
 
-``PLACER_SERVICE_CASES=rates,soak`` runs these parts alone (of ``rates``, ``postgres``, ``faults``, ``hostile``,
-``fuzz``, ``contract``, ``soak``) and keeps the others' rows, if they come from the same machine and versions. Results
-are written after each part. ``PLACER_SERVICE_SOAK_S``, ``PLACER_SERVICE_BODIES`` and ``PLACER_SERVICE_CONTRACT_S`` make
-the soak, the hostile bodies of both kinds, and the run of schemathesis longer.
+``PLACER_SERVICE_CASES=rates,soak`` runs these parts alone (of ``rates``, ``postgres``, ``faults``, ``network``,
+``hostile``, ``fuzz``, ``contract``, ``soak``) and keeps the others' rows, if they come from the same machine and
+versions. Results are written after each part. ``PLACER_SERVICE_SOAK_S``, ``PLACER_SERVICE_BODIES`` and
+``PLACER_SERVICE_CONTRACT_S`` make the soak, the hostile bodies of both kinds, and the run of schemathesis longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks import record
 from benchmarks.record import row
 
-from . import faults, hostile, measure, postgres, soak
+from . import faults, hostile, measure, network, postgres, soak
 
 
 class Asked(NamedTuple):
@@ -104,10 +104,21 @@ def _fault_rows() -> list[dict[str, Any]]:
         "kill -9 of the service, twice": faults.server_killed(),
         "kill -9 of PostgreSQL": faults.postgres_killed(),
         "a disk that is full for a while": faults.disk_full(),
+        "a clock that jumps a day ahead and two back": faults.clock_jumped(),
     }
     return [
         row(f"{what}, {how.accepted} jobs", "accepted and not answered once", "", how.unanswered, target=0)
         for what, how in found.items()
+    ]
+
+
+def _network_rows() -> list[dict[str, Any]]:
+    found = network.through_faults()
+    case = f"{found.calls} calls of the client through timeouts, resets, 429, 502, 503, 504 and half answers"
+    return [
+        row(case, "answered", "%", round(100 * found.answered / found.calls, 1), smaller_is_better=False),
+        row(case, "neither the answer nor a clear error", "", found.unclear, target=0),
+        row(case, "sent twice although that is not safe", "", found.twice, target=0),
     ]
 
 
@@ -145,6 +156,7 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "rates": _rate_rows,
     "postgres": _postgres_rows,
     "faults": _fault_rows,
+    "network": _network_rows,
     "hostile": _hostile_rows,
     "fuzz": _fuzz_rows,
     "contract": _contract_rows,
@@ -153,6 +165,8 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 MARKS = {
     "kill -9 of": "faults",
     "a disk that": "faults",
+    "a clock that": "faults",
+    "calls of the client": "network",
     "hostile bodies": "hostile",
     "coverage-guided": "fuzz",
     "schemathesis": "contract",

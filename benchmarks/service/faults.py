@@ -1,7 +1,7 @@
 """What becomes of accepted jobs when something is killed in the midst of them, or the disk is full.
 
-Each fault is made from outside, as an operator or the kernel would: with ``kill -9``, or with a limit on how large the
-service's files may grow.
+Each fault is made from outside, as an operator or the kernel would: with ``kill -9``, with a limit on how large the
+service's files may grow, or with ``libfaketime`` between the service and its clock.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from .soak import not_answered_once
 LAYERS = 12
 JOBS = 30
 LEASE_S = 2
+CLOCK_S = 1
+"""So often the file is read that says what time it is."""
 QUIET = {"log_level": "critical"}
 """A service says of each thing that it cannot write that it cannot."""
 
@@ -128,6 +130,43 @@ def disk_full() -> Survived:
         accepted |= accept(connection, range(2 * JOBS, 3 * JOBS))
         time.sleep(2 * MEND_S)  # until then what could not be written is answered, but not found
         return survived(connection, accepted, began)
+
+
+def clock_jumped() -> Survived:
+    """The service's clock jumps a day ahead, and then two back, while jobs wait and are solved.
+
+    Raises:
+        RuntimeError: libfaketime is not installed, or did not reach the service.
+    """
+    with TemporaryDirectory() as folder:
+        clock = Path(folder, "clock")
+        clock.write_text("+0")
+        with serving(environment=_faked(clock), workers=1, queue=3 * JOBS, **QUIET) as server:
+            connection, accepted = server.connect(), set()
+            began = time.monotonic()
+            for turn, offset in enumerate(("+0", "+1d", "-1d")):
+                clock.write_text(offset)
+                accepted |= accept(connection, range(turn * JOBS, (turn + 1) * JOBS))
+                time.sleep(CLOCK_S + 0.5)  # some are answered in each
+            found = survived(connection, accepted, began)
+            written = [one["created_s"] for one in connection.get("/v1/placements?limit=200").json()["placements"]]
+        if max(written) - min(written) < 86_400:
+            raise RuntimeError("libfaketime did not reach the service's clock")
+        return found
+
+
+def _faked(clock: Path) -> dict[str, str]:
+    """Variables that let a process take the offset of its wall clock from a file."""
+    library = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)
+    if library is None:
+        raise RuntimeError("libfaketime is not installed: apt-get install libfaketime")
+    without_monotonic = {"DONT_FAKE_MONOTONIC": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    return {
+        "LD_PRELOAD": str(library),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_CACHE_DURATION": str(CLOCK_S),
+        **without_monotonic,
+    }
 
 
 def accept(connection: Connection, seeds: Iterable[int], layers: int = LAYERS, **fields: object) -> set[str]:

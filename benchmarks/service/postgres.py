@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol
 
-HELPERS = Path(__file__).resolve().parents[2] / "tests" / "helpers"
+from .helpers import helper
 
 
 class Postgres(Protocol):
@@ -23,6 +21,9 @@ class Postgres(Protocol):
     def start(self) -> None:
         """Start it again."""
 
+    def stop(self) -> None:
+        """End it, and remove its files."""
+
 
 @contextmanager
 def postgres() -> Iterator[Postgres]:
@@ -31,14 +32,11 @@ def postgres() -> Iterator[Postgres]:
     Raises:
         RuntimeError: it is not installed.
     """
-    if str(HELPERS) not in sys.path:
-        sys.path.append(str(HELPERS))
-    from postgres_server import PostgresServer, find_binaries
-
-    binaries = find_binaries()
+    found = helper("postgres_server")
+    binaries = found.find_binaries()
     if binaries is None:
         raise RuntimeError("PostgreSQL is not installed: apt-get install postgresql")
-    server = PostgresServer(binaries)
+    server: Postgres = found.PostgresServer(binaries)
     try:
         yield server
     finally:

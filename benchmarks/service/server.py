@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,15 +40,16 @@ class Server:
 
 
 @contextmanager
-def serving(solver: str = "", **settings: object) -> Iterator[Server]:
+def serving(solver: str = "", *, environment: Mapping[str, str] | None = None, **settings: object) -> Iterator[Server]:
     """Start a service, wait until it is ready, and stop it at the end.
 
     Args:
         solver: the name of one in ``benchmarks.service.solvers``; Placer's own if empty.
+        environment: variables for its process beside the settings.
         settings: see ``placer_server.settings``.
     """
     with TemporaryDirectory() as folder:
-        process, port = start(solver, folder, **settings)
+        process, port = start(solver, folder, environment=environment, **settings)
         try:
             wait_ready(port)
             yield Server(process, port)
@@ -57,14 +58,16 @@ def serving(solver: str = "", **settings: object) -> Iterator[Server]:
             process.wait(60)
 
 
-def start(solver: str, folder: str, **settings: object) -> tuple[subprocess.Popen[bytes], int]:
+def start(
+    solver: str, folder: str, *, environment: Mapping[str, str] | None = None, **settings: object
+) -> tuple[subprocess.Popen[bytes], int]:
     """Start a service without waiting for it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = {"port": port, "database": f"{folder}/placements.db", "log_level": "error", **settings}
-    environment = {**os.environ, **{f"PLACER_{name.upper()}": str(value) for name, value in given.items()}}
+    named = {f"PLACER_{name.upper()}": str(value) for name, value in given.items()}
     command = ["-m", "benchmarks.service", solver] if solver else ["-m", "placer", "serve"]
-    return subprocess.Popen([sys.executable, *command], env=environment), port
+    return subprocess.Popen([sys.executable, *command], env={**os.environ, **(environment or {}), **named}), port
 
 
 def wait_ready(port: int, path: str = "/readyz") -> None:

@@ -79,6 +79,28 @@ def test_every_job_of_a_short_soak_is_answered_once(part):
     assert (found.unanswered, found.failures) == (0, 0)
 
 
+def test_calls_of_the_client_come_through_a_faulty_network_or_say_why(part):
+    settings = Settings(port=0, database=":memory:", workers=1, queue=16, log_level="error", stop_grace_s=1.0)
+    with background(settings) as url:
+        caller = part("network").Caller(int(url.rpartition(":")[2]), seed=3)
+        for _ in range(5):
+            caller.call()
+        assert caller.answered > 0
+        assert (caller.unclear, caller.twice) == (0, 0)
+        caller._through(lambda client: bool(client.health() and client.health()), once="GET ")
+        caller._through(lambda client: 1 / 0)
+    assert (caller.unclear, caller.twice) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("a clock that jumps a day ahead and two back, 90 jobs", "faults"), ("300 calls of the client", "network")],
+)
+def test_a_row_is_known_to_be_of_its_part(part, case, name):
+    service = importlib.import_module(part("hostile").__package__)
+    assert service.part_of(case) == name
+
+
 def test_the_parts_that_are_chosen_are_measured_and_the_rows_of_the_others_kept(part, monkeypatch, tmp_path):
     service, record = part("hostile").__package__, importlib.import_module("benchmarks.record")
     service = importlib.import_module(service)
