@@ -245,8 +245,9 @@ def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
     if not plan.is_last:
         packed = [parcel.pack(value, plan.device) for parcel, value in zip(plan.leaves, made, strict=True)]
         return tuple(leave(token, packed or [torch.zeros(1, device=plan.device)]))
+    # In the type that was agreed, as between stages: some versions of the library insist where autocast made another.
     outputs = [
-        value.contiguous() if isinstance(value, Tensor) else parcel.pack(value, plan.device)
+        value.to(parcel.value.dtype).contiguous() if isinstance(value, Tensor) else parcel.pack(value, plan.device)
         for parcel, value in zip(plan.leaves, made, strict=True)
     ]
     # Each by itself: one that the loss does not use lets nothing flow back to what made it.
