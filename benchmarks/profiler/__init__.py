@@ -1,12 +1,13 @@
 """Whether what the profiler predicts is what happens: times of stages and steps, and peaks of memory, in 24 cases.
 
 Six models, each in four ways: precision, training or inference, 2 or 4 devices, and the size of the micro-batch. Beside
-it, in the same run, what else one would go by: torchgpipe's ``balance_by_time``, PyTorch's FLOP counts with a roofline,
-and accelerate's estimate of sizes. Without GPUs, tiny sizes on CPU stand-ins: those show that it runs.
+it, in the same run, what else one would go by: torchgpipe's ``balance_by_time`` (in training alone, as it times both
+passes together), PyTorch's FLOP counts with a roofline, and accelerate's estimate of sizes. Then a Llama of 70 billion
+parameters is profiled on one device. Without GPUs, tiny sizes on CPU stand-ins: those show that it runs.
 
 ``PLACER_PROFILER_CASES=resnet101,gpt`` runs these models alone (of ``resnet101``, ``gpt``, ``unet``, ``inception``,
-``llama``, ``t5``). Rows that the results of the same machine and versions have of other cases are kept, so that all can
-be run in parts; also in parts at the same time, each on GPUs of its own (``CUDA_VISIBLE_DEVICES``).
+``llama``, ``t5``, ``llama-70b``). Rows that the results of the same machine and versions have of other cases are kept,
+so that all can be run in parts; also in parts at the same time, each on GPUs of its own (``CUDA_VISIBLE_DEVICES``).
 ``PLACER_PROFILER_BUDGET_S`` is the time that all may take, 460 if left out; what it leaves undone is named in a row.
 Results are written after each case: whatever ends a run, what it found until then stays.
 """
@@ -40,7 +41,7 @@ def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator
         chosen: as for ``run``.
         folder: of the results whose rows of other cases are kept; None for none.
     """
-    from . import cases, jobs, rows
+    from . import jobs, rows
 
     names = chosen or [name for name in os.environ.get("PLACER_PROFILER_CASES", "").split(",") if name]
     budget_s = float(os.environ.get("PLACER_PROFILER_BUDGET_S", jobs.BUDGET_S))
@@ -49,7 +50,7 @@ def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator
         samples.append(sample)
         if sample.engine == jobs.LAST:
             yield _with_known(rows.rows(samples), [], folder)
-    yield _with_known(rows.rows(samples), names or list(cases.known()), folder)
+    yield _with_known(rows.rows(samples), names or jobs.names(), folder)
 
 
 def _with_known(made: Sequence[Row], ended: Sequence[str], folder: Path | None) -> list[Row]:

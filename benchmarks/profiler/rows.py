@@ -8,7 +8,7 @@ from typing import Any
 
 from ..executor.sample import Sample, reason
 from ..record import row
-from . import cases, peers
+from . import cases, large, peers
 
 Row = dict[str, Any]
 STAGE = "stage time, largest error of the prediction"
@@ -21,6 +21,7 @@ STATE = "parameters, gradients and optimizer state"
 PEAK = "peak memory of all devices"
 RESERVED = "what the allocator held at the peak beyond that"
 COLD, WARM = "profiling", "profiling again, all in the cache"
+HELD = "memory held at most, against the largest layer with what training adds to it"
 OVERALL = "all cases"
 _LIMITS_S = {"resnet101": 20.0, "gpt": 10.0}
 
@@ -32,6 +33,7 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
         for case in cases.of(model):
             made += _readable(case, [sample for sample in samples if sample.case == case.label])
         made += [_failed(sample) for sample in samples if sample.case == model.name and sample.failed]
+    made += [one for sample in samples if sample.case in (large.label(), large.CASE) for one in _too_large(sample)]
     return made
 
 
@@ -49,9 +51,9 @@ def _broken(samples: Sequence[Sample]) -> list[Sample]:
 
 def cases_in_order() -> list[str]:
     """What the rows of all cases are called, and those of models that broke down behind their cases."""
-    return [
-        name for model in cases.known().values() for name in (*(case.label for case in cases.of(model)), model.name)
-    ]
+    models = cases.known().values()
+    names = [name for model in models for name in (*(case.label for case in cases.of(model)), model.name)]
+    return [*names, large.label(), large.CASE]
 
 
 def over_all(made: Sequence[Row]) -> list[Row]:
@@ -153,6 +155,17 @@ def _memory(
     used, reserved = sum(values["measured_bytes"]), sum(values["reserved_bytes"])
     yield row(case.label, PEAK, "MiB", _mib(used), peers=_all_mib(told))
     yield row(case.label, RESERVED, "%", _rounded(100 * (reserved / used - 1)))
+
+
+def _too_large(sample: Sample) -> Iterator[Row]:
+    if sample.failed:
+        yield _failed(sample)
+        return
+    yield row(sample.case, COLD, "s", _rounded(sample.values["seconds"][0]), target=_target(180.0))
+    held, largest = sample.values["held_bytes"][0], sample.values["largest_bytes"][0]
+    if held:  # on GPUs, where somebody counts
+        yield row(sample.case, HELD, "%", _rounded(100 * held / largest), target=_target(100.0))
+        yield row(sample.case, "memory held at most", "MiB", _mib(held))
 
 
 def _failed(sample: Sample) -> Row:

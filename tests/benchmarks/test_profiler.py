@@ -252,6 +252,27 @@ def test_a_run_of_some_models_keeps_the_rows_of_the_others_and_of_cases_that_it_
     assert [row["case"] for row in package.run(["gpt"])] == [first, first, "gpt"]
 
 
+def test_a_model_that_no_device_could_hold_is_profiled_on_one(part):
+    threads = torch.get_num_threads()
+    (sample,) = part("large").measure()
+    torch.set_num_threads(threads)
+    assert not sample.failed
+    (row,) = part("rows").rows([sample])  # stand-ins count no memory
+    assert (row["case"], row["measure"], row["unit"]) == (part("large").label(), part("rows").COLD, "s")
+    assert row["value"] > 0
+
+
+def test_what_a_model_holds_that_no_device_could_hold_is_set_against_its_largest_layer(part):
+    sample = importlib.import_module("benchmarks.executor.sample").Sample
+    values = {"seconds": [90.0], "held_bytes": [99.0 * 2**20], "largest_bytes": [90.0 * 2**20], "parameters": [7e10]}
+    rows = part("rows").rows([sample(part("large").label(), "ours", values=values)])
+    assert {row["measure"]: row["value"] for row in rows} == {
+        part("rows").COLD: 90.0,
+        part("rows").HELD: 110.0,
+        "memory held at most": 99.0,
+    }
+
+
 def test_a_model_that_does_not_exist_is_refused_by_name(part):
     with pytest.raises(ValueError, match="'vgg' is no case; there are resnet101, gpt"):
         list(part("jobs").run(["vgg"]))
