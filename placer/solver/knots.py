@@ -30,6 +30,8 @@ from placer.solver.reduce import Reduction
 STEPS = 2**40
 """Into how many steps the work of all nodes is cut."""
 
+ENDLESS = 4 * STEPS
+
 MOST_PINS = 20_000
 """Nets with more pins in all than so many are not looked at."""
 
@@ -66,21 +68,21 @@ def knots(problem: Problem, nodes: Reduction) -> list[Knot]:
         problem: what is asked, by objective ``throughput``.
         nodes: its layers, joined where they must be together.
     """
-    nets = _nets(problem, nodes)
+    nets = nets_by_pins(problem, nodes)
     if problem.request.transfers != "added" or not nets or sum(map(len, nets)) > MOST_PINS:
         return []
     work = [least_ms(problem, nodes, node) for node in range(len(nodes.nodes))]
-    alone = [_alone_ms(problem, nodes, node) for node in range(len(nodes.nodes))]
+    alone = [alone_ms(problem, nodes, node) for node in range(len(nodes.nodes))]
     total = sum(time for time in work if time < inf)
-    return _tightening(work, alone, nets, STEPS / total)[::-1] if total > 0 else []
+    return _tightening(work, alone, nets)[::-1] if total > 0 else []
 
 
-def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float], steps_per_ms: float) -> list[Knot]:
+def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) -> list[Knot]:
     """Knots of growing least(v); a set that was found for one node says of all in it that they are no tighter."""
     most = [min(time, other) for time, other in zip(_isolated(work, nets), alone, strict=True)]
     best, cuts = 0.0, 0
     found: list[Knot] = []
-    cutter = _Cutter(work, nets, steps_per_ms)
+    cutter = Cutter(work, nets)
     for node in sorted(range(len(work)), key=lambda node: -most[node]):
         if most[node] <= best or cuts >= MOST_CUTS:
             continue
@@ -103,7 +105,7 @@ def _isolated(work: list[float], nets: dict[Pins, float]) -> list[float]:
     return load
 
 
-def _nets(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
+def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
     """By pins, what a net that is cut costs every device that it touches, at the least."""
     real = {(k.bandwidth_bytes_per_s, k.latency_s): k for row in problem.links for k in row if k is not None}.values()
 
@@ -127,22 +129,27 @@ def least_ms(problem: Problem, nodes: Reduction, node: int) -> float:
     return min((sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf)
 
 
-def _alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
+def alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
     """The work of a node on the fastest device that pays for nothing; infinite if it may be on none."""
     devices = problem.untaxed & nodes.allowed[node]
     return min((sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf)
 
 
-class _Cutter:
-    """Minimum cuts in one network: nodes, two vertices for each net of many pins, and the sink."""
+class Cutter:
+    """Minimum cuts in one network: nodes, two vertices for each net of many pins, and the sink.
 
-    def __init__(self, work: list[float], nets: dict[Pins, float], steps_per_ms: float) -> None:
-        self._count, self._steps_per_ms = len(work), steps_per_ms
+    Args:
+        work: by node, its compute in milliseconds; some of it is finite and more than 0.
+        nets: by pins, what a net costs where it is cut, in milliseconds.
+    """
+
+    def __init__(self, work: list[float], nets: dict[Pins, float]) -> None:
+        self._count, self._steps_per_ms = len(work), STEPS / sum(time for time in work if time < inf)
         self._flow = max_flow.SimpleMaxFlow()
         self._sink = len(work)
-        endless = 4 * STEPS
-        for node, time_ms in enumerate(work):
-            self._arc(node, self._sink, self._steps(time_ms))
+        self._work = [self._steps(time_ms) for time_ms in work]
+        for node, steps in enumerate(self._work):
+            self._arc(node, self._sink, steps)  # arc number ``node``
         vertex = self._sink + 1
         for pins, time_ms in nets.items():
             steps = self._steps(time_ms)
@@ -152,8 +159,8 @@ class _Cutter:
                 continue
             self._arc(vertex, vertex + 1, steps)
             for pin in pins:
-                self._arc(pin, vertex, endless)
-                self._arc(vertex + 1, pin, endless)
+                self._arc(pin, vertex, ENDLESS)
+                self._arc(vertex + 1, pin, ENDLESS)
             vertex += 2
 
     def _steps(self, time_ms: float) -> int:
@@ -162,9 +169,13 @@ class _Cutter:
     def _arc(self, tail: int, head: int, capacity: int) -> None:
         self._flow.add_arc_with_capacity(tail, head, capacity)
 
-    def least(self, node: int) -> tuple[float, list[int]]:
-        """The least load of the node's device, in milliseconds, and the set S."""
+    def least(self, node: int, without: int | None = None) -> tuple[float, list[int]]:
+        """The least load of the node's device, in milliseconds, and the set S; without another node if one is named."""
+        if without is not None:
+            self._flow.set_arc_capacity(without, ENDLESS)
         status = self._flow.solve(node, self._sink)
+        if without is not None:
+            self._flow.set_arc_capacity(without, self._work[without])
         assert status == self._flow.OPTIMAL
         members = [other for other in self._flow.get_source_side_min_cut() if other < self._count]
         return self._flow.optimal_flow() / self._steps_per_ms * (1 - 1e-12), members

@@ -52,16 +52,8 @@ def applies(problem: Problem) -> bool:
         and problem.most_devices == len(problem.devices)
         and problem.least_devices == 1
         and problem.most_layers is None
-        and (not memory_rules.can_bind(problem) or _holds_state_alone(problem))
+        and (not memory_rules.can_bind(problem) or memory_rules.holds_state_alone(problem))
     )
-
-
-def _holds_state_alone(problem: Problem) -> bool:
-    """Whether nothing but the state of layers takes memory."""
-    layers = problem.layers
-    passing = sum(la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers)
-    waiting = sum(value.held_bytes + value.gradient_bytes for value in problem.values)
-    return passing + waiting == 0
 
 
 def improved(

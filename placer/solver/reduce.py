@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -72,10 +72,15 @@ def reduced(problem: Problem, upper: float = inf) -> Reduction:
     A group is one node. Under contiguity so is each strongly connected component of the layer graph with groups joined:
     a path that leaves a device must not come back to it.
     """
-    count = len(problem.layers)
     groups = problem.groups
     if upper < inf and problem.request.objective == "throughput":
         groups = closed_groups([*groups, *never_cut(problem, upper)])
+    return joined(problem, groups)
+
+
+def joined(problem: Problem, groups: Sequence[tuple[int, ...]]) -> Reduction:
+    """The nodes where these disjoint groups of layers share devices, which the problem's own groups are parts of."""
+    count = len(problem.layers)
     if problem.contiguous:
         nodes = [tuple(component) for component in strong_components(count, arcs_of(problem.values), groups)]
     else:

@@ -22,9 +22,20 @@ from time import monotonic
 
 from placer.errors import InputError
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
-from placer.solver import answer, bounds, conflict, costs, limits, local, parts, stage_scope, starts, ties
+from placer.solver import (
+    answer,
+    bounds,
+    conflict,
+    costs,
+    limits,
+    local,
+    parts,
+    stage_scope,
+    stage_search,
+    starts,
+    ties,
+)
 from placer.solver.check import check
-from placer.solver.convex_knots import convex_knot_bound
 from placer.solver.cpsat import Limits, Meter
 from placer.solver.fewest import FewestSearch, Outcome
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
@@ -211,11 +222,11 @@ class Search:
         if reason is not None:
             return self._nothing(reason, "arithmetic")
         self._start()
-        if self._open() and self.best is not None and local.applies(self.problem):
+        if self.open() and self.best is not None and local.applies(self.problem):
             self._move_layers(self.best)
-        if self._open() and parts.many(self.problem, self.nodes):
+        if self.open() and parts.many(self.problem, self.nodes):
             self._divide_anew()
-        if self._open():
+        if self.open():
             reason = self._program()
         if self.best is None:
             return self._nothing(reason, "integer program")
@@ -225,11 +236,13 @@ class Search:
 
     def _start(self) -> None:
         """Cuts of a linear order, and what they prove."""
-        self._prove(bounds.lower_bound(self.problem, self.nodes))
-        for start in starts.starts(self.problem, self.nodes):
-            self._prove(start.bound)
-            self._offer(start.devices, start.method)
-            if not self._open():
+        self.prove(bounds.lower_bound(self.problem, self.nodes))
+        for turn, start in enumerate(starts.starts(self.problem, self.nodes)):
+            self.prove(start.bound)
+            self.offer(start.devices, start.method)
+            if turn == 0 and self.open():
+                stage_search.few_ideals(self)
+            if not self.open():
                 return
 
     def _program(self) -> Infeasibility | None:
@@ -239,46 +252,42 @@ class Search:
             self._relax()
         if not staged and not worth_building(self.problem, self.nodes):
             return None
-        if staged and self.best is not None:
-            self._tie_knots()
-        for turn, work in enumerate(WORK if self._open() else ()):
+        for turn, work in enumerate(WORK if self.open() else ()):
+            if staged and (self.best is not None or self.enough is not None) and self.better() > 0:
+                stage_search.sweep(self)
+                return None
             if turn == 1:
-                self._climb()
                 self._divide_anew()
-            upper = self._better() if self.best is not None or self.enough is not None else None
+            upper = self.better() if self.best is not None or self.enough is not None else None
             nodes = reduced(self.problem, self.value if self.enough is None else min(self.value, self.enough))
-            result = self._model(nodes, upper).solve(self._limits(work))
+            result = PlacementModel(self.problem, nodes, upper=upper).solve(self.limits(work))
             if result.infeasible and self.best is None and self.enough is None:
                 return searched_reason(self.problem, self.nodes, self._searcher())
-            self._prove(self._nothing_below() if result.infeasible else result.bound)
-            self._offer(result.devices, "integer program")
-            if not self._open() or self._over(1.0):
+            self.prove(self.nothing_below() if result.infeasible else result.bound)
+            self.offer(result.devices, "integer program")
+            if not self.open() or self.over(1.0):
                 break
         return None
 
     def _relax(self) -> None:
         """A bound, and maybe better placements, from problems that ask less: of links, and of memory."""
         links = stage_links(self.problem)
-        if links is None or self.best is None or self.value <= 0 or self._over(RELAXED_SHARE):
+        if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
             return
         easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
         search = Search(easier, stop=self.stop, meter=self.meter)
         search.answer()
-        self._prove(min(search.bound, self.value))
-        self._offer(search.best, search.method)
-        if not self._open() or self._over(1.0):
+        self.prove(min(search.bound, self.value))
+        self.offer(search.best, search.method)
+        if not self.open() or self.over(1.0):
             return
-        model = StageModel(self.problem, reduced(self.problem, self.value), self._better(), links)
-        result = model.solve(replace(self._limits(inf), time_s=STAGES_SHARE * self.left_s()))
-        self._prove(self._nothing_below() if result.infeasible else min(result.bound, self._nothing_below()))
-        self._offer(result.devices, "integer program")
+        model = StageModel(self.problem, reduced(self.problem, self.value), self.better(), links)
+        result = model.solve(replace(self.limits(inf), time_s=STAGES_SHARE * self.left_s()))
+        self.prove(self.nothing_below() if result.infeasible else min(result.bound, self.nothing_below()))
+        self.offer(result.devices, "integer program")
 
-    def _model(self, nodes: Reduction, upper: float | None) -> StageModel | PlacementModel:
-        if upper is not None and upper > 0 and stage_scope.applies(self.problem):
-            return StageModel(self.problem, nodes, upper)
-        return PlacementModel(self.problem, nodes, upper=upper)
-
-    def _limits(self, work: float) -> Limits:
+    def limits(self, work: float) -> Limits:
+        """For a search of so much work whose placements are offered as they are found."""
         request = self.request
         return Limits(self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter)
 
@@ -287,34 +296,34 @@ class Search:
 
         def over() -> bool:
             self.meter.done += local.WORK
-            return self._over(LOCAL_SHARE)
+            return self.over(LOCAL_SHARE)
 
         enough = self.bound * (1 + answer.PROVEN_GAP / 2)
-        self._offer(local.improved(self.problem, self.nodes, start, over, enough), "local search")
+        self.offer(local.improved(self.problem, self.nodes, start, over, enough), "local search")
 
     def _divide_anew(self) -> None:
         """What a few devices hold, divided among them as well as can be, where placements are free."""
         if self.best is not None and self.enough is None and parts.applies(self.problem):
-            found = parts.improved(self.problem, self.best, self._quietly, lambda: self._over(PARTS_SHARE))
-            self._offer(found, "local search")
+            found = parts.improved(self.problem, self.best, self._quietly, lambda: self.over(PARTS_SHARE))
+            self.offer(found, "local search")
 
     def _quietly(self, work: float) -> Limits:
         """For a search of so much work whose placements are looked at when it ends."""
         request = self.request
         return Limits(self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter)
 
-    def _climb(self) -> None:
+    def climb(self) -> None:
         """Many more cuts, where the integer program was slow."""
         if not self.problem.contiguous or self.request.objective != "throughput":
             return
         work = starts.work_of_turn(self.problem, self.nodes)
         for start in starts.climb(self.problem, self.nodes, MOST_TURNS, seed=1):
             self.meter.done += work
-            self._offer(start.devices, start.method)
-            if not self._open() or self._over(CLIMB_SHARE):
+            self.offer(start.devices, start.method)
+            if not self.open() or self.over(CLIMB_SHARE):
                 return
 
-    def _over(self, share: float) -> bool:
+    def over(self, share: float) -> bool:
         """Whether a share of the time, or of the work, is over."""
         if self.meter.done > share * self.meter.limit:
             return True
@@ -323,39 +332,33 @@ class Search:
     def _stopped(self) -> bool:
         return self.stop is not None and self.stop.is_set()
 
-    def _tie_knots(self) -> None:
-        """A bound from the stage of one node."""
-        nodes = reduced(self.problem, self.value)
-        bound = convex_knot_bound(self.problem, nodes, self._better(), self.bound, self._limits(inf))
-        self._prove(min(bound, self._nothing_below()))
-
     def _break_ties(self) -> Ties:
         """Look for a placement as good that transfers less, or is better balanced."""
         assert self.best is not None
 
         def kept(devices: list[int] | None) -> list[int]:
-            self._offer(devices, self.method)
+            self.offer(devices, self.method)
             assert self.best is not None
             return self.best
 
         return ties.broken(self.problem, self.best, self._quietly, kept)
 
-    def _better(self) -> float:
+    def better(self) -> float:
         """The objective from which a placement counts as better than the best so far."""
         better = self.value - 1 if self.request.objective == "memory" else self.value * (1 - answer.PROVEN_GAP / 2)
         return better if self.enough is None else min(better, self.enough)
 
-    def _nothing_below(self) -> float:
+    def nothing_below(self) -> float:
         """What is proven if nothing is better: bytes are whole numbers."""
-        if self.enough is not None and self._better() == self.enough:
+        if self.enough is not None and self.better() == self.enough:
             return nextafter(self.enough, inf)
-        return self.value if self.request.objective == "memory" else self._better()
+        return self.value if self.request.objective == "memory" else self.better()
 
     def _found(self, devices: list[int], bound: float) -> None:
-        self._prove(bound)
-        self._offer(devices, "integer program")
+        self.prove(bound)
+        self.offer(devices, "integer program")
 
-    def _offer(self, devices: list[int] | None, method: str) -> None:
+    def offer(self, devices: list[int] | None, method: str) -> None:
         """Keep an assignment if it meets every requirement and is better."""
         if devices is None or not costs.allowed(self.problem, devices):
             return
@@ -374,11 +377,12 @@ class Search:
             return ties.rank(result) < self.rank
         return result.objective_value < self.value
 
-    def _prove(self, bound: float) -> None:
+    def prove(self, bound: float) -> None:
+        """Keep a lower bound if it is higher."""
         if bound > self.bound:
             self.bound = bound
 
-    def _open(self) -> bool:
+    def open(self) -> bool:
         """Whether there may be something better that is wanted."""
         if self.enough is not None and (self.value <= self.enough or self.bound > self.enough):
             return False

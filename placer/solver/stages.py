@@ -47,9 +47,18 @@ class StageModel:
         nodes: its layers, joined where they must be together.
         upper: a bottleneck that is known; only placements at least as good are searched.
         links: as ``stage_links`` gives them; their ``between`` may be left out for a quicker, lower bound.
+        any_will_do: with it, there is no objective.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, upper: float, links: StageLinks | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        upper: float,
+        links: StageLinks | None = None,
+        *,
+        any_will_do: bool = False,
+    ) -> None:
         self.problem, self.nodes, self.upper = problem, nodes, upper
         given = links or stage_links(problem)
         assert given is not None  # stage_scope.bounds() was asked before
@@ -72,7 +81,8 @@ class StageModel:
         self._loads()
         if memory_rules.can_bind(problem) and knows_memory(problem):
             self._memory()
-        self.cp.minimize(self.makespan)
+        if not any_will_do:
+            self.cp.minimize(self.makespan)
 
     def steps(self, time_ms: float) -> int:
         """A time in the model's unit, rounded down, and cut off where it passes what is known to be possible."""

@@ -28,8 +28,8 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
     work = [_least_work(problem, layers) for layers in nodes.nodes]
     arcs = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
     arcs = {(source, reader) for source, reader in arcs if source != reader}
-    before = _reached(count, [(reader, source) for source, reader in arcs], range(count))
-    behind = _reached(count, list(arcs), range(count - 1, -1, -1))
+    before = reached(count, [(reader, source) for source, reader in arcs], range(count))
+    behind = reached(count, list(arcs), range(count - 1, -1, -1))
     most = upper_ms * (1 + SLACK)
     windows = []
     for node in range(count):
@@ -44,7 +44,7 @@ def _least_work(problem: Problem, layers: Sequence[int]) -> float:
     return min(sum(problem.compute_ms(layer, device) for layer in layers) for device in devices)
 
 
-def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:
+def reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:
     """By node, itself and all that can be reached, as bits; ``order`` has the targets of arcs first."""
     targets: list[list[int]] = [[] for _ in range(count)]
     for source, target in arcs:
