@@ -153,7 +153,7 @@ SMALL = (
     _vision("resnet101", "tiny: ResNet-18", zoo.resnet18, 32, (2, 4)),
     _text("gpt", "tiny: GPT, 2 layers, d=32", lambda: zoo.gpt(2, 32, 2, 16, 64), 64, 16, (2, 4)),
     _pixels("tiny: U-Net", 4, 32, (1, 2)),
-    _vision("inception", "tiny: Inception-v3", models.inception, 75, (1, 2)),
+    _vision("inception", "tiny: Inception-v3", models.inception, 75, (2, 4)),
     _text("llama", "tiny: Llama-like, 2 layers", lambda: zoo.llama(2, 32, 2, 1, 48, 64), 64, 16, (2, 4)),
     _text("t5", "tiny: T5-like, 1 + 1 layers", lambda: models.T5(1, 32, 2, 64, 64), 64, 16, (2, 4)),
 )

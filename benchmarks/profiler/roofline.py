@@ -45,10 +45,29 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [item for item in tree_leaves((args, kwargs, result)) if isinstance(item, Tensor)]
         if not func.is_view and tensors:
             counter = flop_registry.get(func._overloadpacket)
-            flops = counter(*args, **kwargs, out_val=result) if counter is not None else 0
+            flops = flops_of(counter, args, kwargs, result) if counter is not None else 0
             moved = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
             self.total_ms += max(flops / self._flops_per_ms, moved / self._bytes_per_ms)
         return result
+
+
+def flops_of(counter: Callable[..., int], args: Any, kwargs: Any, result: Any) -> int:
+    """What PyTorch counts of an operation.
+
+    Its counters of attention refuse, in some versions, queries with more heads than keys and values: as much is
+    computed as if those were there for each.
+    """
+    try:
+        return counter(*args, **kwargs, out_val=result)
+    except AssertionError:
+        heads = max(item.shape[1] for item in args if isinstance(item, Tensor) and item.dim() == 4)
+        return counter(*(_repeated(item, heads) for item in args), **kwargs, out_val=result)
+
+
+def _repeated(item: Any, heads: int) -> Any:
+    if not isinstance(item, Tensor) or item.dim() != 4:
+        return item
+    return torch.empty(item.shape[0], heads, *item.shape[2:], device="meta")
 
 
 def estimate_ms(run: Callable[[], Any], place: torch.device, dtype: torch.dtype) -> float:

@@ -124,6 +124,15 @@ def test_a_roofline_takes_the_longer_of_arithmetic_and_bytes(part):
         assert roofline.total_ms == max(flops / flops_per_ms, moved / bytes_per_ms)
 
 
+def test_a_roofline_counts_attention_with_grouped_queries_where_pytorch_refuses_it(part):
+    def refusing(query, key, value, *_, out_val):
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        return query.shape[1] * query.shape[2] * key.shape[2]
+
+    query, key = torch.randn(2, 8, 5, 4), torch.randn(2, 2, 7, 4)
+    assert part("roofline").flops_of(refusing, (query, key, key, 0.0), {}, query) == 8 * 5 * 7
+
+
 def test_a_roofline_counts_what_runs_backwards(part):
     layer = nn.Linear(16, 32, bias=False)
     x = torch.randn(8, 16, requires_grad=True)
