@@ -30,6 +30,7 @@ MIGRATION_LOCK = 0x706C61636572
 CONNECT_S = 5
 STATEMENT_S = 30
 POOL = 8
+"""Connections of each of two pools."""
 SCHEMES = ("postgresql", "postgres", "postgresql+psycopg")
 
 
@@ -190,7 +191,10 @@ class SqliteDatabase(Database):
 
 
 class PostgresDatabase(Database):
-    """A PostgreSQL database, through a pool of connections."""
+    """A PostgreSQL database, through two pools of connections: for single statements, and for transactions.
+
+    A connection that is always in autocommit is handed out and taken back for half of what one costs that is switched.
+    """
 
     dialect = "postgresql"
     shared = True
@@ -204,20 +208,22 @@ class PostgresDatabase(Database):
             ) from error
         self.name = url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
         try:
-            self._engine = sa.create_engine(
-                url,
-                pool_size=POOL,
-                max_overflow=0,
-                pool_timeout=CONNECT_S,
-                connect_args={"connect_timeout": CONNECT_S, "keepalives_idle": CONNECT_S, **_LIVENESS, **url.query},
-            )
+            self._engine = self._pool(url)
+            self._plain = self._pool(url, isolation_level="AUTOCOMMIT", pool_reset_on_return=None)
         except ImportError as error:
             raise MissingExtraError(
                 "PostgreSQL's driver is not installed: pip install 'torch-placer[postgres]'"
             ) from error
-        sa.event.listen(self._engine, "connect", _set_limits)
-        self._plain = self._engine.execution_options(isolation_level="AUTOCOMMIT")
         self.write(self._upgrade)
+
+    @staticmethod
+    def _pool(url: sa.URL, **options: Any) -> sa.Engine:
+        given = {"connect_timeout": CONNECT_S, "keepalives_idle": CONNECT_S, **_LIVENESS, **url.query}
+        engine = sa.create_engine(
+            url, pool_size=POOL, max_overflow=0, pool_timeout=CONNECT_S, connect_args=given, **options
+        )
+        sa.event.listen(engine, "connect", _set_limits)
+        return engine
 
     def _upgrade(self, connection: sa.Connection) -> None:
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(MIGRATION_LOCK)))
@@ -226,6 +232,7 @@ class PostgresDatabase(Database):
     def close(self) -> None:
         """Close the connections."""
         self._engine.dispose()
+        self._plain.dispose()
 
     def _reading(self) -> Any:
         return self._plain.connect()
@@ -242,10 +249,10 @@ _LIVENESS = {"keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout"
 
 def _set_limits(connection: Any, _: object) -> None:
     """No statement holds up a thread, or a lock, for long."""
-    connection.autocommit = True
+    before, connection.autocommit = connection.autocommit, True
     connection.execute(f"SET statement_timeout = '{STATEMENT_S}s'")
     connection.execute(f"SET idle_in_transaction_session_timeout = '{STATEMENT_S}s'")
-    connection.autocommit = False
+    connection.autocommit = before
 
 
 class _Turns:

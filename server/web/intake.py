@@ -34,22 +34,22 @@ class Intake:
         if not (optional and declared == "0" and "transfer-encoding" not in request.headers):
             _require_json(request)
         self._require_small(declared)
-        body = bytearray()
+        body = _Body()
         try:
             await self._read(request, body)
-            yield bytes(body)
+            yield bytes(body.content)
         finally:
-            self._held_bytes -= len(body)
+            self._held_bytes -= len(body.content)
 
-    async def _read(self, request: Request, body: bytearray) -> None:
+    async def _read(self, request: Request, body: _Body) -> None:
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 async for chunk in request.stream():
-                    body += chunk
+                    body.add(chunk)
                     self._held_bytes += len(chunk)
-                    self._check(len(body))
+                    self._check(len(body.content))
         except TimeoutError:
-            raise self._slow(len(body)) from None
+            raise self._slow(len(body.content)) from None
 
     def _require_small(self, declared: str) -> None:
         limit = self._settings.max_body_bytes
@@ -67,6 +67,21 @@ class Intake:
     def _slow(self, size: int) -> Problem:
         detail = f"the body did not arrive within {self._settings.body_timeout_s:g} s; {size} bytes did"
         return Problem(408, "slow-body", "The body came too slowly", detail, headers={"Connection": "close"})
+
+
+class _Body:
+    """What has come so far; nothing is copied where all comes at once."""
+
+    def __init__(self) -> None:
+        self.content: bytes | bytearray = b""
+
+    def add(self, chunk: bytes) -> None:
+        if not self.content:
+            self.content = chunk
+        elif chunk:
+            if isinstance(self.content, bytes):
+                self.content = bytearray(self.content)
+            self.content += chunk
 
 
 def _require_json(request: Request) -> None:
