@@ -142,9 +142,9 @@ class _Leaves:
             handle.remove()
 
     def _check(self, leaf: Tensor) -> None:
-        assert leaf.grad is not None  # this is called once it was accumulated
-        if not leaf.grad.is_sparse:
-            self._tags.expect(leaf.grad, self._tags.device(leaf))
+        gradient = leaf.grad  # None where another who looks on took it, to add it to others in one operation
+        if gradient is not None and not gradient.is_sparse:
+            self._tags.expect(gradient, self._tags.device(leaf))
 
 
 class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
