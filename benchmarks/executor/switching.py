@@ -15,7 +15,7 @@ from . import cases, timing
 from .sample import Sample, attempt
 
 CASE = "switching"
-REPEATS = 21
+REPEATS = 3 if cases.is_small() else 21
 
 
 def measure() -> Iterator[Sample]:
