@@ -27,9 +27,8 @@ from placer.solver import (
     bounds,
     conflict,
     costs,
+    free_search,
     limits,
-    local,
-    parts,
     stage_scope,
     stage_search,
     starts,
@@ -62,12 +61,6 @@ MOST_TURNS = 300
 CLIMB_SHARE = 0.4
 """How much of the time, or of the work, may be over when the search for better cuts ends."""
 
-
-LOCAL_SHARE = 0.15
-"""How much of the time, or of the work, may be over when local search ends."""
-
-PARTS_SHARE = 0.6
-"""The same of the search that divides anew what a few devices hold."""
 
 RELAXED_SHARE = 0.6
 """How much of the time that is left a problem may take that asks less."""
@@ -222,10 +215,8 @@ class Search:
         if reason is not None:
             return self._nothing(reason, "arithmetic")
         self._start()
-        if self.open() and self.best is not None and local.applies(self.problem):
-            self._move_layers(self.best)
-        if self.open() and parts.many(self.problem, self.nodes):
-            self._divide_anew()
+        if self.open() and not self.problem.contiguous:
+            free_search.before_the_program(self)
         if self.open():
             reason = self._program()
         if self.best is None:
@@ -257,7 +248,7 @@ class Search:
                 stage_search.sweep(self)
                 return None
             if turn == 1:
-                self._divide_anew()
+                free_search.divide_anew(self)
             upper = self.better() if self.best is not None or self.enough is not None else None
             nodes = reduced(self.problem, self.value if self.enough is None else min(self.value, self.enough))
             result = PlacementModel(self.problem, nodes, upper=upper).solve(self.limits(work))
@@ -291,23 +282,7 @@ class Search:
         request = self.request
         return Limits(self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter)
 
-    def _move_layers(self, start: list[int]) -> None:
-        """Local search from the best start."""
-
-        def over() -> bool:
-            self.meter.done += local.WORK
-            return self.over(LOCAL_SHARE)
-
-        enough = self.bound * (1 + answer.PROVEN_GAP / 2)
-        self.offer(local.improved(self.problem, self.nodes, start, over, enough), "local search")
-
-    def _divide_anew(self) -> None:
-        """What a few devices hold, divided among them as well as can be, where placements are free."""
-        if self.best is not None and self.enough is None and parts.applies(self.problem):
-            found = parts.improved(self.problem, self.best, self._quietly, lambda: self.over(PARTS_SHARE))
-            self.offer(found, "local search")
-
-    def _quietly(self, work: float) -> Limits:
+    def quietly(self, work: float) -> Limits:
         """For a search of so much work whose placements are looked at when it ends."""
         request = self.request
         return Limits(self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter)
@@ -341,7 +316,7 @@ class Search:
             assert self.best is not None
             return self.best
 
-        return ties.broken(self.problem, self.best, self._quietly, kept)
+        return ties.broken(self.problem, self.best, self.quietly, kept)
 
     def better(self) -> float:
         """The objective from which a placement counts as better than the best so far."""

@@ -1,0 +1,97 @@
+"""The set-covering program of ``shares.py``: few sets that hold all nodes, with its duals kept in a box."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from ortools.linear_solver import pywraplp
+
+EDGE = 1e-9
+MOST_WIDENED = 6
+FIRST_HALF = 0.25
+"""Half the width of the first box, as a share of a group's mean price."""
+
+
+class Covering:
+    """A linear program that sets join.
+
+    Nodes are in groups, a row each: what sets hold of a group, by the prices of its nodes, comes to the whole of it; or
+    a slack adds to it at the upper end of the group's box, or takes off at the lower end. So duals lie in the box.
+
+    Args:
+        groups: the nodes of each.
+        prices: by node, above 0; of the groups they are the middle of the box.
+        free: how many devices pay for no transfer: each holds one set at no cost.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], prices: Sequence[float], free: int) -> None:
+        self._solver = pywraplp.Solver.CreateSolver("GLOP")
+        self._ends = self._solver.infinity()
+        self._rows = [self._solver.Constraint(1, 1) for _ in groups]
+        self._once = [self._solver.Constraint(-self._ends, 1) for _ in range(free)]
+        self._goal = self._solver.Objective()
+        self._goal.SetMinimization()
+        self._known: set[tuple[frozenset[int], int | None]] = set()
+        self._group_of = {node: group for group, nodes in enumerate(groups) for node in nodes}
+        whole = [sum(prices[node] for node in nodes) for nodes in groups]
+        self._share = {node: prices[node] / whole[group] for node, group in self._group_of.items()}
+        self._more = [self._column({group: 1.0}) for group in range(len(groups))]
+        self._less = [self._column({group: -1.0}) for group in range(len(groups))]
+        self._half = FIRST_HALF * sum(whole) / len(groups)
+        self._widened = 0
+        self.centre(prices)
+
+    def centre(self, prices: Sequence[float]) -> None:
+        """Move the box."""
+        self._middle = [0.0] * len(self._rows)
+        for node, group in self._group_of.items():
+            self._middle[group] += prices[node]
+        self._box()
+
+    def widen(self) -> bool:
+        """Make the box twice as wide; whether it may be."""
+        self._widened += 1
+        self._half *= 2
+        self._box()
+        return self._widened <= MOST_WIDENED
+
+    def _box(self) -> None:
+        for price, more, less in zip(self._middle, self._more, self._less, strict=True):
+            self._goal.SetCoefficient(more, price + self._half)
+            self._goal.SetCoefficient(less, self._half - price)
+
+    def leans(self) -> bool:
+        """Whether some dual of the last solution is at an end of its box."""
+        return any(slack.solution_value() > EDGE for slack in (*self._more, *self._less))
+
+    def join(self, sets: Iterable[frozenset[int]], held: Sequence[frozenset[int]]) -> bool:
+        """Add sets, and for each device that pays for no transfer another one; whether any is new."""
+        owners: list[tuple[frozenset[int], int | None]] = [(nodes, None) for nodes in sets]
+        owners += [(nodes, owner) for owner, nodes in enumerate(held) if nodes]
+        fresh = [one for one in owners if one not in self._known]
+        for nodes, owner in fresh:
+            parts: dict[int, float] = defaultdict(float)
+            for node in nodes:
+                parts[self._group_of[node]] += self._share[node]
+            column = self._column(parts)
+            if owner is None:
+                self._goal.SetCoefficient(column, 1.0)
+            else:
+                self._once[owner].SetCoefficient(column, 1.0)
+        self._known.update(fresh)
+        return bool(fresh)
+
+    def solve(self) -> tuple[float, list[float]] | None:
+        """The least number of sets, in fractions of them, and the prices that the duals make; None where it fails."""
+        if self._solver.Solve() != self._solver.OPTIMAL:
+            return None
+        duals = [row.dual_value() for row in self._rows]
+        prices = [duals[self._group_of[node]] * self._share[node] for node in range(len(self._share))]
+        return self._goal.Value(), prices
+
+    def _column(self, parts: Mapping[int, float]) -> pywraplp.Variable:
+        column = self._solver.NumVar(0, self._ends, "")
+        for group, part in parts.items():
+            self._rows[group].SetCoefficient(column, part)
+        return column

@@ -1,0 +1,69 @@
+"""Free placements: the search around the integer program.
+
+local search ─▶ shares ─▶ parts ─▶ integer program, a round ─▶ parts ─▶ its other rounds
+better by       a bound   better by dividing anew what
+small moves               a few devices hold
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from placer.solver import answer, local, parts, shares
+from placer.solver.reduce import reduced
+
+if TYPE_CHECKING:
+    from placer.solver.solve import Search
+
+LOCAL_SHARE = 0.15
+"""How much of the time, or of the work, may be over when local search ends."""
+
+SHARES_SHARE = 0.45
+"""The same of the search for prices that prove a bound."""
+
+PARTS_SHARE = 0.6
+"""The same of the search that divides anew what a few devices hold."""
+
+
+def before_the_program(search: Search) -> None:
+    """Go on from the best start: small moves, a bound, and larger moves where nodes are many."""
+    move_layers(search)
+    share_out(search)
+    if search.open() and parts.many(search.problem, search.nodes):
+        divide_anew(search)
+
+
+def move_layers(search: Search) -> None:
+    """Local search from the best so far."""
+    if search.best is None or not local.applies(search.problem):
+        return
+
+    def over() -> bool:
+        search.meter.done += local.WORK
+        return search.over(LOCAL_SHARE)
+
+    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    search.offer(local.improved(search.problem, search.nodes, search.best, over, enough), "local search")
+
+
+def share_out(search: Search) -> None:
+    """Prove a bound, or that nothing is better than the best."""
+    if search.best is None or not search.open() or not shares.applies(search.problem):
+        return
+    if not shares.worth_looking(search.problem, search.nodes):
+        return
+
+    def over(work: float) -> bool:
+        search.meter.done += work
+        return search.over(SHARES_SHARE)
+
+    upper = search.better()
+    bound = shares.share_bound(search.problem, reduced(search.problem, upper), upper, search.bound, over)
+    search.prove(search.nothing_below() if bound >= upper else bound)
+
+
+def divide_anew(search: Search) -> None:
+    """What a few devices hold, divided among them as well as can be."""
+    if search.best is not None and search.enough is None and parts.applies(search.problem):
+        found = parts.improved(search.problem, search.best, search.quietly, lambda: search.over(PARTS_SHARE))
+        search.offer(found, "local search")

@@ -1,0 +1,264 @@
+"""Shares: put a price on every node, and some device must hold its share of all prices.
+
+For any prices, let C be the most that devices which pay for no transfer can hold within the bottleneck that is known.
+The other K devices hold the rest, so one of them holds a set S with::
+
+    worth(S) >= (sum of all prices - C) / K      and the bottleneck is at least the least load(S) of such sets
+
+``subsets.py`` finds that load, however the sets lie. The prices are the duals of the set-covering program
+
+    minimise the number of sets, each of load <= bottleneck, that hold every node once
+
+solved by column generation: the set that is worth most by the prices joins the program, which gives new prices. These
+are kept near the best ones so far, in a box, or they would swing from end to end. Where sets for K devices suffice for
+a bottleneck, as far as fractions of sets are sets, a smaller one is tried.
+
+Source: Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", 1961; du Merle, Villeneuve,
+Desrosiers and Hansen, "Stabilized column generation", 1999.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from placer.solver.covering import Covering
+from placer.solver.nets import joined_nets
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+from placer.solver.stage_links import stage_links
+from placer.solver.subsets import MOST_LABELS, Found, Subsets
+from placer.solver.sweeps import Pins, Step, sweep
+
+MANY = 100
+"""So many pairs of a node and a device are many."""
+
+MOST_NODES = 1_500
+SLACK = 1e-9
+CLOSE = 1e-4
+NEAR = 0.01
+"""Within so much of what is known, all of it is tried to be proven."""
+
+GROUPS = 4
+"""So many groups of nodes for each device in the beginning."""
+
+LITTLE = 0.02
+ALMOST = 0.9
+FEW_LABELS = 2_000
+EVEN = 1e-5
+"""What all nodes cost at the least in the beginning, of the sum."""
+
+STEP_BACK = 0.3
+"""How much of the best prices so far is in those that are tried."""
+
+TAKEN = -0.05
+"""The price of a node that another set of the same turn holds already, where the mean is 1."""
+
+LABELS_A_SEARCH = 20_000
+"""What a search does besides, in labels."""
+
+LABELS_A_WORK = 2_000_000
+"""Labels looked at in a unit of work, in the measure of ``cpsat.Meter``."""
+
+Over = Callable[[float], bool]
+"""Told of work that was done, whether the search is to end."""
+
+
+def applies(problem: Problem) -> bool:
+    """Whether a device's load is what it holds and what it exchanges, as sets are reckoned."""
+    request = problem.request
+    return not problem.contiguous and request.objective == "throughput" and request.transfers == "added"
+
+
+def worth_looking(problem: Problem, nodes: Reduction) -> bool:
+    """Whether the integer program would not prove as much in no time."""
+    return len(nodes.nodes) * len(problem.devices) >= MANY
+
+
+def share_bound(problem: Problem, nodes: Reduction, upper: float, known: float, over: Over) -> float:
+    """A lower bound on the bottleneck of free placements, in milliseconds; no more than ``upper``.
+
+    Args:
+        problem: what is asked, of the kind that ``applies`` names.
+        nodes: its layers, joined where they must be together.
+        upper: a bottleneck; it is looked for a proof that none is smaller.
+        known: a lower bound.
+        over: ends the search.
+    """
+    links = stage_links(problem)
+    paying = [device for device in range(len(problem.devices)) if device not in problem.untaxed]
+    if links is None or upper <= known or not paying or len(nodes.nodes) > MOST_NODES:
+        return known
+    nets: dict[Pins, float] = defaultdict(float)
+    for net in joined_nets(problem, nodes, links.quickest):
+        nets[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
+    steps = sweep(len(nodes.nodes), nets)
+    if steps is None:
+        return known
+    most = min(len(paying), problem.most_devices)
+    # Limits of memory and forbidden devices are left out of account: these are more sets than there are.
+    work = [min(_work(problem, layers, device) for device in paying) for layers in nodes.nodes]
+    if not any(work):
+        return known
+    free = [[_work(problem, layers, device) for layers in nodes.nodes] for device in sorted(problem.untaxed)]
+    return _Shares(steps, nets, work, free, most, upper, known, over).bound()
+
+
+def _work(problem: Problem, layers: Sequence[int], device: int) -> float:
+    return sum(problem.compute_ms(layer, device) for layer in layers)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Prices, and what a search by them says.
+
+    Attributes:
+        prices: by node; a set is worth about one.
+        count: sets of the load allowed that are needed to hold all nodes, at least.
+        sets: those that are worth much.
+        held: by device that pays for no transfer, what it would hold.
+    """
+
+    prices: list[float]
+    count: float
+    sets: list[frozenset[int]]
+    held: list[frozenset[int]]
+
+
+@dataclass
+class _Shares:
+    """The column generation.
+
+    Attributes:
+        steps: the sweep.
+        nets: by pins, what it costs to cut.
+        work_ms: by node.
+        free_ms: by device that pays for no transfer, by node.
+        devices: how many others there are.
+        upper: the bottleneck that is known.
+        known: the bound so far.
+        over: ends the search.
+        pool: all sets that were found, and their loads.
+    """
+
+    steps: list[Step]
+    nets: dict[Pins, float]
+    work_ms: list[float]
+    free_ms: list[list[float]]
+    devices: int
+    upper: float
+    known: float
+    over: Over
+    pool: dict[frozenset[int], float] = field(default_factory=dict)
+
+    def bound(self) -> float:
+        """Try bottlenecks half way between what is proven and what sets suffice for, in ever smaller groups."""
+        prices = [work + EVEN * sum(self.work_ms) for work in self.work_ms]
+        prices = self._tried(Subsets(self.steps, self.work_ms, self.upper), prices, self.upper).prices
+        count, suffices = GROUPS * self.devices, self.upper
+        while not self.over(0.0) and self.known < suffices * (1 - CLOSE):
+            near = self.known > suffices * (1 - NEAR)
+            target = suffices if near else (suffices + self.known) / 2
+            prices, able = self._generate(target, prices, self._groups(prices, count))
+            if able and count >= len(prices):
+                suffices = target if target < suffices else (suffices + self.known) / 2
+            elif able:
+                count *= 2
+        return self.known
+
+    def _groups(self, prices: Sequence[float], count: int) -> list[list[int]]:
+        """Runs of the sweep that cost about the same."""
+        groups: list[list[int]] = []
+        whole, passed = sum(max(0.0, price) for price in prices), 0.0
+        for step in self.steps:
+            if not groups or passed >= len(groups) * whole / count or count >= len(prices):
+                groups.append([])
+            groups[-1].append(step.node)
+            passed += max(0.0, prices[step.node])
+        return groups
+
+    def _generate(
+        self, target: float, prices: list[float], groups: Sequence[Sequence[int]]
+    ) -> tuple[list[float], bool]:
+        """Better and better prices for a bottleneck: the best, and whether sets of so much load suffice by group."""
+        subsets = Subsets(self.steps, self.work_ms, target)
+        fresh = best = self._tried(subsets, prices, target)
+        base = [max(price, EVEN * sum(prices)) for price in prices]
+        program = Covering(groups, base, len(self.free_ms))
+        program.join([nodes for nodes, load in self.pool.items() if load <= target], [])
+        while self.known < target and not self.over(0.0):
+            new = program.join(fresh.sets, fresh.held)
+            solved = program.solve()
+            if solved is None:
+                return best.prices, True
+            count, duals = solved
+            leans = program.leans()
+            if count <= self.devices and not leans:
+                return best.prices, True
+            if not new or count <= best.count * (1 + CLOSE):
+                if not leans or not program.widen():
+                    return best.prices, True
+            mixed = [STEP_BACK * old + (1 - STEP_BACK) * dual for old, dual in zip(best.prices, duals, strict=True)]
+            fresh = self._tried(subsets, mixed, target)
+            if fresh.count > best.count:
+                best = fresh
+                program.centre(best.prices)
+        return best.prices, False
+
+    def _tried(self, subsets: Subsets, prices: Sequence[float], target: float) -> _Tried:
+        """What prices prove, and the sets that are worth most by them."""
+        held = [self._held(prices, time_ms, target) for time_ms in self.free_ms]
+        rest = sum(prices) - sum(most for most, _ in held)
+        unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0
+        scaled = [price / unit for price in prices]
+        enough = max(rest / self.devices / unit * (1 - SLACK), LITTLE)
+        found = self._search(subsets, scaled, enough)
+        if rest > LITTLE * unit * self.devices:
+            self.known = max(self.known, min(found.least_ms, target))
+        sets = self._sets(subsets, scaled, found, target)
+        worth = found.most_worth
+        return _Tried([price / worth for price in scaled], rest / unit / worth, sets, [nodes for _, nodes in held])
+
+    def _sets(self, subsets: Subsets, prices: Sequence[float], found: Found, target: float) -> list[frozenset[int]]:
+        """The set that is worth most, then the one that is of what is left, as many as there are devices."""
+        left = list(prices)
+        sets: list[frozenset[int]] = []
+        taken = TAKEN * sum(prices) / len(prices)
+        while found.nodes and len(sets) < self.devices and not self.over(0.0):
+            load = self._load(found.nodes)
+            if load <= target:
+                sets.append(found.nodes)
+                self.pool[found.nodes] = load
+                for node in found.nodes:
+                    left[node] = taken
+            found = self._search(subsets, left, LITTLE if sets else ALMOST, FEW_LABELS, real=True)
+        return sets
+
+    def _search(
+        self,
+        subsets: Subsets,
+        prices: Sequence[float],
+        enough: float,
+        most_labels: int = MOST_LABELS,
+        real: bool = False,
+    ) -> Found:
+        found = subsets.search(prices, enough, most_labels, real)
+        self.over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
+        return found
+
+    def _load(self, nodes: frozenset[int]) -> float:
+        cut = sum(cost for pins, cost in self.nets.items() if 0 < sum(pin in nodes for pin in pins) < len(pins))
+        return cut + sum(self.work_ms[node] for node in nodes)
+
+    def _held(self, prices: Sequence[float], time_ms: Sequence[float], target: float) -> tuple[float, frozenset[int]]:
+        """The most that a device without transfers can hold, in parts of nodes, and the whole ones among them."""
+        worth, left = 0.0, target
+        nodes: list[int] = []
+        wanted = [node for node, price in enumerate(prices) if price > 0 and time_ms[node] <= target * (1 + SLACK)]
+        for node in sorted(wanted, key=lambda node: time_ms[node] / prices[node]):
+            if time_ms[node] > left:
+                return (worth + prices[node] * left / time_ms[node]) * (1 + SLACK), frozenset(nodes)
+            worth, left = worth + prices[node], left - time_ms[node]
+            nodes.append(node)
+        return worth * (1 + SLACK), frozenset(nodes)

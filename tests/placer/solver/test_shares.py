@@ -1,0 +1,92 @@
+"""The bound by shares of prices, against trying every assignment, and against closed forms."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from small_requests import examples, small_requests
+
+from placer.schema import Constraints
+from placer.solver import costs, shares
+from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
+from placer.solver.solve import solve
+
+SETTINGS = examples(40)
+ENOUGH = 1.0
+
+
+class Work:
+    """Ends a search after so much work."""
+
+    def __init__(self):
+        self.done = 0.0
+
+    def over(self, work):
+        self.done += work
+        return self.done > ENOUGH
+
+
+def bound(problem, upper, known=0.0):
+    return shares.share_bound(problem, reduced(problem, upper), upper, known, Work().over)
+
+
+def every_bottleneck(problem):
+    """Of each assignment that meets all requirements."""
+    for devices in itertools.product(range(len(problem.devices)), repeat=len(problem.layers)):
+        result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
+        if result is not None and costs.fits(problem, result):
+            yield result.objective_value
+
+
+@SETTINGS
+@given(asked=small_requests(objectives=("throughput",)))
+def test_no_placement_is_better_than_the_bound(asked):
+    rules = asked.constraints.model_copy(update={"contiguous": False})
+    problem = Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
+    best = min(every_bottleneck(problem), default=0.0)
+    assume(best > 0)
+    assert 0.0 <= bound(problem, best) <= best
+    assert bound(problem, 1.5 * best) <= best * (1 + 1e-9)
+
+
+@SETTINGS
+@given(asked=small_requests(objectives=("throughput",)))
+def test_nor_where_one_device_pays_for_no_transfer_and_sending_reaches_all(asked):
+    rules = asked.constraints.model_copy(update={"contiguous": False})
+    asked = asked.model_copy(update={"constraints": rules, "transfers": "added"})
+    problem = replace(Problem.from_request(asked), multicast=True, untaxed=frozenset({0}))
+    best = min(every_bottleneck(problem), default=0.0)
+    assume(best > 0)
+    assert bound(problem, best) <= best
+    assert bound(problem, 1.5 * best) <= best * (1 + 1e-9)
+
+
+def test_seven_equal_layers_on_three_devices_are_not_shared_in_thirds(chain):
+    """One device holds three of them, though a third of the work is less."""
+    problem = Problem.from_request(chain([1.0] * 7, devices=3, constraints=Constraints(contiguous=False)))
+    assert bound(problem, 3.0 * (1 - 1e-6)) == pytest.approx(3.0, rel=1e-5)
+
+
+def test_cutting_costs_are_in_the_share(chain):
+    """Of four layers in a row a device holds two, and pays for the value between its own and the others'."""
+    problem = Problem.from_request(chain([2.0] * 4, value_bytes=1, constraints=Constraints(contiguous=False)))
+    assert bound(problem, 5.0 * (1 - 1e-6)) == pytest.approx(5.0, rel=1e-5)
+
+
+def test_prices_find_the_device_that_work_alone_does_not(chain):
+    """Both 3s share a device with nothing but a 1, or are on two: prices 1 for each 3 say so, work says 4 is enough."""
+    problem = Problem.from_request(chain([3.0, 3.0, 3.0, 1.0], devices=2, constraints=Constraints(contiguous=False)))
+    assert bound(problem, 6.0 * (1 - 1e-6)) == pytest.approx(6.0, rel=1e-5)
+
+
+def test_the_bound_is_at_least_what_was_known(chain):
+    problem = Problem.from_request(chain([1.0] * 4, constraints=Constraints(contiguous=False)))
+    assert bound(problem, 2.5, known=1.9) >= 1.9
+
+
+def test_a_long_row_with_dear_values_is_proven_without_the_integer_program(chain):
+    asked = chain([1.0, 2.0, 3.0, 2.0] * 12, devices=4, value_bytes=1, constraints=Constraints(contiguous=False))
+    placement = solve(asked)
+    assert placement.status == "optimal"
