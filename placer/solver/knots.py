@@ -19,6 +19,7 @@ Source: Lawler, "Cutsets and partitions of hypergraphs", 1973.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, inf
 
@@ -87,7 +88,7 @@ def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) 
         if most[node] <= best or cuts >= MOST_CUTS:
             continue
         cuts += 1
-        value, members = cutter.least(node)
+        value, members = cutter.least([node])
         if min(value, alone[node]) > best:
             best = min(value, alone[node])
             found.append(Knot(node, value, alone[node]))
@@ -136,7 +137,7 @@ def alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
 
 
 class Cutter:
-    """Minimum cuts in one network: nodes, two vertices for each net of many pins, and the sink.
+    """Minimum cuts in one network: nodes, two vertices for each net of many pins, an origin and the sink.
 
     Args:
         work: by node, its compute in milliseconds; some of it is finite and more than 0.
@@ -150,7 +151,10 @@ class Cutter:
         self._work = [self._steps(time_ms) for time_ms in work]
         for node, steps in enumerate(self._work):
             self._arc(node, self._sink, steps)  # arc number ``node``
-        vertex = self._sink + 1
+        self._origin = self._sink + 1
+        for node in range(self._count):
+            self._arc(self._origin, node, 0)  # arc number ``count + node``
+        vertex = self._origin + 1
         for pins, time_ms in nets.items():
             steps = self._steps(time_ms)
             if len(pins) == 2:
@@ -169,13 +173,17 @@ class Cutter:
     def _arc(self, tail: int, head: int, capacity: int) -> None:
         self._flow.add_arc_with_capacity(tail, head, capacity)
 
-    def least(self, node: int, without: int | None = None) -> tuple[float, list[int]]:
-        """The least load of the node's device, in milliseconds, and the set S; without another node if one is named."""
-        if without is not None:
-            self._flow.set_arc_capacity(without, ENDLESS)
-        status = self._flow.solve(node, self._sink)
-        if without is not None:
-            self._flow.set_arc_capacity(without, self._work[without])
+    def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
+        """The least load of a device with some nodes and without others, in milliseconds, and the set S."""
+        for node in inside:
+            self._flow.set_arc_capacity(self._count + node, ENDLESS)
+        for node in outside:
+            self._flow.set_arc_capacity(node, ENDLESS)
+        status = self._flow.solve(self._origin, self._sink)
+        for node in inside:
+            self._flow.set_arc_capacity(self._count + node, 0)
+        for node in outside:
+            self._flow.set_arc_capacity(node, self._work[node])
         assert status == self._flow.OPTIMAL
         members = [other for other in self._flow.get_source_side_min_cut() if other < self._count]
         return self._flow.optimal_flow() / self._steps_per_ms * (1 - 1e-12), members

@@ -30,7 +30,7 @@ from placer.solver.knots import Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import SLACK, Reduction, joined
-from placer.solver.windows import reached
+from placer.solver.windows import neighbourhood
 
 MOST_PINS = 20_000
 """Graphs whose nets have more pins in all than so many are left as they are."""
@@ -106,7 +106,7 @@ def _needing(problem: Problem, nodes: Reduction, upper: float) -> set[Pair]:
         for other in sorted(neighbours - {node}):
             if (node, other) in parted or len(needs) + len(parted) >= MOST_PAIRS:
                 continue
-            value, members = cutter.least(node, without=other)
+            value, members = cutter.least([node], [other])
             if value > upper * (1 + SLACK):
                 needs.add((node, other))
                 continue
@@ -193,7 +193,7 @@ class _Draw:
         )
 
     def _in_order(self, centre: int, node: int) -> bool:
-        before, behind = self._before[centre], self._behind[centre]
+        before, behind = (bits[centre] for bits in self._neighbourhood)
         return all(before >> other & 1 for other in self._sources[node]) and all(
             behind >> other & 1 for other in self._readers[node]
         )
@@ -224,15 +224,8 @@ class _Draw:
         return _by_first(self._arcs)
 
     @cached_property
-    def _before(self) -> list[int]:
-        """By node, itself and all before it, as bits."""
-        count = len(self.nodes.nodes)
-        return reached(count, [(reader, source) for source, reader in self._arcs], range(count))
-
-    @cached_property
-    def _behind(self) -> list[int]:
-        count = len(self.nodes.nodes)
-        return reached(count, self._arcs, range(count - 1, -1, -1))
+    def _neighbourhood(self) -> tuple[list[int], list[int]]:
+        return neighbourhood(self.problem, self.nodes)
 
 
 def _by_first(pairs: Iterable[Pair]) -> dict[int, list[int]]:

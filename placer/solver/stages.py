@@ -24,10 +24,10 @@ from placer.solver.cpsat import Answer, Limits, run
 from placer.solver.moment_rules import moment_of_training
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
+from placer.solver.reach import narrowed_windows
 from placer.solver.reduce import Reduction
 from placer.solver.stage_links import StageLinks, stage_links, surcharges
 from placer.solver.stage_scope import knows_memory
-from placer.solver.windows import stage_windows
 
 TIME_STEPS = 2**31
 """Into how many steps the bottleneck that is known is cut."""
@@ -92,7 +92,7 @@ class StageModel:
 
     def _windows(self) -> list[tuple[int, int]]:
         """By node, the first and the last stage that it can be at."""
-        return stage_windows(self.problem, self.nodes, self.upper)
+        return narrowed_windows(self.problem, self.nodes, self.upper)
 
     def _choose_stages(self) -> None:
         self.y: list[list[Prefix]] = []

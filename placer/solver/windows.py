@@ -26,10 +26,7 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
     if count > MOST_NODES or upper_ms <= 0:
         return anywhere
     work = [_least_work(problem, layers) for layers in nodes.nodes]
-    arcs = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
-    arcs = {(source, reader) for source, reader in arcs if source != reader}
-    before = reached(count, [(reader, source) for source, reader in arcs], range(count))
-    behind = reached(count, list(arcs), range(count - 1, -1, -1))
+    before, behind = neighbourhood(problem, nodes)
     most = upper_ms * (1 + SLACK)
     windows = []
     for node in range(count):
@@ -39,12 +36,22 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
     return windows
 
 
+def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[int]]:
+    """By node, itself and all that it depends on, as bits, and itself and all that depend on it."""
+    count = len(nodes.nodes)
+    arcs = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
+    arcs = {(source, reader) for source, reader in arcs if source != reader}
+    before = _reached(count, [(reader, source) for source, reader in arcs], range(count))
+    behind = _reached(count, list(arcs), range(count - 1, -1, -1))
+    return before, behind
+
+
 def _least_work(problem: Problem, layers: Sequence[int]) -> float:
     devices = range(len(problem.devices))
     return min(sum(problem.compute_ms(layer, device) for layer in layers) for device in devices)
 
 
-def reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:
+def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:
     """By node, itself and all that can be reached, as bits; ``order`` has the targets of arcs first."""
     targets: list[list[int]] = [[] for _ in range(count)]
     for source, target in arcs:
@@ -59,12 +66,13 @@ def reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -
 
 def _total(work: Sequence[float], bits: int) -> float:
     total = 0.0
-    for node in _members(bits):
+    for node in members(bits):
         total += work[node]
     return total
 
 
-def _members(bits: int) -> list[int]:
+def members(bits: int) -> list[int]:
+    """The nodes that are set."""
     text = bin(bits)[:1:-1]
     members, at = [], text.find("1")
     while at >= 0:

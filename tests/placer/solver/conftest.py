@@ -3,9 +3,11 @@
 import itertools
 
 import pytest
+from small_graphs import best_of, drawn
 
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
 
 
 @pytest.fixture(scope="session")
@@ -74,3 +76,11 @@ def make_chain(times_ms, devices=2, memory_bytes=1_000, param_bytes=0, value_byt
         links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(names, 2)],
     )
     return PlacementRequest(profile=Profile(layers=layers, edges=edges, cluster=cluster), **asked)
+
+
+@pytest.fixture(scope="session")
+def enumerated():
+    """Problems with the nodes of each and the smallest bottleneck of all assignments, where there is one above 0."""
+    problems = [drawn(seed) for seed in range(80)]
+    found = [(problem, nodes, best_of(problem, nodes)) for problem in problems for nodes in [reduced(problem)]]
+    return [each for each in found if each[2]]
