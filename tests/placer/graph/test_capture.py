@@ -123,22 +123,18 @@ _HASH = """
 import torch
 from placer.graph import capture
 from placer.zoo import gpt
-torch.manual_seed({seed})
-model = gpt(layers=2, width={width}, heads=2, context=8, vocabulary=20)
-print(capture(model, torch.randint(0, 20, (2, 8))).hash)
+def found(width):
+    model = gpt(layers=2, width=width, heads=2, context=8, vocabulary=20)
+    return capture(model, torch.randint(0, 20, (2, 8))).hash
 """
-
-
-def _hash_elsewhere(seed: int, width: int) -> str:
-    code = _HASH.format(seed=seed, width=width)
-    return subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def test_the_hash_is_the_same_in_every_process_and_another_for_another_size() -> None:
     here: dict[str, Any] = {}
-    exec(_HASH.format(seed=0, width=16).replace("print(", "found = ("), here)
-    assert here["found"] == _hash_elsewhere(seed=5, width=16)
-    assert here["found"] != _hash_elsewhere(seed=5, width=32)
+    exec(_HASH, here)
+    command = [sys.executable, "-P", "-c", f"{_HASH}torch.manual_seed(5)\nprint(found(16))"]
+    elsewhere = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    assert here["found"](16) == elsewhere != here["found"](32)
 
 
 class _Elsewhere(nn.Module):
