@@ -2,57 +2,56 @@
 
 import { bytes, element, milliseconds, percent, shape } from "./dom.js";
 
-const WIDTH = 460;
-const LABEL = 96;
-const ROW = 52;
+const ROW = 84;
+const BAR = 12;
 
 export function memoryOf(load) {
   return Object.values(load.memory).reduce((sum, part) => sum + part, 0);
 }
 
-/** The bars of all devices, with a legend and, for those who hear the page, a sentence each. */
-export function deviceBars(loads) {
+/** The bars of all devices, as wide as there is room, with a legend and, for those who hear the page, a sentence each. */
+export function deviceBars(loads, room) {
+  const width = Math.min(640, Math.max(260, room));
   const longest = Math.max(...loads.map((load) => Math.max(load.load_ms, load.compute_ms + load.send_ms + load.receive_ms)), 1e-9);
   const drawing = shape("svg", {
-    viewBox: `0 0 ${WIDTH} ${ROW * loads.length}`,
+    viewBox: `0 0 ${width} ${ROW * loads.length}`,
     width: "100%",
     role: "img",
     "aria-label": loads.map(sentence).join(" "),
   });
-  loads.forEach((load, index) => drawing.append(row(load, index * ROW, longest, index)));
+  loads.forEach((load, index) => drawing.append(row(load, index * ROW, width - 2, longest, index)));
   return element("div", { class: "bars" }, legend(), drawing);
 }
 
-function row(load, top, longest, index) {
-  const space = WIDTH - LABEL - 4;
+function row(load, top, space, longest, index) {
   const group = shape("g", { transform: `translate(0 ${top})` });
   group.append(
     shape("rect", { class: `d${index % 8}`, x: 0, y: 6, width: 10, height: 10, rx: 2 }),
     label(14, 15, `${load.device}${load.bottleneck ? " ◀" : ""}`),
-    label(14, 36, `${load.layers} ${load.layers === 1 ? "layer" : "layers"}`, "faint"),
-    shape("rect", { class: "track", x: LABEL, y: 4, width: space, height: 14 }),
-    shape("rect", { class: "track", x: LABEL, y: 26, width: space, height: 14 }),
+    label(space, 15, milliseconds(load.load_ms), "value"),
+    shape("rect", { class: "track", x: 0, y: 20, width: space, height: BAR }),
+    shape("rect", { class: "track", x: 0, y: 38, width: space, height: BAR }),
+    label(14, 65, `${load.layers} ${load.layers === 1 ? "layer" : "layers"}`, "faint"),
   );
-  let x = LABEL;
+  let x = 0;
   for (const part of ["compute", "send", "receive"]) {
     const width = (space * load[`${part}_ms`]) / longest;
-    group.append(shape("rect", { class: part, x, y: 4, width, height: 14 }));
+    group.append(shape("rect", { class: part, x, y: 20, width, height: BAR }));
     x += width;
   }
   const used = memoryOf(load);
   const scale = space / Math.max(load.limit_bytes, used, 1);
   group.append(
-    shape("rect", { class: used > load.limit_bytes ? "over" : "memory", x: LABEL, y: 26, width: used * scale, height: 14 }),
-    shape("line", { class: "limit", x1: LABEL + load.limit_bytes * scale, x2: LABEL + load.limit_bytes * scale, y1: 24, y2: 42 }),
-    label(LABEL + 4, 15, milliseconds(load.load_ms), "value"),
-    label(LABEL + 4, 37, `${bytes(used)} of ${bytes(load.limit_bytes)}`, "value"),
+    shape("rect", { class: used > load.limit_bytes ? "over" : "memory", x: 0, y: 38, width: used * scale, height: BAR }),
+    shape("line", { class: "limit", x1: load.limit_bytes * scale, x2: load.limit_bytes * scale, y1: 36, y2: 52 }),
+    label(space, 65, `${bytes(used)} of ${bytes(load.limit_bytes)}`, "value"),
     shape("title", {}, sentence(load)),
   );
   return group;
 }
 
 function label(x, y, text, kind) {
-  return shape("text", { x, y, class: kind }, text.length > 14 && !kind ? `${text.slice(0, 13)}…` : text);
+  return shape("text", { x, y, class: kind }, text.length > 24 && !kind ? `${text.slice(0, 23)}…` : text);
 }
 
 function sentence(load) {

@@ -19,7 +19,7 @@ export function show(article, placement, request, options) {
       element("p", { class: "why" }, whatLimits(placement)),
       ...helps(placement),
       element("h4", {}, "Devices, for one micro-batch"),
-      deviceBars(placement.devices),
+      deviceBars(placement.devices, article.clientWidth - 32),
       element("h4", {}, "Layers"),
       layerGraph(request.profile, placement.layer_devices, devices, options),
       table(placement),

@@ -312,6 +312,8 @@ def test_at_phone_width_nothing_is_wider_than_the_page_and_text_can_be_read(page
     ask_example(page)
     page.until("document.querySelector('#current .lanes')")
     assert page.run("return document.documentElement.scrollWidth") == 390
+    bars = "document.querySelector('#current .bars > svg')"
+    assert page.run(f"return 12 * {bars}.getBoundingClientRect().width / {bars}.viewBox.baseVal.width") > 11.5  # pixels
     contrast = (
         "const luminance = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(v => v / 255)"
         ".map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);"
