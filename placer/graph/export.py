@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from placer import devices
 from placer.errors import CaptureError
 from placer.graph import checkpoints
 from placer.graph.structure import Structure, flatten
+from placer.graph.tracing import GradientMode, OneDevice
 
 PREFIX = "module."
 """The user's model is the attribute ``module`` of what is exported."""
@@ -95,31 +95,11 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         args, kwargs = self._inputs.unflatten(tensors)
-        with _GradientMode() as mode:
+        with GradientMode() as mode, OneDevice(tensors[0].device if tensors else None):
             leaves, structure = flatten(self.module(*args, **kwargs))
         self._outputs.append(structure)
         self.custom.update(custom_functions(leaves) or mode.custom)
         return tuple(leaves)
-
-
-class _GradientMode(TorchFunctionMode):
-    """Notes what runs with gradients off where no code turned them off: only ``autograd.Function`` does that.
-
-    Attributes:
-        custom: what was found, in words.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.custom: set[str] = set()
-        self._enabled = torch.is_grad_enabled()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled:
-            self._enabled = bool(args[0])
-        elif self._enabled and not torch.is_grad_enabled():
-            self.custom.add("custom autograd function (or a reentrant checkpoint)")
-        return func(*args, **(kwargs or {}))
 
 
 def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exported:

@@ -1,0 +1,65 @@
+"""What is looked at, and what is put right, while a model's code is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class GradientMode(TorchFunctionMode):
+    """Notes what runs with gradients off where no code turned them off: only ``autograd.Function`` does that.
+
+    Attributes:
+        custom: what was found, in words.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.custom: set[str] = set()
+        self._enabled = torch.is_grad_enabled()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            self._enabled = bool(args[0])
+        elif self._enabled and not torch.is_grad_enabled():
+            self.custom.add("custom autograd function (or a reentrant checkpoint)")
+        return func(*args, **(kwargs or {}))
+
+
+class OneDevice(TorchFunctionMode):
+    """Lets code that names accelerators itself, as that of a model that was split by hand, run on one device.
+
+        x = self.first(x.to("cuda:0"))
+        return self.second(x.to("cuda:1"))
+
+    Where a layer runs is the placement's to say, so what such code names is the device of the capture. What it brings
+    to the host (``x.cpu()``) stays there.
+
+    Args:
+        device: that of the capture; None to leave the code alone.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._device is not None:
+            if func is Tensor.cuda:
+                return args[0].to(self._device)
+            if func is Tensor.to and len(args) > 1:
+                args = (args[0], self._here(args[1]), *args[2:])
+            if "device" in kwargs:
+                kwargs["device"] = self._here(kwargs["device"])
+        return func(*args, **kwargs)
+
+    def _here(self, named: Any) -> Any:
+        """The device of the capture for a named accelerator, or stand-in for one."""
+        if isinstance(named, bool) or not isinstance(named, (int, str, torch.device)):
+            return named
+        device = torch.device(named)
+        return named if device.type == "meta" or (device.type == "cpu" and device.index is None) else self._device
