@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from placer.executor import autocast
+from placer.graph.halves import CONVOLUTIONS, LINEAR, can_wait
 
 
 class Queue(list[Callable[[], None]]):
@@ -38,10 +39,6 @@ class Queue(list[Callable[[], None]]):
         weight.grad.add_(gradient)
 
 
-_aten = torch.ops.aten
-_CONVOLUTIONS = {_aten.conv1d.default: 1, _aten.conv2d.default: 2, _aten.conv3d.default: 3}
-
-
 class DeferWeights(TorchFunctionMode):
     """Inside, the backward passes of linear layers and convolutions put their weight gradients into a queue.
 
@@ -55,7 +52,7 @@ class DeferWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._splits(func, args, kwargs):
+        if not can_wait(func, args, kwargs):
             return func(*args, **kwargs)
         if not torch.is_autocast_enabled(args[0].device.type):
             return self._split(func, *args)
@@ -65,22 +62,9 @@ class DeferWeights(TorchFunctionMode):
             return self._split(func, x, *rest)
 
     def _split(self, func: Any, *args: Any) -> Any:
-        if func is _aten.linear.default:
+        if func is LINEAR:
             return _Linear.apply(self._queue, *args, *[None] * (3 - len(args)))  # type: ignore[no-untyped-call]
         return _Convolution.apply(self._queue, func, *args)  # type: ignore[no-untyped-call]
-
-    def _splits(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the operation has weights whose gradients can wait."""
-        if (func is not _aten.linear.default and func not in _CONVOLUTIONS) or kwargs or not torch.is_grad_enabled():
-            return False
-        if args[0].dtype != args[1].dtype and not torch.is_autocast_enabled(args[0].device.type):
-            return False  # the operation itself refuses them
-        bias = args[2] if len(args) > 2 else None
-        return _is_weight(args[1]) and (bias is None or not bias.requires_grad or _is_weight(bias))
-
-
-def _is_weight(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_leaf and tensor.requires_grad and tensor.grad is not None
 
 
 class _Linear(torch.autograd.Function):
@@ -90,7 +74,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, queue: Queue, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.queue, ctx.bias = queue, bias
         ctx.save_for_backward(x, weight)
-        result: Tensor = _aten.linear.default(x, *_like(x, weight, bias))
+        result: Tensor = LINEAR(x, *_like(x, weight, bias))
         return result
 
     @staticmethod
@@ -130,7 +114,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queue: Queue, function: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        count = _CONVOLUTIONS[function]
+        count = CONVOLUTIONS[function]
         defaults: tuple[Any, ...] = (None, 1, 0, 1, 1)
         bias, stride, padding, dilation, groups = (*rest, *defaults[len(rest) :])
         ctx.queue, ctx.bias = queue, bias
@@ -166,7 +150,7 @@ def _convolution_backward(
 ) -> Any:
     stride, padding, dilation, groups = shape
     sizes = None if bias is None else list(bias.shape)
-    return _aten.convolution_backward(
+    return torch.ops.aten.convolution_backward(
         gradient, x, weight.to(x.dtype), sizes, stride, padding, dilation, False, [0] * len(stride), groups, wanted
     )
 
