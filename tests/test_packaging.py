@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,15 @@ def test_without_torch_the_error_names_the_pip_command(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None\nimport placer\nplacer.DataFlow"
     result = run(code, tmp_path)
     assert "MissingExtraError: torch is not installed: pip install 'torch-placer[torch]'" in result.stderr
+
+
+def test_every_pip_command_that_an_error_names_has_the_projects_name_and_an_extra_of_it() -> None:
+    tables = project()["project"]
+    files = [path for folder in ("placer", "server", "client", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    named = {command for path in files for command in re.findall(r"pip install '([^'{]*)'", path.read_text())}
+    assert named
+    for requirement in map(Requirement, named):
+        assert requirement.name == tables["name"] and requirement.extras <= set(tables["optional-dependencies"])
 
 
 def test_the_tested_versions_lie_in_the_ranges() -> None:
