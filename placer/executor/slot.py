@@ -55,7 +55,6 @@ class Slot:
         backward: runs or replays the backward pass.
         weights: runs or replays the weight half of the backward pass, where it is apart.
         deferred: the weight gradients that the backward pass left to it.
-        held: those of a recorded pass, with what they are made of.
         landing: static tensors that input gradients are copied to, where other passes work in the memory in which they
             are made.
         over: when the last pass of the latest micro-batch that it had was done; None before the first.
@@ -75,7 +74,6 @@ class Slot:
     backward: Callable[[], None] = lambda: None
     weights: Callable[[], None] = lambda: None
     deferred: Queue = field(default_factory=Queue)
-    held: list[Callable[[], None]] = field(default_factory=list)
     landing: dict[str, Tensor] = field(default_factory=dict)
     over: Mark = None
     fetched: list[Mark] = field(default_factory=list)

@@ -97,7 +97,6 @@ class Stage:
         self._values = values
         self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
         self._shared_memory: Any = None
-        self._between: Any = None
 
     def open_slots(
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
@@ -126,8 +125,7 @@ class Stage:
 
     def close_slots(self) -> None:
         """Let go of the slots; they are made anew before the next batch."""
-        self.slots, self.tail, self.not_recorded_because = [], {}, ""
-        self._shared_memory = self._between = None
+        self.slots, self.tail, self.not_recorded_because, self._shared_memory = [], {}, "", None
 
     def _opened(
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
@@ -184,7 +182,7 @@ class Stage:
         """Turn the passes of every slot into CUDA graphs, where the device has them and the layers allow it."""
         if self.device.type != "cuda":
             return
-        self._shared_memory, self._between = devices.memory_pool(self.device), devices.memory_pool(self.device)
+        self._shared_memory = devices.memory_pool(self.device)
         every = [*self.slots, *self.tail.values()]
         if not self.split and len(every) > 1:
             for slot in every:
@@ -198,12 +196,12 @@ class Stage:
 
     def _recorded(self, slot: Slot) -> None:
         # What a pass leaves must not lie where another one works before it is used. A forward pass leaves activations
-        # to the backward pass of its slot; this, where weights are apart, what their pass needs, and gradients that
-        # are still on their way to other stages when the slot's next forward pass runs: the slot keeps both, so that
-        # all slots can share the memory of these passes. The last pass leaves nothing.
+        # to the backward pass of its slot; this, where weights are apart, something to their pass, and gradients that
+        # are still on their way to other stages when the slot's next forward pass runs. The last pass leaves nothing:
+        # those of all slots share their memory.
         ahead, last = devices.memory_pool(self.device), self._shared_memory
         if self.split:
-            passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, self._between, last]
+            passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, devices.memory_pool(self.device), last]
             slot.forward, slot.backward, slot.weights = devices.record(passes, self.device, pools=pools)
         else:
             passes, pools = [slot.forward, slot.backward], [ahead, last]
@@ -304,8 +302,6 @@ class Stage:
             for add in slot.deferred:
                 add()
         self._accumulation.flush()
-        if devices.recording():  # replays find there what the backward pass leaves, whoever records after this
-            slot.held = list(slot.deferred)
         slot.deferred.clear()
 
 
