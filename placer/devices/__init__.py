@@ -8,7 +8,14 @@ from placer.devices.chance import Repeated
 from placer.devices.clock import Clock
 from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import Courier, Delivery, Lane, Mark, shared_lane
-from placer.devices.memory import context_bytes, library_bytes, memory_bytes, peak_bytes, release_cache
+from placer.devices.memory import (
+    context_bytes,
+    fragmented_bytes,
+    library_bytes,
+    memory_bytes,
+    peak_bytes,
+    release_cache,
+)
 from placer.devices.moving import copy, fill, location, move, same, staged, write
 from placer.devices.names import (
     CPU,
@@ -59,6 +66,7 @@ __all__ = [
     "default_kind",
     "detour",
     "fill",
+    "fragmented_bytes",
     "has_detour",
     "host_buffer",
     "host_name",

@@ -33,6 +33,17 @@ def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
     return int(torch.cuda.max_memory_allocated(device)) - before
 
 
+def fragmented_bytes(device: torch.device) -> int:
+    """The most memory that stood empty beside tensors since ``peak_bytes`` last began, in bytes; 0 where nobody counts.
+
+    Torch's allocator takes memory in segments, of 2, 20 or more MiB. What is left of one that holds a tensor it cannot
+    give back, and larger tensors do not fit there.
+    """
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.peak", 0))
+
+
 def context_bytes(device: torch.device) -> int:
     """What the device holds that torch's allocator does not count, in bytes: contexts, kernels, other programs."""
     if device.type != "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -28,7 +29,8 @@ def measure_cluster(
     """Measure devices and links.
 
     A CUDA device's reserve is what it holds beside torch's tensors: contexts and kernels of this and other programs,
-    and the workspace of cuBLAS, both measured. CPU stand-ins share the machine's memory evenly and have no reserve; a
+    and the workspace of cuBLAS, both measured; in a profile also what stands empty beside the tensors of the model's
+    layers. CPU stand-ins share the machine's memory evenly and have no reserve; a
     copy between two of them is a copy inside the machine's memory, measured once and used for all.
 
     Args:
@@ -52,13 +54,28 @@ def measure_cluster(
 
 
 def measure(
-    found: Sequence[torch.device], limits: Mapping[torch.device, int], step: Step, cache: Cache | None = None
+    found: Sequence[torch.device],
+    limits: Mapping[torch.device, int],
+    step: Step,
+    cache: Cache | None = None,
+    fragmented_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Cluster:
-    """As ``measure_cluster``, on devices that are known to be there."""
+    """As ``measure_cluster``, on devices that are known to be there.
+
+    Args:
+        found: the devices.
+        limits: what a user lets a placement take, by device.
+        step: told what begins.
+        cache: where links are kept.
+        fragmented_bytes: by device type, what stands empty beside a model's tensors; the reserve has it, too.
+    """
     with hardware.unobserved(), hardware.keep_random_state(found):
         measured = measure_links(found, step, cache)  # first, as access to peers takes memory too
         hardware.release_cache()
-        described = [_describe(device, found, limits.get(device), measured.ports.get(device)) for device in found]
+        described = [
+            _describe(device, found, limits.get(device), measured.ports.get(device), fragmented_bytes)
+            for device in found
+        ]
         return Cluster(devices=tuple(described), links=tuple(measured.links))
 
 
@@ -85,13 +102,20 @@ def resolve_limits(found: Sequence[torch.device], memory_bytes: MemoryLimit) -> 
     return limits
 
 
-def _describe(device: torch.device, found: Sequence[torch.device], limit: int | None, ports: Ports | None) -> Device:
+def _describe(
+    device: torch.device,
+    found: Sequence[torch.device],
+    limit: int | None,
+    ports: Ports | None,
+    fragmented_bytes: Mapping[str, int],
+) -> Device:
     total = hardware.memory_bytes(device)[1]
     if device.type == hardware.CPU:
         total //= sum(other.type == hardware.CPU for other in found)
         reserve = 0
     else:
-        reserve = min(total, hardware.library_bytes(device) + hardware.context_bytes(device))
+        fragments = fragmented_bytes.get(hardware.type_name(device), 0)
+        reserve = min(total, hardware.library_bytes(device) + hardware.context_bytes(device) + fragments)
     memory = total if limit is None else limit
     # A limit is what the placement may use, as long as the reserve fits beside it.
     reserve = reserve if limit is None else max(0, limit - (total - reserve)) if device.type == "cuda" else 0

@@ -42,6 +42,7 @@ class LayerMemory:
         backward_workspace_bytes: the peak of the backward pass beyond state, the gradients that the parameters have,
             and all that was kept for it. The gradients of writes, until they were used, and of reads are part of it,
             and those of parameters until they are added to the ones that an earlier micro-batch left. 0 in inference.
+        fragmented_bytes: the most memory that stood empty beside the layer's tensors, where an allocator counts it.
     """
 
     saved_bytes: int = 0
@@ -49,6 +50,7 @@ class LayerMemory:
     saved_writes: frozenset[int] = frozenset()
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    fragmented_bytes: int = 0
 
 
 def measure_memory(trial: Trial, training: bool) -> LayerMemory:
@@ -74,14 +76,18 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
     with log, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         forward_peak = devices.peak_bytes(trial.device, trial.forward)
     forward_extra = max(0, forward_peak - log.peak_bytes()) if forward_peak is not None else 0
+    fragmented = devices.fragmented_bytes(trial.device)
     if not training:
         fresh = sum(_fresh_writes(trial, log).values())
-        return LayerMemory(forward_workspace_bytes=max(0, log.peak_bytes() - fresh) + forward_extra)
+        workspace = max(0, log.peak_bytes() - fresh) + forward_extra
+        return LayerMemory(forward_workspace_bytes=workspace, fragmented_bytes=fragmented)
     saved = {key for key, serial in noted if log.serial(key) == serial}  # of what lives still
-    return _training_memory(trial, log, saved, forward_extra)
+    return _training_memory(trial, log, saved, forward_extra, fragmented)
 
 
-def _training_memory(trial: Trial, log: _StorageLog, saved: set[int], forward_extra: int) -> LayerMemory:
+def _training_memory(
+    trial: Trial, log: _StorageLog, saved: set[int], forward_extra: int, fragmented: int
+) -> LayerMemory:
     fresh = _fresh_writes(trial, log)
     kept_writes = {key: size for key, size in fresh.items() if key in saved}
     inside = {key: size for key, size in log.live.items() if key not in fresh}
@@ -109,6 +115,7 @@ def _training_memory(trial: Trial, log: _StorageLog, saved: set[int], forward_ex
         saved_writes=saved_writes,
         forward_workspace_bytes=forward_workspace,
         backward_workspace_bytes=log.peak_bytes() + backward_extra,
+        fragmented_bytes=max(fragmented, devices.fragmented_bytes(trial.device)),
     )
 
 

@@ -25,7 +25,7 @@ from placer.profiler.measure import measure_layers
 from placer.profiler.optimizer import OptimizerLike, OptimizerState
 from placer.profiler.progress import Bar, Shown, Step, progress_bar
 from placer.profiler.remembered import Remembered
-from placer.profiler.writing import write
+from placer.profiler.writing import fragmented_bytes, write
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def profile(
                 }
                 for graph, batch in zip(graphs, given, strict=True)
             ]
-            cluster = measure(found, limits, step, folder)
+            cluster = measure(found, limits, step, folder, fragmented_bytes(measured))
     counts = [sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")]
     _log.info("%d layers were measured, %d taken from the cache", *counts)
     profiles = [write(graph, rows, training, state, cluster) for graph, rows in zip(graphs, measured, strict=True)]

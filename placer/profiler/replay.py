@@ -25,7 +25,7 @@ from placer.profiler.links import links_to_measure
 from placer.profiler.measure import measure_layers
 from placer.profiler.optimizer import OptimizerState
 from placer.profiler.progress import progress_bar
-from placer.profiler.writing import write
+from placer.profiler.writing import fragmented_bytes, write
 from placer.schema.graph import (
     DTYPES,
     MEMORY_FORMATS,
@@ -66,7 +66,7 @@ def replay(request: ProfileRequest) -> schema.Profile:
             kind: measure_layers(graph, inputs, device, training, request.repeats, step, optimizer)
             for kind, device in by_type.items()
         }
-        cluster = measure(found, limits, step, None)
+        cluster = measure(found, limits, step, None, fragmented_bytes([measured]))
     return write(graph, measured, training, optimizer, cluster)
 
 

@@ -20,7 +20,7 @@ from placer.profiler.optimizer import OptimizerState
 from placer.profiler.state import owned_shares, state_bytes
 from placer.profiler.timing import significant
 
-__all__ = ["write"]
+__all__ = ["fragmented_bytes", "write"]
 
 
 def write(
@@ -90,6 +90,15 @@ def write(
         cluster=cluster,
         versions=_versions(),
     )
+
+
+def fragmented_bytes(measured: Sequence[Mapping[str, Sequence[Measurement]]]) -> dict[str, int]:
+    """By device type, the most memory that stood empty beside the tensors of a layer, at any batch size."""
+    most: dict[str, int] = {}
+    for of_size in measured:
+        for kind, rows in of_size.items():
+            most[kind] = max([most.get(kind, 0), *(row.memory.fragmented_bytes for row in rows)])
+    return most
 
 
 def _beyond(least: float, values: Mapping[str, float]) -> dict[str, float]:

@@ -44,20 +44,33 @@ def test_a_limit_must_be_a_positive_whole_number(limit: Any) -> None:
         measure_cluster(["cpu:0"], memory_bytes=limit, progress=False)
 
 
-@pytest.mark.parametrize(("limit", "usable"), [(None, 85), (50, 50), (85, 85), (95, 85), (100, 85)])
-def test_the_reserve_of_an_accelerator_is_never_given_away(
-    monkeypatch: pytest.MonkeyPatch, limit: int | None, usable: int
-) -> None:
-    device = torch.device("cuda", 0)
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU of type ``GPU`` with 100 bytes, of which libraries take 5 and the context 10."""
     monkeypatch.setattr(hardware, "memory_bytes", lambda device: (60, 100))
     monkeypatch.setattr(hardware, "library_bytes", lambda device: 5)
     monkeypatch.setattr(hardware, "context_bytes", lambda device: 10)
     monkeypatch.setattr(hardware, "type_name", lambda device: "GPU")
     monkeypatch.setattr(hardware, "keep_random_state", lambda found: nullcontext())
     monkeypatch.setattr(cluster, "measure_links", lambda *_: Connections())
-    (described,) = measure([device], resolve_limits([device], limit), lambda _: None).devices
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("limit", "usable"), [(None, 85), (50, 50), (85, 85), (95, 85), (100, 85)])
+def test_the_reserve_of_an_accelerator_is_never_given_away(
+    accelerator: torch.device, limit: int | None, usable: int
+) -> None:
+    (described,) = measure([accelerator], resolve_limits([accelerator], limit), lambda _: None).devices
     assert described.usable_bytes == usable
     assert described.memory_bytes == (limit or 100)
+
+
+@pytest.mark.parametrize(("kind", "usable"), [("GPU", 78), ("another GPU", 85)])
+def test_the_reserve_has_what_stands_empty_beside_tensors_on_its_type_of_device(
+    accelerator: torch.device, kind: str, usable: int
+) -> None:
+    (described,) = measure([accelerator], {}, lambda _: None, fragmented_bytes={kind: 7}).devices
+    assert described.usable_bytes == usable
 
 
 def test_an_accelerator_has_no_more_than_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

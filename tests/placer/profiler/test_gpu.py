@@ -212,6 +212,17 @@ def test_devices_and_links_are_measured() -> None:
         assert link.latency_s < 1e-3
 
 
+def test_what_stands_empty_beside_a_tensor_is_the_rest_of_its_segment() -> None:
+    """A tensor of 3 MiB lies in a segment of 20."""
+    device = torch.device("cuda", 0)
+    devices.release_cache()
+    before = torch.cuda.memory_stats(device)["inactive_split_bytes.all.current"]
+    held: list[Tensor] = []
+    devices.peak_bytes(device, lambda: held.append(torch.empty(3 * 2**20, dtype=torch.uint8, device=device)))
+    beside = devices.fragmented_bytes(device) - before
+    assert beside in (17 * 2**20, 0, -3 * 2**20) and devices.fragmented_bytes(device) > 0  # or it found room in another
+
+
 def test_the_current_device_need_not_be_the_one_that_is_measured() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from placer import devices
 from placer.profiler.memory import measure_memory
 
 BATCH, INSIDE, OUTSIDE = 8, 16, 32
@@ -169,3 +171,13 @@ def test_what_autograd_kept_and_dropped_inside_the_layer_is_not_kept(make_trial:
 
     memory = measure_memory(make_trial(wasteful, [_tensor(BATCH, INSIDE)]), training=True)
     assert (memory.saved_bytes, memory.saved_reads, memory.saved_writes) == (0, set(), set())
+
+
+def test_what_stands_empty_beside_a_layers_tensors_is_the_most_of_both_passes(
+    make_trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = make_trial(functional.relu, [_tensor(BATCH, INSIDE)])
+    for passes, training in (([3, 5], True), ([5, 3], True), ([3], False)):
+        counted = iter(passes)
+        monkeypatch.setattr(devices, "fragmented_bytes", lambda _, counted=counted: next(counted))
+        assert measure_memory(trial, training=training).fragmented_bytes == max(passes)

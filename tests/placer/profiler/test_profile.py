@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from placer import devices as hardware
 from placer import zoo
 from placer.errors import InputError, ProfilingError
 from placer.profiler import profile as profile_module
@@ -211,6 +212,20 @@ def test_an_output_of_the_model_is_kept_in_the_layer_that_makes_it_for_the_loss(
     found = _profile(nn.Sequential(nn.Linear(8, 16), last), torch.randn(2, 8), granularity="fine")
     inside = {"Tanh": 0, "LayerNorm": 2 * 2 * 4}[type(last).__name__]  # mean and deviation of each row
     assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, inside + 2 * 16 * 4]
+
+
+def test_the_largest_fragments_of_any_layer_go_to_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, told = profile_module.measure, []
+    counted = iter([3, 5, 11, 2])
+
+    def measure(*given: Any) -> Any:
+        told.append(given[-1])
+        return real(*given)
+
+    monkeypatch.setattr(profile_module, "measure", measure)
+    monkeypatch.setattr(hardware, "fragmented_bytes", lambda _: next(counted))
+    _profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8), granularity="fine", cache=False)
+    assert [list(found.values()) for found in told] == [[11]]
 
 
 def test_no_gradient_is_sent_for_whole_numbers() -> None:
