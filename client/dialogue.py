@@ -252,10 +252,10 @@ class _Deadline:
 
     def __init__(self, wait_s: float | None) -> None:
         self.wait_s = wait_s if wait_s is not None else float("inf")
-        self._end = time.monotonic() + self.wait_s
+        self.end_s = time.monotonic() + self.wait_s
 
     def left_s(self) -> float:
-        return self._end - time.monotonic()
+        return self.end_s - time.monotonic()
 
 
 def _path(key: str) -> str:
@@ -264,7 +264,7 @@ def _path(key: str) -> str:
 
 def _waiting(method: str, path: str, deadline: _Deadline, content: bytes | None = None) -> Call:
     wait_s = max(0.0, min(LONGEST_POLL_S, deadline.left_s()))
-    return Call(method, f"{path}?wait={wait_s:.3f}", content, wait_s)
+    return Call(method, f"{path}?wait={wait_s:.3f}", content, wait_s, deadline.end_s)
 
 
 def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:

@@ -9,7 +9,9 @@ The clients only carry calls and pauses out.
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,6 +49,7 @@ class Call:
         path: on the service.
         content: the JSON body.
         wait_s: how long the service may take on purpose before it answers, on top of the client's timeout.
+        until_s: by the monotonic clock; a service that asks to wait beyond that is not waited for.
         repeatable: whether asking twice is asking once. What is not is repeated only where nothing can have come of it.
     """
 
@@ -54,6 +57,7 @@ class Call:
     path: str
     content: bytes | None = None
     wait_s: float = 0.0
+    until_s: float = math.inf
     repeatable: bool = True
 
 
@@ -101,7 +105,7 @@ class Sender:
                 if last:
                     raise errors.from_transport(outcome, self.url, attempt + 1, done=_done(call, outcome)) from outcome
                 yield Pause(backoff_s(attempt))
-            elif outcome.status_code in RETRIED and not last:
+            elif outcome.status_code in RETRIED and not last and _in_time(call, outcome):
                 yield Pause(max(backoff_s(attempt), retry_after_s(outcome)))
             else:
                 raise errors.from_reply(outcome)
@@ -130,6 +134,11 @@ def is_whole(reply: httpx.Response) -> bool:
     if not reply.headers.get("Content-Type", "").startswith("application/json"):
         return True
     return reply.content.rstrip().endswith((b"}", b"]"))
+
+
+def _in_time(call: Call, reply: httpx.Response) -> bool:
+    """Whether a service that asks to wait can be asked again before the caller gives up."""
+    return time.monotonic() + retry_after_s(reply) <= call.until_s or retry_after_s(reply) == 0
 
 
 def _may_repeat(call: Call, outcome: httpx.Response | httpx.RequestError) -> bool:

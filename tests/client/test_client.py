@@ -158,6 +158,14 @@ def test_retry_after_is_honoured(ask, request_, pauses):
     assert pauses == [17.0]
 
 
+@pytest.mark.parametrize("wait", [0, 5.0])
+def test_who_does_not_wait_so_long_is_told_at_once_that_the_service_is_busy(ask, request_, pauses, wait):
+    busy = (429, {"detail": "the queue is full"}, {"Retry-After": "30"})
+    with pytest.raises(ServerError, match="the queue is full"):
+        ask(Script(busy), "place", request_, wait)
+    assert pauses == []
+
+
 @pytest.mark.parametrize("given", ["soon", "-5", "Wed, 21 Oct 2015 07:28:00 GMT", ""])
 def test_a_retry_after_that_says_nothing_is_a_short_pause(ask, request_, pauses, given):
     ask(Script((503, {}, {"Retry-After": given}), (200, DONE)), "place", request_)
