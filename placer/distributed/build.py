@@ -21,7 +21,7 @@ from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.tree import Names, plant
 from placer.distributed.weights import Sharing, Weights
 from placer.errors import CaptureError, InputError, PlacementError
-from placer.executor.assignment import Assignment, layer_names, refuse_unknown_layers
+from placer.executor.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.graph import arguments
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export
@@ -104,13 +104,7 @@ class _Placed:
                 raise PlacementError("the map places no layer; give {layer: device}")
             named = {name: str(place) for name, place in given.items()}
             return cls(named, 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ()))
-        try:
-            placement = given if isinstance(given, Placement) else Placement.model_validate(given)
-        except ValueError as error:
-            raise PlacementError(f"this is no placement: {error}") from error
-        if not placement.layer_devices:
-            why = f": {placement.infeasible.reason}" if placement.infeasible else ""
-            raise PlacementError(f"the placement is {placement.status} and places no layer{why}")
+        placement = placing(given)
         return cls(
             placement.layer_devices,
             placement.chunks if chunks is None else chunks,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from placer.errors import PlacementError
 from placer.graph.granularity import MERGED
 from placer.graph.layers import Layer, LayerGraph
+from placer.schema import Placement
+from placer.schema.faults import first_fault
 
 WRAPPERS = ("module", "_orig_mod")
 """Where DataParallel and its like, and torch.compile, keep the model."""
@@ -63,6 +67,22 @@ class Assignment:
             return self._exact[layer.name]
         places = (self.of_path(path) for path in layer.modules)
         return next((place for place in places if place is not None), None)
+
+
+def placing(given: Placement | Mapping[str, Any]) -> Placement:
+    """A placement that places layers, given as one or as what its JSON holds.
+
+    Raises:
+        PlacementError: it is none, or places no layer.
+    """
+    try:
+        placement = given if isinstance(given, Placement) else Placement.model_validate(given)
+    except ValidationError as error:
+        raise PlacementError(f"this is no placement: {first_fault(error, Placement)}") from error
+    if not placement.layer_devices:
+        why = f": {placement.infeasible.reason}" if placement.infeasible else ""
+        raise PlacementError(f"the placement is {placement.status} and places no layer{why}")
+    return placement
 
 
 def layer_names(module: nn.Module, fine_grained: bool) -> list[str]:

@@ -21,7 +21,7 @@ from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError
 from placer.executor import autocast
 from placer.executor.apply import Home, move_state, settle
-from placer.executor.assignment import Assignment, layer_names, refuse_unknown_layers
+from placer.executor.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.calls import call_captured, joined_by_size
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.clones import Clones, state_lookup
@@ -38,6 +38,8 @@ from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
 from placer.schema import Placement, Schedule
+
+__all__ = ["DataFlow"]
 
 
 class DataFlow(PipelinedRuns):
@@ -298,9 +300,6 @@ class DataFlow(PipelinedRuns):
                 self._plans.clear()
 
     def _adopt(self, placement: Placement) -> None:
-        if not placement.layer_devices:
-            why = f": {placement.infeasible.reason}" if placement.infeasible else ""
-            raise PlacementError(f"the placement is {placement.status} and places no layer{why}")
         places = {name: self._device(place) for name, place in placement.layer_devices.items()}
         refuse_unknown_layers(self.module, places, list(self._default_map()))
         one_kind = len({place.type for place in (*self._devices, *places.values())}) == 1
@@ -356,22 +355,14 @@ class DataFlow(PipelinedRuns):
 
 
 def _placement(given: Placement | Mapping[str, Any]) -> Placement:
-    if isinstance(given, Placement):
-        return given
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Placement | Mapping):
         raise PlacementError(
             f"update_flow was given a {type(given).__name__}; give a Placement, which "
             "Placement.model_validate_json(text) makes of JSON"
         )
-    if "layer_devices" not in given:
+    if not isinstance(given, Placement) and "layer_devices" not in given:
         raise PlacementError(
             f"a mapping of {', '.join(map(repr, list(given)[:3]))} is no placement; a map of layers goes into "
             "flow.layer_gpus.update(...), and then flow.update_flow()"
         )
-    try:
-        return Placement.model_validate(given)
-    except ValueError as error:
-        raise PlacementError(f"this is no placement: {error}") from error
-
-
-__all__ = ["DataFlow"]
+    return placing(given)
