@@ -95,10 +95,13 @@ def test_the_allocators_peak_in_training_is_predicted(name: str) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(0)
         model.zero_grad(set_to_none=False)
-        model(x).mean().backward()  # the loss is no layer, and holds next to nothing
+        result = model(x)
+        result.mean().backward()  # the loss is no layer, and holds next to nothing
+        result_bytes = result.nbytes  # counts until its gradient came back; here it is held for longer
+        del result
     measured = torch.cuda.max_memory_allocated(0) - before
     print(f"{name}: predicted {predicted / 2**20:.1f} MiB, measured {measured / 2**20:.1f} MiB")
-    assert 0.95 * measured < predicted < 1.1 * measured
+    assert 0.95 * (measured - result_bytes) < predicted < 1.1 * measured
 
 
 @pytest.mark.parametrize("name", MODELS)
