@@ -61,6 +61,7 @@ class Jobs:
         self._writers = ThreadPoolExecutor(_WRITERS if peers else 1, thread_name_prefix="placer-accept")
         self._running: dict[str, Job] = {}
         self._queued = FairQueue()
+        self._unsolved: dict[str, Job] = {}  # stopped before a worker began; their end is being written down
         self._failed: OrderedDict[str, Job] = OrderedDict()
         self._tasks = Tasks()
         self._closing = False
@@ -68,7 +69,8 @@ class Jobs:
     def find(self, key: str) -> Job | None:
         """The job of that id that is queued, runs or failed lately, or that is watched while another solves it."""
         watched = self._peers.find(key) if self._peers else None
-        return self._queued.get(key) or self._running.get(key) or watched or self._failed.get(key)
+        here = self._queued.get(key) or self._running.get(key) or self._unsolved.get(key)
+        return here or watched or self._failed.get(key)
 
     async def seek(self, key: str) -> Job | None:
         """The same, also if another replica has it and nobody asked for it here yet.
@@ -221,8 +223,8 @@ class Jobs:
         elif self._queued.get(job.question.id) is job:
             self._queued.remove(job)
             job.answer = nothing_found(job)
+            self._unsolved[job.question.id] = job
             self._tasks.spawn(self._keep_unsolved(job), end_of=job.question.id)
-            self._finish(job)
 
     def _hand_on(self, job: Job) -> None:
         """The next start finds it in the store; those who wait for it here are told where it will be."""
@@ -238,7 +240,8 @@ class Jobs:
             job.state, job.started_s = "running", time.monotonic()
             self._tasks.spawn(self._run(job), end_of=job.question.id)
             job.wake()
-        self._count()
+        self._metrics.running.set(len(self._running))
+        self._metrics.queued.set(len(self._queued))
 
     def _worker(self, job: Job) -> Worker[Any]:
         settings = self._settings
@@ -340,6 +343,9 @@ class Jobs:
     async def _keep_unsolved(self, job: Job) -> None:
         await job.is_written()
         await asyncio.to_thread(self._keep, job)
+        if self._unsolved.get(job.question.id) is job:
+            del self._unsolved[job.question.id]
+        self._finish(job)
 
     def _keep(self, job: Job) -> None:
         assert job.answer is not None
@@ -373,19 +379,14 @@ class Jobs:
         if not self._closing:
             self._start_next()
 
-    def _count(self) -> None:
-        self._metrics.running.set(len(self._running))
-        self._metrics.queued.set(len(self._queued))
-
     def _refuse_overflow(self, client: str) -> None:
         """The queue is bounded, and a client may fill no more than its share of it."""
         settings, held = self._settings, self._queued.held_by(client)
         if len(self._running) < settings.workers:
             return
-        share = math.ceil(settings.queue * settings.client_share)
         if len(self._queued) >= settings.queue:
             what = f"{len(self._running)} solves run and {len(self._queued)} wait, which is all that this service takes"
-        elif held >= share:
+        elif held >= math.ceil(settings.queue * settings.client_share):
             what = f"{held} solves of yours wait, which is all that one client may have (PLACER_CLIENT_SHARE)"
         else:
             return

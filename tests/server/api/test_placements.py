@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -62,6 +64,23 @@ def test_delete_of_a_queued_solve_answers_that_nothing_was_found(serve, solvers,
     where = client.post("/v1/placements?wait=0", json=request_body(seed=2)).headers["Location"]
     assert client.get(where).json()["status"] == "queued"
     assert client.delete(where).json()["status"] == "unknown"
+
+
+def test_a_queued_solve_that_was_stopped_is_there_all_the_time(serve, solvers, request_body, tmp_path):
+    # Its end was told before it was written: who asked again meanwhile was told that there is no such placement.
+    client = serve(solvers.until_stopped, database=str(tmp_path / "p.db"))
+    client.post("/v1/placements?wait=0", json=request_body(seed=1))
+    where = client.post("/v1/placements?wait=0", json=request_body(seed=2)).headers["Location"]
+    store = client.app.state.service.store
+    real = store.put
+    store.put = lambda *args, **kwargs: (time.sleep(0.2), real(*args, **kwargs))
+    with ThreadPoolExecutor(1) as other:
+        stopping = other.submit(client.delete, where)
+        statuses = set()
+        while not stopping.done():
+            statuses.add(client.get(where).status_code)
+    assert client.get(where).json()["status"] == stopping.result().json()["status"] == "unknown"
+    assert statuses <= {200, 202}
 
 
 def test_the_same_request_is_answered_from_the_store(serve, request_body):
