@@ -160,8 +160,8 @@ def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -
 def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int, int]]:
     """By device, the most bytes of tensors in a pass over one micro-batch from the host, and the most held for them.
 
-    What is held has rounding and fragments in it. What libraries keep is in neither: the device's reserve has it.
-    Without GPUs nothing is counted.
+    What is held has rounding and fragments in it. What libraries keep is in neither: the device's reserve has it; nor is
+    what stood empty before. Without GPUs nothing is counted.
     """
     places = cases.places(case.devices)
     if cases.is_small():
@@ -187,12 +187,16 @@ def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int
             optimizer.zero_grad(set_to_none=False)
         release()
         beside = [allocated(place) - _held(model, optimizer, place) for place in places]
+        empty = [int(torch.cuda.memory_reserved(place)) - allocated(place) for place in places]
         for place in places:
             torch.cuda.reset_peak_memory_stats(place)
         run()
         return [
-            (int(torch.cuda.max_memory_allocated(place)) - other, int(torch.cuda.max_memory_reserved(place)) - other)
-            for place, other in zip(places, beside, strict=True)
+            (
+                int(torch.cuda.max_memory_allocated(place)) - other,
+                int(torch.cuda.max_memory_reserved(place)) - other - before,
+            )
+            for place, other, before in zip(places, beside, empty, strict=True)
         ]
     finally:
         flow.undo()
