@@ -127,7 +127,7 @@ def tight(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "maxSizePerFPGA": limit}
 
 
-def problem(given: Mapping[str, Any], time_limit_s: float, workers: int = 2) -> Problem:
+def problem(given: Mapping[str, Any], time_limit_s: float) -> Problem:
     """An input as a problem of the solver."""
     nodes = {node["id"]: node for node in given["nodes"]}
     order = _execution_order(given, list(nodes))
@@ -137,8 +137,6 @@ def problem(given: Mapping[str, Any], time_limit_s: float, workers: int = 2) -> 
     for node in order:
         if nodes[node].get("colorClass") is not None:
             classes[nodes[node]["colorClass"]].append(str(node))
-    names = [f"accelerator:{index}" for index in range(int(given["maxFPGAs"]))]
-    cpus = [f"cpu:{index}" for index in range(int(given["maxCPUs"]))]
     request = PlacementRequest(
         profile=Profile(
             training=True,
@@ -157,21 +155,27 @@ def problem(given: Mapping[str, Any], time_limit_s: float, workers: int = 2) -> 
             ),
             colocated=tuple(tuple(group) for group in classes.values() if len(group) > 1),
         ),
-        cluster=Cluster(
-            devices=(
-                *(Device(name=name, type="accelerator", memory_bytes=int(given["maxSizePerFPGA"])) for name in names),
-                *(Device(name=name, type="cpu", memory_bytes=2**60) for name in cpus),
-            ),
-            links=tuple(
-                Link(source=a, target=b, bandwidth_bytes_per_s=1e3 * BYTES_PER_MS)
-                for a, b in permutations([*names, *cpus], 2)
-            ),
-        ),
+        cluster=_cluster(given),
         constraints=Constraints(contiguous=True),
         time_limit_s=time_limit_s,
-        workers=workers,
     )
     return _with_published_rules(Problem.from_request(request), nodes, order, place)
+
+
+def _cluster(given: Mapping[str, Any]) -> Cluster:
+    """Accelerators, which have a memory limit, and processors; any two are linked."""
+    names = [f"accelerator:{index}" for index in range(int(given["maxFPGAs"]))]
+    cpus = [f"cpu:{index}" for index in range(int(given["maxCPUs"]))]
+    return Cluster(
+        devices=(
+            *(Device(name=name, type="accelerator", memory_bytes=int(given["maxSizePerFPGA"])) for name in names),
+            *(Device(name=name, type="cpu", memory_bytes=2**60) for name in cpus),
+        ),
+        links=tuple(
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e3 * BYTES_PER_MS)
+            for a, b in permutations([*names, *cpus], 2)
+        ),
+    )
 
 
 def _with_published_rules(

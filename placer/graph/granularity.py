@@ -95,9 +95,9 @@ def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) ->
     )
 
 
-def module_stack(node: fx.Node, prefix: str = "module") -> list[tuple[str, int]]:
+def module_stack(node: fx.Node) -> list[tuple[str, int]]:
     """The module calls around a node, the model's own first: (path, number of the call)."""
-    stack = []
+    stack, prefix = [], "module"  # what the model is called in what was exported
     for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
         if path == prefix or path.startswith(f"{prefix}."):
             call = key.rpartition("@")[2] if "@" in key else "0"

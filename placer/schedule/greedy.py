@@ -4,6 +4,8 @@ The most urgent is a backward pass (a stage waits for its input half), then a fo
 another micro-batch, then a weight half (nobody waits for it). So unlike stages are balanced as well as they can be
 without foresight. Of several stages of one device, the one that is nearest to the end goes first.
 
+Transfers take no time here: they are the simulation's, and the order is one that does not know of them.
+
 It never gets stuck: micro-batches keep their order, and the first that is not done has room everywhere.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the greedy rule here in place of their fixed orders.
@@ -20,11 +22,7 @@ Arrivals = dict[Phase, list[float]]
 
 
 def greedy(
-    places: Sequence[int],
-    times: dict[Phase, Sequence[float]],
-    chunks: int,
-    room: Sequence[int],
-    transfer_ms: float = 0.0,
+    places: Sequence[int], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]
 ) -> list[TimelineTask]:
     """The passes of a step through a chain of stages, by their start.
 
@@ -33,21 +31,15 @@ def greedy(
         times: by phase, then stage; with phase ``weights`` backward passes are in two halves.
         chunks: micro-batches in a batch, at least 1.
         room: by stage, for how many micro-batches at once, at least 1.
-        transfer_ms: of a value or a gradient between stages.
     """
-    return _Greedy(places, times, chunks, room, transfer_ms).run()
+    return _Greedy(places, times, chunks, room).run()
 
 
 class _Greedy:
     def __init__(
-        self,
-        places: Sequence[int],
-        times: dict[Phase, Sequence[float]],
-        chunks: int,
-        room: Sequence[int],
-        transfer_ms: float,
+        self, places: Sequence[int], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]
     ) -> None:
-        self._places, self._times, self._room, self._transfer_ms = places, times, room, transfer_ms
+        self._places, self._times, self._room = places, times, room
         self._last: Phase = "weights" if "weights" in times else "backward"
         self._done: list[dict[Phase, int]] = [{"forward": 0, "backward": 0, "weights": 0} for _ in places]
         self._there: list[Arrivals] = [{"forward": [], "backward": []} for _ in places]
@@ -101,6 +93,5 @@ class _Greedy:
             return []
         goal = min(stage + 1, last) if phase == "forward" else stage - 1
         kind: Phase = "backward" if phase == "backward" or stage == last else "forward"
-        there = end + (self._transfer_ms if self._places[goal] != self._places[stage] else 0.0)
-        self._there[goal][kind].append(there)
-        return [(there, self._places[goal])]
+        self._there[goal][kind].append(end)
+        return [(end, self._places[goal])]
