@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx
 
-from placer.errors import ServerError
+from placer.errors import PlacerError, ServerError
 from placer.schema import Placement, Progress
 
 from . import errors
@@ -56,12 +56,18 @@ class Following:
             self.ended = True
             return self._sender.parse(Placement, data)
         if kind == "failed":
-            problem: dict[str, Any] = json.loads(data)
-            raise errors.from_problem(int(problem.get("status", 500)), problem, self._sender.url)
+            raise self._failed(data)
         if kind != "progress":
             return None
         self._failures = 0
         return self._sender.parse(Progress, data)
+
+    def _failed(self, data: str) -> PlacerError:
+        try:
+            problem: dict[str, Any] = json.loads(data)
+            return errors.from_problem(int(problem.get("status", 500)), problem, self._sender.url)
+        except (ValueError, TypeError, AttributeError):
+            return ServerError(f"the solve failed, and the service at {self._sender.url} does not say why: {data[:200]!r}")
 
     def refused(self, reply: httpx.Response) -> float:
         """How long to pause before the stream is asked for again, in seconds.

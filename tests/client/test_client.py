@@ -266,3 +266,10 @@ def test_the_client_imports_neither_torch_nor_the_server_nor_the_solver():
     code = f"import sys, placer_client.client; print([name for name in sys.modules if name in {names}])"
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("data", ["{", "[]", "null", '{"status": "x"}', '{"status": []}'])
+def test_a_stream_that_ends_with_a_problem_that_is_none_is_still_a_typed_error(data):
+    script = Script((200, f"event: failed\ndata: {data}\n\n".encode(), {"Content-Type": "text/event-stream"}))
+    with Client(URL, transport=httpx.MockTransport(script)) as client, pytest.raises(ServerError, match="does not say"):
+        list(client.events(KEY))
