@@ -160,8 +160,8 @@ def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -
 def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int, int]]:
     """By device, the most bytes of tensors in a pass over one micro-batch from the host, and the most held for them.
 
-    What is held has rounding and fragments in it. What libraries keep is in neither: the device's reserve has it. Nor is
-    what stood empty before. Without GPUs nothing is counted.
+    What is held has rounding and fragments in it. What libraries keep is in neither: the device's reserve has it. What
+    stood empty before is not in it either. Without GPUs nothing is counted.
     """
     places = cases.places(case.devices)
     if cases.is_small():
