@@ -311,6 +311,23 @@ def epoch(make: Make, places: Mapping[str, str], sizes: list[int]) -> dict[str, 
     return {"state": {name: item.detach().cpu() for name, item in pipelines[sizes[0]].named_parameters()}}
 
 
+def evaluated(make: Make, places: Mapping[str, str], steps: int) -> list[Any]:
+    """What the model returns in eval mode before, and after each of some steps, by a second pipeline of the model."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    example = inputs[: len(inputs) // 2]
+    training = distributed.build(model.train(), places, example, loss_fn, chunks=2)
+    evaluation = distributed.build(model.eval(), places, example, chunks=2)
+    optimizer = torch.optim.SGD(training.parameters(), lr=0.1)
+    found = [evaluation(inputs)]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        training.step(inputs, target)
+        optimizer.step()
+        found.append(evaluation(inputs))
+    return found
+
+
 def outside_of_the_group(make: Make, places: Mapping[str, str]) -> str:
     """The error of a process that is none of the pipeline's."""
     group = dist.new_group([0, 1])

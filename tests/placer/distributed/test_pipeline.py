@@ -139,6 +139,21 @@ def test_a_smaller_last_batch_trains_on_a_second_pipeline_of_the_same_model(rank
         torch.testing.assert_close(state[name], parameter.detach(), atol=1e-10, rtol=1e-10, msg=name)
 
 
+def test_a_model_that_trains_is_evaluated_by_a_second_pipeline(ranks: RankPool) -> None:
+    places = {**{f"layers.{index}": f"cpu:{index // 2}" for index in range(6)}, "add": "cpu:3", "norm": "cpu:3"}
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = models.skips()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = ranks.run(ranked.evaluated, models.skips, places, 2)[3]
+    for step, outputs in enumerate(found):
+        torch.testing.assert_close(outputs, model.eval()(inputs), atol=1e-10, rtol=1e-10, msg=f"after {step} steps")
+        model.train()
+        optimizer.zero_grad()
+        for part, goal in zip(inputs.chunk(2), target.chunk(2), strict=True):
+            (loss_fn(model(part), goal) / 2).backward()
+        optimizer.step()
+
+
 def test_a_process_outside_of_the_group_is_told_so(ranks: RankPool) -> None:
     on_two = {name: device.replace("2", "0").replace("3", "1") for name, device in CHAIN.items()}
     told = ranks.run(ranked.outside_of_the_group, models.chain, on_two)
