@@ -67,7 +67,7 @@ class Following:
             problem: dict[str, Any] = json.loads(data)
             return errors.from_problem(int(problem.get("status", 500)), problem, self._sender.url)
         except (ValueError, TypeError, AttributeError):
-            return ServerError(f"the solve failed, and the service at {self._sender.url} does not say why: {data[:200]!r}")
+            return ServerError(f"the solve failed; the service at {self._sender.url} does not say why: {data[:200]!r}")
 
     def refused(self, reply: httpx.Response) -> float:
         """How long to pause before the stream is asked for again, in seconds.
