@@ -112,6 +112,11 @@ class _Placed:
             frozenset(placement.recompute if recompute is None else recompute),
         )
 
+    def how(self, training: bool) -> str:
+        """What all processes must agree in, beside the model and its places."""
+        again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
+        return f"{self.chunks} micro-batches, {self.schedule}, {'training' if training else 'forwards alone'}{again}"
+
 
 def _captured(model: nn.Module, example_inputs: Any) -> Exported:
     args, kwargs = arguments.split(example_inputs, "example_inputs")
@@ -140,7 +145,7 @@ def _assemble(
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
     here = dist.get_rank(group)
-    seated = _seats(cut, graph, group)
+    seated = _seats(cut, graph, placed.how(loss_fn is not None), group)
     ranks = [next(rank for rank, seat in enumerate(seated) if seat.device == device) for device in cut.devices]
     position = ranks.index(here)
     device = _local(seated[here])
@@ -181,15 +186,20 @@ def _positions(cut: Line) -> list[int]:
     return [where[layer] for layer in range(len(where))]
 
 
-def _seats(cut: Line, graph: LayerGraph, group: dist.ProcessGroup | None) -> list[Seat]:
-    """The device of every process, once all of them are seen to have cut the same model in the same way."""
+def _seats(cut: Line, graph: LayerGraph, how: str, group: dist.ProcessGroup | None) -> list[Seat]:
+    """The device of every process, once all of them are seen to have cut the same model, to run it in the same way."""
     process = Process.here(dist.get_rank(group))
-    here = (process, _gpus(), graph.hash, [(stage.device, stage.layers) for stage in cut.stages])
+    here = (process, _gpus(), how, graph.hash, [(stage.device, stage.layers) for stage in cut.stages])
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with _on_its_own_gpu(process):
         dist.all_gather_object(everyone, here, group=group)
-    for rank, (_, _, *found) in enumerate(everyone):
-        if found != list(everyone[0][2:]):
+    for rank, (_, _, how_there, *found) in enumerate(everyone):
+        if how_there != everyone[0][2]:
+            raise InputError(
+                f"process {rank} was asked to build {how_there}, and process 0 {everyone[0][2]}; "
+                "give build() the same arguments in every process"
+            )
+        if found != list(everyone[0][3:]):
             raise InputError(
                 f"process {rank} has captured another model, or was given another placement, than process 0; "
                 "give every process the same model, placement and shape of example"

@@ -338,6 +338,15 @@ def outside_of_the_group(make: Make, places: Mapping[str, str]) -> str:
     return ""
 
 
+def different_chunks(make: Make, places: Mapping[str, str]) -> str:
+    """The error of processes that do not cut a batch alike, and would wait for each other for ever."""
+    try:
+        built(make, places, 2 if dist.get_rank() else 4)
+    except InputError as error:
+        return str(error)
+    return "nothing was refused"
+
+
 def step_refusals(make: Make, places: Mapping[str, str]) -> dict[str, str]:
     """The errors of batches that do not fit, in the processes that are given them; no other process waits for them."""
     pipeline, inputs, target, _ = built(make, places, 2)

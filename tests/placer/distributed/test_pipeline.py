@@ -231,6 +231,11 @@ def test_processes_with_different_models_are_told_so(ranks: RankPool) -> None:
         assert "process 3 has captured another model" in found
 
 
+def test_processes_that_cut_the_batch_in_different_ways_are_told_so(ranks: RankPool) -> None:
+    for found in ranks.run(ranked.different_chunks, models.chain, CHAIN):
+        assert "process 1 was asked to build 2 micro-batches, 1f1b, training, and process 0 4 micro-batches" in found
+
+
 def test_under_autocast_gradients_are_the_unsplit_models_there(ranks: RankPool) -> None:
     torch.manual_seed(0)
     model, inputs, target, loss_fn = models.chain()
