@@ -38,8 +38,7 @@ Map = Mapping[str, str]
 Wire = TypeVar("Wire", bound=BaseModel)
 
 
-@dataclass(frozen=True)
-class Health:
+class Health(BaseModel, frozen=True):
     """What a service says of itself.
 
     Attributes:
@@ -217,8 +216,7 @@ class Dialogue(Sender):
 
     def health(self) -> Exchange[Health]:
         """Ask whether the service lives."""
-        found = yield from self._get(_Health, "/healthz")
-        return Health(found.status, found.version)
+        return (yield from self._get(Health, "/healthz"))
 
     def _get(self, kind: type[Wire], path: str) -> Exchange[Wire]:
         reply = yield from self.send(Call("GET", path))
@@ -235,11 +233,6 @@ class Dialogue(Sender):
                 raise _still_running(progress, deadline)
             reply = yield from self.send(_waiting("GET", _path(progress.id), deadline))
         return self.read(Placement, reply)
-
-
-class _Health(BaseModel):
-    status: str
-    version: str
 
 
 class _Measuring(BaseModel):

@@ -45,7 +45,7 @@ def first_fault(error: ValidationError, model: type[BaseModel]) -> str:
         model: tells which fields there are.
     """
     ((place, text),), more = field_faults(error, model, 1)
-    path = ".".join([model.__name__, *(clip(str(part), 80) for part in place)])
+    path = ".".join([model.__name__.lstrip("_"), *(clip(str(part), 80) for part in place)])
     return f"{path}: {text}" + (f" (and {more} more)" if more else "")
 
 
