@@ -131,6 +131,17 @@ def test_another_cluster_can_be_given(run: Run, chain_file: Path, tmp_path: Path
     assert set(answer.placement.layer_devices.values()) == {"cuda:9"}
 
 
+def test_the_cluster_of_a_profile_can_be_given_and_what_has_none_is_told(
+    run: Run, chain_file: Path, tmp_path: Path
+) -> None:
+    other, placement = tmp_path / "other.json", tmp_path / "placement.json"
+    other.write_text(chain([1.0], limit_bytes=3 * MIB).to_json())
+    assert run("solve", chain_file, "--cluster", other, "-o", placement).code == 0
+    assert {load.limit_bytes for load in Placement.model_validate_json(placement.read_text()).devices} == {3 * MIB}
+    answer = run("solve", chain_file, "--cluster", placement)
+    assert (answer.code, "placement.json holds a placement; a cluster is needed" in answer.err) == (2, True)
+
+
 def test_infeasible_is_exit_code_3_with_the_reason_and_the_answer(run: Run, chain_file: Path) -> None:
     answer = run("solve", chain_file, "--memory", "512KiB")
     assert answer.code == 3
