@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from placer import devices
+from placer.graph.halves import can_wait
 from placer.graph.layers import tensor_bytes
 from placer.profiler.trial import Trial
 
@@ -42,6 +44,8 @@ class LayerMemory:
         backward_workspace_bytes: the peak of the backward pass beyond state, the gradients that the parameters have,
             and all that was kept for it. The gradients of writes, until they were used, and of reads are part of it,
             and those of parameters until they are added to the ones that an earlier micro-batch left. 0 in inference.
+        deferred_bytes: storages made by the half of the backward pass by input that the half by weight needs, where the
+            two run apart: gradients of results of linear layers and convolutions, each storage once. 0 in inference.
         fragmented_bytes: the most memory that stood empty beside the layer's tensors, where an allocator counts it.
     """
 
@@ -50,6 +54,7 @@ class LayerMemory:
     saved_writes: frozenset[int] = frozenset()
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    deferred_bytes: int = 0
     fragmented_bytes: int = 0
 
 
@@ -116,7 +121,24 @@ def _training_memory(
         forward_workspace_bytes=forward_workspace,
         backward_workspace_bytes=log.peak_bytes() + backward_extra,
         fragmented_bytes=max(fragmented, devices.fragmented_bytes(trial.device)),
+        deferred_bytes=_deferred_bytes(trial),
     )
+
+
+def _deferred_bytes(trial: Trial) -> int:
+    """What a backward pass by input leaves to the one by weight, beside what the forward pass left to both."""
+    log, waiting = _StorageLog(trial), _Waiting()
+    trial.set_gradients(present=True)
+    log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
+    with log:
+        with waiting:
+            trial.forward()
+        before = log.count
+        if waiting.found:
+            trial.accumulate_alone()
+    trial.set_gradients(present=False)
+    keys = {_key(gradient) for gradient in waiting.gradients if gradient.layout == torch.strided}
+    return sum(log.live[key] for key in keys if log.serial(key) > before)
 
 
 def _fresh_writes(trial: Trial, log: _StorageLog) -> dict[int, int]:
@@ -134,6 +156,27 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+class _Waiting(TorchFunctionMode):
+    """Holds on to the gradients of results of operations whose weight gradients can wait.
+
+    Attributes:
+        found: how many such operations ran.
+        gradients: what came back to them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+        self.gradients: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if can_wait(func, args, kwargs):
+            self.found += 1
+            result.register_hook(self.gradients.append)
+        return result
+
+
 @dataclass(frozen=True)
 class _Made:
     """A storage that lives: the reference tells when it ends."""
@@ -149,6 +192,7 @@ class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         state: the storages of the layer's state.
         live: the bytes of the storages that were made and still live.
+        count: how many were made.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -158,7 +202,7 @@ class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = self.state | {_key(tensor) for tensor in trial.reads if isinstance(tensor, Tensor)}
         self._made: dict[int, _Made] = {}
         self._changes: list[int] = []  # the size of what was made, minus that of what was freed
-        self._count = 0
+        self.count = 0
 
     @property
     def live(self) -> dict[int, int]:
@@ -198,8 +242,8 @@ class _StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = int(storage._cdata)
         if key in self._known or key in self._made:
             return
-        self._count += 1
-        serial, size = self._count, storage.nbytes()
+        self.count += 1
+        serial, size = self.count, storage.nbytes()
         self._changes.append(size)
         self._made[key] = _Made(serial, size, weakref.ref(storage, lambda _: self._freed(key, serial)))
 

@@ -72,6 +72,7 @@ def write(
                     0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)
                 ),
                 backward_workspace_bytes=max(memory.backward_workspace_bytes for memory in memories),
+                deferred_bytes=max(memory.deferred_bytes for memory in memories),
                 **held[layer.name],
             )
         )

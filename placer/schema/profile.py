@@ -50,6 +50,9 @@ class Layer(Wire):
             model that wait for a reader, and its results so far.
         backward_workspace_bytes: the same for a backward pass: gradients of what the layer reads and writes, and those
             of its parameters until they are added to the ones of earlier micro-batches.
+        deferred_bytes: what the half of a backward pass by input leaves to the half by weight, where a schedule lets
+            the two run apart, beside what was kept already: gradients of results of linear layers and convolutions.
+            Under ``zero-bubble`` a device has them of every micro-batch in flight.
     """
 
     name: Name
@@ -68,6 +71,7 @@ class Layer(Wire):
     saved_bytes: Bytes = 0
     forward_workspace_bytes: Bytes = 0
     backward_workspace_bytes: Bytes = 0
+    deferred_bytes: Bytes = 0
 
     def weight_half_ms(self, kind: str) -> float:
         """The part of the backward pass that gradients of parameters take, on this type of device, in milliseconds.

@@ -27,6 +27,7 @@ class Memory:
 
     def __init__(self, request: PlacementRequest, where: Mapping[str, str]) -> None:
         self._training, self._where = request.is_training, where
+        self._apart = request.is_training and request.schedule == "zero-bubble"
         self._order = {layer.name: step for step, layer in enumerate(request.profile.layers)}
         self._layers: dict[str, list[Layer]] = defaultdict(list)
         self._edges: dict[str, list[Edge]] = defaultdict(list)
@@ -53,12 +54,16 @@ class Memory:
         return {(held + further, workspace) for held, workspace in _largest(moments)}
 
     def _further(self, device: str, flight: Flight, again: bool) -> int:
-        """What micro-batches beside the first keep; what comes from other devices, if all else is computed again."""
+        """What micro-batches beside the first keep; what comes from other devices, if all else is computed again.
+
+        Where weight passes run apart, also what every micro-batch, the first too, leaves to them.
+        """
         if again and isinstance(flight, int):
             foreign = [edge for edge in self._edges[device] if self._where[edge.source] != device]
             return (flight - 1) * sum(edge.bytes for edge in foreign)
         if isinstance(flight, int):
-            return (flight - 1) * sum(self._kept_at(device).values())
+            left = sum(layer.deferred_bytes for layer in self._layers[device]) if self._apart else 0
+            return (flight - 1) * sum(self._kept_at(device).values()) + flight * left
         kept = sum((flight[layer.name] - 1) * layer.saved_bytes for layer in self._layers[device])
         for edge in self._edges[device]:
             keepers = [flight[name] for name in edge.saved_by if self._where[name] == device]

@@ -26,8 +26,10 @@ that saves it, a keeper, is on d; it counts once per device. What a layer makes,
 the gradients of both are in its workspaces, so only what waits for another layer counts beside them::
 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + (in_flight(d) - 1) * kept(d) + max over t on d of max(F(d, t), B(d, t))
+                + (in_flight(d) - 1) * kept(d) + in_flight(d) * deferred(d)
+                + max over t on d of max(F(d, t), B(d, t))
     kept(d)   = sum of saved(l) over l on d  +  sum of bytes(v) kept on d
+    deferred(d) = sum of deferred(l) over l on d under zero-bubble, whose weight passes run apart; else 0
     kept(d,t) = sum of saved(l) over l <= t on d  +  sum of bytes(v) over v with a keeper <= t on d
     F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later reader:
                 v made before t, read on d after t, without a keeper <= t on d
@@ -45,14 +47,16 @@ Under objective ``step`` a device of an interleaved placement that need not be c
 in_flight of the segments that keep v.
 
 A device that recomputes runs forwards once more before each backward pass: its layers' backward times are
-backward(l) + forward(l) everywhere below and above, and of further micro-batches it keeps only what comes in::
+backward(l) + forward(l) everywhere below and above, of further micro-batches it keeps only what comes in, and its
+weight passes do not run apart::
 
-    use(d)      = ... + (in_flight(d) - 1) * entering(d) + ...      in place of (in_flight(d) - 1) * kept(d)
+    use(d)      = ... + (in_flight(d) - 1) * entering(d) + ...
+                  in place of (in_flight(d) - 1) * kept(d) + in_flight(d) * deferred(d)
     entering(d) = sum of bytes(v) over v made elsewhere and read on d
 
 With ``recompute = "always"`` all devices that hold layers do so; with ``"auto"`` those that would be over their limits
-otherwise (under objective ``memory``: all) and for which entering(d) < kept(d) and in_flight(d) > 1; none where
-micro-batches are counted segment by segment.
+otherwise (under objective ``memory``: all) and for which that is less; none where micro-batches are counted segment by
+segment.
 
 Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs
 forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import inf
 
@@ -135,15 +135,20 @@ class Intervals:
         )
 
     def _memory(self, flight: int) -> Table:
-        return self._fixed + (flight - 1) * self._kept + self._moment
+        return self._fixed + self._further(flight) + self._moment
+
+    def _further(self, flight: int) -> Table:
+        """What further micro-batches keep, and what all of them leave to their weight passes."""
+        return (flight - 1) * self._kept + flight * self._deferred
 
     def _least_memory(self, device: int, flight: int) -> Table:
         """The same, recomputed where it must be, or that is less and allowed."""
         rule = self.problem.recompute[device]
         if rule == "never":
             return self._memory(flight)
-        kept = self._entering if rule == "always" else np.minimum(self._kept, self._entering)
-        return self._fixed + (flight - 1) * kept + self._moment
+        entering = (flight - 1) * self._entering
+        further = entering if rule == "always" else np.minimum(self._further(flight), entering)
+        return self._fixed + further + self._moment
 
     @cached_property
     def _entering(self) -> Table:
@@ -162,9 +167,8 @@ class Intervals:
         """State, what one micro-batch keeps, and the worst moment of each interval."""
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
-        state = [sum(memory_rules.state_bytes(problem, problem.layers[la]) for la in layers) for layers in self._layers]
-        held = np.concatenate([[0.0], np.cumsum(state, dtype=np.float64)])
-        self._fixed: Table = held[None, :] - held[:, None]
+        self._fixed = self._summed([memory_rules.state_bytes(problem, layer) for layer in problem.layers])
+        self._deferred = self._summed(problem.deferred_bytes)
         if problem.training:
             moments = TrainingMoments(problem, self._layers)
             self._kept, self._moment, self.exact = moments.kept, moments.moment, moments.follows
@@ -172,6 +176,13 @@ class Intervals:
         self._kept, self._moment = np.zeros(shape), np.zeros(shape)
         for first in range(self._count):
             self._measure_inference(first)
+
+    def _summed(self, sizes: Sequence[int]) -> Table:
+        """The sums over intervals of what each layer holds."""
+        blocks = [sum(sizes[layer] for layer in layers) for layers in self._layers]
+        held = np.concatenate([[0.0], np.cumsum(blocks, dtype=np.float64)])
+        table: Table = held[None, :] - held[:, None]
+        return table
 
     def _measure_inference(self, first: int) -> None:
         problem = self.problem

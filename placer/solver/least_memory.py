@@ -18,11 +18,11 @@ def least_of_nodes(problem: Problem, nodes: Reduction) -> list[int]:
     for index, value in enumerate(problem.values):
         for layer in {value.source, *value.readers}:
             touching[layer].append(index)
-    flight, least = _least_flight(problem), []
+    flight, again, least = _least_flight(problem), problem.may_recompute, []
     for layers in nodes.nodes:
         values = sorted({index for layer in layers for index in touching[layer]})
         held = memory.Held(list(layers), [problem.values[index] for index in values])
-        least.append(memory.footprint(problem, held).total_bytes(flight))
+        least.append(memory.footprint(problem, held).total_bytes(flight, again))
     return least
 
 
@@ -33,6 +33,7 @@ def least_of_all(problem: Problem) -> int:
         flight = _least_flight(problem)
         need += flight * sum(layer.saved_bytes for layer in problem.layers)
         need += flight * sum(value.held_bytes for value in problem.values if value.keepers)
+        need += 0 if problem.may_recompute else flight * sum(problem.deferred_bytes)
     return need
 
 

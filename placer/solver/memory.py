@@ -32,18 +32,22 @@ class Footprint:
     """The memory of a device, whatever its place in the pipeline.
 
     Attributes:
-        one: with one micro-batch in flight.
+        one: with one micro-batch in flight, without what that leaves to its weight pass.
         kept_bytes: what each further one adds: all that it leaves for its backward pass.
         entering_bytes: what it adds where the device recomputes: the values that come from other devices.
+        deferred_bytes: what each one, the first too, leaves to its weight pass; nothing where the device recomputes.
     """
 
     one: MemoryUse
     kept_bytes: int = 0
     entering_bytes: int = 0
+    deferred_bytes: int = 0
 
     def total_bytes(self, flight: int, again: bool = False) -> int:
         """All of it, with so many micro-batches in flight, recomputed or not."""
-        return self.one.total_bytes + (flight - 1) * (self.entering_bytes if again else self.kept_bytes)
+        if again:
+            return self.one.total_bytes + (flight - 1) * self.entering_bytes
+        return self.one.total_bytes + (flight - 1) * self.kept_bytes + flight * self.deferred_bytes
 
     def use(self, flight: int, again: bool = False) -> MemoryUse:
         """By kind, with so many micro-batches in flight, recomputed or not."""
@@ -81,7 +85,8 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     entering = sum(
         value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.readers)
     )
-    return Footprint(one, sum(kept.values()), entering)
+    deferred = sum(problem.deferred_bytes[layer] for layer in held.layers)
+    return Footprint(one, sum(kept.values()), entering, deferred)
 
 
 # Training

@@ -37,7 +37,7 @@ def holds_state_alone(problem: Problem) -> bool:
     layers = problem.layers
     passing = sum(la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers)
     waiting = sum(value.held_bytes + value.gradient_bytes for value in problem.values)
-    return passing + waiting == 0
+    return passing + waiting + sum(problem.deferred_bytes) == 0
 
 
 def use_of_all(problem: Problem) -> int:
@@ -50,6 +50,7 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
     """Every size that the model adds up, as often as it may be added with so many micro-batches."""
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
+    sizes += [size * often for size in problem.deferred_bytes]
     for layer in problem.layers:
         sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes]
         if problem.training:
@@ -115,8 +116,17 @@ def _training(model: PlacementModel, fixed: Sequence[Term]) -> None:
         limit = 0 if model.objective == "memory" else problem.devices[device].usable_bytes
         place = _OnDevice(model, device)
         kept, moment = moment_of_training(place, problem, nodes, model.byte_unit, limit)
+        deferred = _deferred(model, device)
         for flight, given in _in_flight(model, device):
-            _within(model, device, fixed[device] + (flight - 1) * kept + moment, given)
+            _within(model, device, fixed[device] + (flight - 1) * kept + flight * deferred + moment, given)
+
+
+def _deferred(model: PlacementModel, device: int) -> Term:
+    """What each micro-batch in flight leaves to its weight pass; nothing where the device may recompute."""
+    if model.problem.recompute[device] != "never":
+        return 0
+    sizes = [sum(model.units(model.problem.deferred_bytes[layer]) for layer in layers) for layers in model.nodes.nodes]
+    return sum(size * model.on(node, device) for node, size in enumerate(sizes) if size)
 
 
 def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:

@@ -123,6 +123,12 @@ class Problem:
             return tuple("never" for _ in self.devices)
         return tuple(self.request.constraints.recompute_on(device.name) for device in self.devices)
 
+    @cached_property
+    def deferred_bytes(self) -> tuple[int, ...]:
+        """By layer, what each micro-batch in flight leaves to its weight pass, where that runs apart."""
+        apart = self.training and self.request.schedule == "zero-bubble"
+        return tuple(layer.deferred_bytes if apart else 0 for layer in self.layers)
+
     @property
     def may_recompute(self) -> bool:
         """Whether any device may."""
@@ -279,7 +285,7 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
         + layer.grad_bytes
         + layer.optimizer_bytes
         + layer.buffer_bytes
-        + layer.saved_bytes * chunks
+        + (layer.saved_bytes + layer.deferred_bytes) * chunks
         + layer.forward_workspace_bytes
         + layer.backward_workspace_bytes
         for layer in request.profile.layers

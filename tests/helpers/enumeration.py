@@ -194,7 +194,7 @@ class Enumeration:
         mine = [layer for layer in self.layers if where[layer.name] == device]
         if self.training:
             need, kept = self.need(frozenset(layer.name for layer in mine))
-            return need + (flight - 1) * kept
+            return need + (flight - 1) * kept + flight * self.left_to_weights(mine)
         held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
         worst = 0
         for step, layer in enumerate(self.layers):
@@ -208,6 +208,10 @@ class Enumeration:
             )
             worst = max(worst, now + (layer.forward_workspace_bytes if layer.name in later else 0))
         return held + worst
+
+    def left_to_weights(self, mine):
+        """What each micro-batch leaves to weight passes that run apart."""
+        return sum(layer.deferred_bytes for layer in mine) if self.request.schedule == "zero-bubble" else 0
 
     @functools.cache  # noqa: B019 - an enumeration does not outlive its test
     def need(self, names):

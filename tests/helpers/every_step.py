@@ -30,6 +30,7 @@ def profiles(draw, training, row, kinds, count, size):
             grad_bytes=draw(SIZE) if training else 0,
             saved_bytes=draw(SIZE) if training else 0,
             backward_workspace_bytes=draw(SIZE) if training else 0,
+            deferred_bytes=draw(SIZE) if training else 0,
         )
         for name in names
     ]
@@ -197,10 +198,12 @@ class Steps:
             if device.name in again:
                 entering = {number for number, _, target in every.sends(where) if target == device.name}
                 size = sum(every.request.profile.edges[number].bytes for number in entering)
+                use -= every.left_to_weights(mine)  # all of its backward pass runs at once
                 uses[device.name] = use + (found.in_flight[stage_of[mine[0].name]] - 1) * size
                 continue
             for layer in mine if every.training else ():
-                use += (found.in_flight[stage_of[layer.name]] - 1) * layer.saved_bytes
+                further = found.in_flight[stage_of[layer.name]] - 1
+                use += further * (layer.saved_bytes + every.left_to_weights([layer]))
             for edge in every.request.profile.edges if every.training else ():
                 held = [found.in_flight[stage_of[name]] for name in edge.saved_by if where[name] == device.name]
                 use += (max(held) - 1) * edge.bytes if held else 0

@@ -33,6 +33,7 @@ def requests(draw, row):
             saved_bytes=draw(SIZE),
             forward_workspace_bytes=draw(SIZE),
             backward_workspace_bytes=draw(SIZE),
+            deferred_bytes=draw(SIZE),
         )
         for name in names
     ]
@@ -110,7 +111,8 @@ class Recomputed:
             return self.plain.use(where, device, flight)
         entering = {number for number, _, target in self.plain.sends(where) if target == device}
         size = sum(self.request.profile.edges[number].bytes for number in entering)
-        return self.plain.use(where, device, 1) + (flight - 1) * size
+        left = self.plain.left_to_weights([layer for layer in self.plain.layers if where[layer.name] == device])
+        return self.plain.use(where, device, 1) - left + (flight - 1) * size
 
     def time(self, where, again):
         """The objective where layers on some devices take their forward time more backwards."""
