@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import inf
 from random import Random
 from time import monotonic
@@ -15,7 +16,14 @@ from .latency_bound import Proof
 
 Table = NDArray[np.float64]
 ORDERS_SHARE = 0.3
-"""How much of the time cuts of random orders may take."""
+"""How much of the time cuts of orders may take."""
+
+FRESH_ORDERS = 4
+CLIMB_PATIENCE = 60
+"""So many orders in a row that bring nothing better end a climb; another begins."""
+
+REDRAWN = (0.01, 0.03, 0.1, 0.3)
+"""The share of ranks that are drawn anew for the next order."""
 
 ON_WAY = 0.7
 """How many of the moves begin on the longest way."""
@@ -41,14 +49,12 @@ def improved(read: Graph, proof: Proof, until: float, seed: int = 0) -> tuple[li
     enough = proof.bound * (1 + PROVEN_GAP / 2)
     best = [CPU] * len(read.ids)
     value = _value(read, best)
-    tried = _numbered(read, proof.subgraphs)
-    while True:
+    for tried in chain([_numbered(read, proof.subgraphs)], _climbs(read, random)):
         found = _value(read, tried)
         if found < value:
             best, value = tried, found
         if value <= enough or monotonic() > began + ORDERS_SHARE * (until - began):
             break
-        tried = _best_cut(read, _order(read, random))
     if value <= enough:
         return best, value
     first = _numbered(read, proof.subgraphs)
@@ -72,12 +78,28 @@ def _numbered(read: Graph, subgraphs: Sequence[frozenset[int]]) -> list[int]:
     return where
 
 
-def _order(read: Graph, random: Random) -> list[int]:
-    """A random topological order in which nodes come right before their first reader, as classes of constants do."""
+def _climbs(read: Graph, random: Random) -> Iterator[list[int]]:
+    """The best cuts of orders, each made from the best one before with some ranks drawn anew; from time to time all."""
+    count = len(read.ids)
+    while True:
+        best, rank = inf, [0.0] * count
+        turn = idle = 0
+        while idle < CLIMB_PATIENCE:
+            share = 1.0 if turn < FRESH_ORDERS else random.choice(REDRAWN)
+            tried = [random.random() if random.random() < share else old for old in rank]
+            cut = _best_cut(read, _order(read, tried))
+            found = _value(read, cut)
+            turn, idle = turn + 1, 0 if found < best else idle + 1
+            if found <= best:
+                best, rank = found, tried
+            yield cut
+
+
+def _order(read: Graph, rank: Sequence[float]) -> list[int]:
+    """A topological order by rank in which nodes come right before their first reader, as classes of constants do."""
     order: list[int] = []
     seen = [False] * len(read.ids)
     ends = [node for node, readers in enumerate(read.readers) if not readers]
-    random.shuffle(ends)
     # The main output, which most depends on, goes last: what hangs beside the way to it comes where it is made.
     stack = [(node, False) for node in sorted(ends, reverse=True)]
     while stack:
@@ -87,9 +109,7 @@ def _order(read: Graph, random: Random) -> list[int]:
         elif not seen[node]:
             seen[node] = True
             stack.append((node, True))
-            sources = list(read.sources[node])
-            random.shuffle(sources)
-            stack += [(source, False) for source in sources]
+            stack += [(source, False) for source in sorted(read.sources[node], key=rank.__getitem__)]
     return order
 
 

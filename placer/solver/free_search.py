@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 LOCAL_SHARE = 0.15
 """How much of the time, or of the work, may be over when local search ends."""
 
-SHARES_SHARE = 0.45
+SHARES_SHARE = 0.55
 """The same of the search for prices that prove a bound."""
 
-PARTS_SHARE = 0.6
+PARTS_SHARE = 0.8
 """The same of the search that divides anew what a few devices hold."""
 
 

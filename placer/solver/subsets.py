@@ -26,11 +26,11 @@ from placer.solver.sweeps import Step
 LOAD_STEPS = 2**31
 WORTH_STEPS = 2**30
 MOST_LABELS = 6_000
-RATES = (1.0, 0.6, 1.5)
-"""Multipliers are the best one, and so many times of it."""
+FIRST_RATES = np.geomspace(0.05, 8.0, 24) * WORTH_STEPS / LOAD_STEPS
+NEAR_RATES = (0.55, 0.75, 0.87, 0.95, 1.0, 1.05, 1.15, 1.33, 1.8)
+"""Multipliers: many at first, then some near the best of the last search."""
 
-ROUNDS = 10
-GOLDEN = (5**0.5 - 1) / 2
+KEPT_RATES = 4
 
 Numbers = NDArray[np.int64]
 Row = NDArray[np.float64]
@@ -63,7 +63,7 @@ class Subsets:
     """
 
     def __init__(self, steps: Sequence[Step], work_ms: Sequence[float], most_ms: float) -> None:
-        self._steps, self._most_ms = steps, most_ms
+        self._steps, self._most_ms, self._rates = steps, most_ms, FIRST_RATES
         self._costs: list[Numbers] = []
         for step in steps:
             cost = step.cut_ms.copy()
@@ -86,43 +86,29 @@ class Subsets:
         worth = [ceil(prices[step.node] * WORTH_STEPS) for step in self._steps]
         least = ceil(enough * WORTH_STEPS) - 1
         rests = self._rests(worth)
-        if min(rate * LOAD_STEPS + rest[0][0] for rate, rest in rests) <= least:
+        if (rests[1][0][:, 0] + rests[0] * LOAD_STEPS).min() <= least:
             return Found(self._most_ms, enough, frozenset())
         found = self._labelled(worth, least, rests, most_labels, real)
         return found or Found(self._most_ms, enough, frozenset())
 
-    def _rests(self, worth: Sequence[int]) -> list[tuple[float, list[Row]]]:
-        """Some rates, and for each by step and state the most that the rest can add in worth less rate times load."""
-
-        def bound(rate: float) -> float:
-            return float(self._rest(worth, rate)[0][0]) + rate * LOAD_STEPS
-
-        low, high = 0.0, 4.0 * WORTH_STEPS / LOAD_STEPS
-        one, other = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-        at_one, at_other = bound(one), bound(other)
-        for _ in range(ROUNDS):
-            if at_one < at_other:
-                high, other, at_other = other, one, at_one
-                one = high - GOLDEN * (high - low)
-                at_one = bound(one)
-            else:
-                low, one, at_one = one, other, at_other
-                other = low + GOLDEN * (high - low)
-                at_other = bound(other)
-        best = (low + high) / 2
-        return [(rate * best, self._rest(worth, rate * best)) for rate in RATES]
-
-    def _rest(self, worth: Sequence[int], rate: float) -> list[Row]:
-        rest = [np.ones(1)]  # more than what floats round off on the way
+    def _rests(self, worth: Sequence[int]) -> tuple[Row, list[Row]]:
+        """Good rates, and by step, rate and state the most that the rest can add in worth less the rate times load."""
+        rates = self._rates[:, None, None]
+        rest = [np.ones((len(self._rates), 1))]  # more than what floats round off on the way
         for step, cost, gain in zip(reversed(self._steps), reversed(self._costs), reversed(worth), strict=True):
-            ways = rest[-1][step.after] - rate * cost
-            ways[:, 0] += gain
-            rest.append(ways.max(axis=1))
-        return rest[::-1]
+            ways = rest[-1][:, step.after] - rates * cost
+            ways[:, :, 0] += gain
+            rest.append(ways.max(axis=2))
+        bounds = rest[-1][:, 0] + self._rates * LOAD_STEPS
+        order = np.argsort(bounds, kind="stable")[:KEPT_RATES]
+        kept = self._rates[order]
+        self._rates = kept[0] * np.array(NEAR_RATES)
+        return kept, [one[order] for one in reversed(rest)]
 
     def _labelled(
-        self, worth: Sequence[int], least: int, rests: list[tuple[float, list[Row]]], most_labels: int, real: bool
+        self, worth: Sequence[int], least: int, rests: tuple[Row, list[Row]], most_labels: int, real: bool
     ) -> Found | None:
+        rates, rest = rests[0][:, None], rests[1]
         state, load, value = np.zeros((3, 1), np.int64)
         came: list[Numbers] = []
         total = 0
@@ -132,9 +118,8 @@ class Subsets:
             load = load[origin] + cost[state[origin], column]
             value = value[origin] + gain * (1 - column)
             state = step.after[state[origin], column]
-            able = load <= LOAD_STEPS
-            for rate, rest in rests:
-                able &= value + rest[index + 1][state] + rate * (LOAD_STEPS - load) > least
+            most = (rest[index + 1][:, state] + rates * (LOAD_STEPS - load)).min(axis=0)
+            able = (load <= LOAD_STEPS) & (value + most > least)
             chosen = _undominated(state, load, value, np.flatnonzero(able))
             state, load, value, way = state[chosen], load[chosen], value[chosen], chosen
             if len(chosen) > most_labels:
