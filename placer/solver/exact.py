@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.solver import costs
 from placer.solver.intervals import Intervals
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
@@ -38,7 +39,7 @@ class Cut:
     Attributes:
         devices: by layer, its device; None if no cut meets the limits.
         bound: a proven lower bound on the objective of every contiguous placement; 0 where the cut proves none.
-        value: about what the cut reaches: it counts every cut value once and over the fastest link.
+        value: what the cut reaches, or about that: it may count every cut value once and over the fastest link.
     """
 
     devices: list[int] | None
@@ -63,7 +64,35 @@ def best_cut(problem: Problem, nodes: Reduction, order: Sequence[int] | None = N
     exact = exact and table.intervals.exact and len(blocks) == len(nodes.nodes)
     only_order = exact and is_only_order(problem, nodes)
     proven = best if only_order and problem.request.objective != "latency" else 0.0
-    return Cut(table.read(counts), proven, best)
+    found = Cut(table.read(counts), proven, best)
+    return found if _counts_all(problem) else _best_of_all_numbers(problem, table, found)
+
+
+def _counts_all(problem: Problem) -> bool:
+    """Whether the table counts all transfers: not where a value is sent to several devices, one after another."""
+    return (
+        problem.request.objective != "throughput"
+        or problem.multicast
+        or all(len(value.readers) == 1 for value in problem.values)
+    )
+
+
+def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
+    """The best when every transfer counts, of the cut that was found and those with fewer devices."""
+    by_number: dict[int, tuple[float, Counts]] = {}
+    for counts, best in table.best.items():
+        if sum(counts) >= problem.least_devices and np.isfinite(best[0]):
+            one = float(best[0]), counts
+            by_number[sum(counts)] = min(one, by_number.get(sum(counts), one))
+    cuts = [table.read(counts) for _, counts in by_number.values()]
+    value, place = min((_true_value(problem, cut), place) for place, cut in enumerate(cuts))
+    return found if value == inf else replace(found, devices=cuts[place], value=value)
+
+
+def _true_value(problem: Problem, devices: list[int]) -> float:
+    """The objective of a placement; infinite where it breaks a requirement."""
+    result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
+    return result.objective_value if result is not None and costs.fits(problem, result) else inf
 
 
 def work_of_cut(problem: Problem, nodes: Reduction) -> int:

@@ -14,7 +14,7 @@ small bottlenecks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, nextafter
@@ -228,11 +228,20 @@ class Search:
     def _start(self) -> None:
         """Cuts of a linear order, and what they prove."""
         self.prove(bounds.lower_bound(self.problem, self.nodes))
-        for turn, start in enumerate(starts.starts(self.problem, self.nodes)):
+        for start in starts.starts(self.problem, self.nodes):
             self.prove(start.bound)
             self.offer(start.devices, start.method)
-            if turn == 0 and self.open():
-                stage_search.few_ideals(self)
+            if not self.open():
+                return
+        if self.problem.contiguous:
+            stage_search.few_ideals(self)
+            self._cut(starts.other_orders)
+            stage_search.few_ideals(self)
+
+    def _cut(self, orders: Callable[[Problem, Reduction], Iterable[starts.Start]]) -> None:
+        """Cuts of other linear orders, of nodes that may as well be together."""
+        for start in orders(self.problem, stage_search.nodes_within(self)) if self.open() else ():
+            self.offer(start.devices, start.method)
             if not self.open():
                 return
 
@@ -291,8 +300,9 @@ class Search:
         """Many more cuts, where the integer program was slow."""
         if not self.problem.contiguous or self.request.objective != "throughput":
             return
-        work = starts.work_of_turn(self.problem, self.nodes)
-        for start in starts.climb(self.problem, self.nodes, MOST_TURNS, seed=1):
+        nodes = stage_search.nodes_within(self)
+        work = starts.work_of_turn(self.problem, nodes)
+        for start in starts.climb(self.problem, nodes, MOST_TURNS, seed=1):
             self.meter.done += work
             self.offer(start.devices, start.method)
             if not self.open() or self.over(CLIMB_SHARE):

@@ -11,11 +11,10 @@ refuted in no time, and raises the bound. A sweep asks for anything better first
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from placer.solver import ideals
-from placer.solver.convex_knots import some_node_has_no_stage
 from placer.solver.cpsat import Answer
 from placer.solver.merges import merged
 from placer.solver.reduce import Reduction, reduced
@@ -24,21 +23,22 @@ from placer.solver.stages import StageModel
 if TYPE_CHECKING:
     from placer.solver.solve import Search
 
-SWEEPS = (1.0, 4.0, 16.0, 64.0)
+SWEEPS = (3.0, 12.0, 48.0)
 """The work of a sweep's questions, in the measure of ``cpsat.Meter``; the last is asked again and again."""
 
 STEP = 0.01
 """Thresholds of a sweep are this share of the best known apart, at the least."""
 
-GLANCE = 0.3
-"""The work after which the stages of single nodes are looked at: a quicker proof of some questions that are hard."""
+
+BETTER_SHARE = 0.3
+"""How much of a question's work goes to the best placement, where the question has found one that is better."""
 
 
 def few_ideals(search: Search) -> None:
     """Solve a problem whose ideals are few; leave others as they are."""
-    if search.best is None or search.better() <= 0 or not ideals.applies(search.problem):
+    if search.best is None or search.better() <= 0 or not search.open() or not ideals.applies(search.problem):
         return
-    chain = ideals.best_chain(search.problem, _nodes(search, search.better()))
+    chain = ideals.best_chain(search.problem, nodes_within(search))
     if chain is not None:
         search.prove(min(chain.bound, search.nothing_below()))
         search.offer(chain.devices, "ideals")
@@ -52,6 +52,8 @@ def sweep(search: Search) -> None:
     """
     for turn, work in enumerate(_works()):
         _anything_better(search, work)
+        if search.open():
+            few_ideals(search)
         if turn == 1 and search.open():
             search.climb()
         if search.open() and not search.over(1.0):
@@ -67,13 +69,15 @@ def _works() -> Iterator[float]:
 
 
 def _anything_better(search: Search, work: float) -> None:
-    """Whether any placement is better than the best known; where one is, the best that so much work finds."""
-    answer = _within(search, search.better(), work)
-    if answer.devices is not None and search.open():
-        model = StageModel(search.problem, _nodes(search, search.better()), search.better())
-        answer = model.solve(search.limits(work))
-        search.prove(search.nothing_below() if answer.infeasible else answer.bound)
-        search.offer(answer.devices, "integer program")
+    """Whether any placement is better than the best known; where one is, the best that some work finds, and again."""
+    while search.open() and not search.over(1.0):
+        if _within(search, search.better(), work).devices is None:
+            return
+        if search.open():
+            model = StageModel(search.problem, nodes_within(search), search.better())
+            answer = model.solve(search.limits(BETTER_SHARE * work))
+            search.prove(search.nothing_below() if answer.infeasible else answer.bound)
+            search.offer(answer.devices, "integer program")
 
 
 def _halve(search: Search, work: float) -> None:
@@ -88,18 +92,17 @@ def _halve(search: Search, work: float) -> None:
 
 def _within(search: Search, threshold: float, work: float) -> Answer:
     """Whether a placement is within a threshold; what is found or proven is the search's."""
-    nodes = _nodes(search, threshold)
-    model = StageModel(search.problem, nodes, threshold, any_will_do=True)
-    answer = model.solve(search.limits(min(work, GLANCE)))
-    if not answer.complete and some_node_has_no_stage(search.problem, nodes, threshold, search.limits(work)):
-        answer = Answer(None, 0.0, infeasible=True, complete=True)
-    elif not answer.complete:
-        answer = model.solve(search.limits(work))
+    nodes = nodes_within(search, threshold)
+    answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(search.limits(work))
     if answer.infeasible:
         search.prove(search.nothing_below() if threshold == search.better() else threshold)
     search.offer(answer.devices, "integer program")
-    return replace(answer, bound=0.0)
+    return answer
 
 
-def _nodes(search: Search, upper: float) -> Reduction:
+def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
+    """The layers in as few nodes as a placement within a threshold needs, or one that is better than the best known."""
+    upper = search.better() if threshold is None else threshold
+    if search.request.objective != "throughput" or not 0 < upper < inf:
+        return search.nodes
     return merged(search.problem, reduced(search.problem, upper), upper)

@@ -43,15 +43,14 @@ def starts(problem: Problem, nodes: Reduction) -> Iterator[Start]:
     if problem.contiguous:
         cut = exact.best_cut(problem, nodes)
         yield Start(cut.devices, cut.bound, "linear order")
-        yield from _other_orders(problem, nodes)
     else:
         yield from _free_starts(problem)
     for alike in problem.alike_devices():
         yield Start([alike[0]] * len(problem.layers), 0.0, "one device")
 
 
-def _other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:
-    """Cuts of random topological orders, as many as take little time."""
+def other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:
+    """Cuts of random topological orders, contiguity understood, as many as take little time."""
     if not exact.is_only_order(problem, nodes):
         turns = min(MOST_ORDERS, MOST_WORK // exact.work_of_cut(problem, nodes))
         yield from climb(problem, nodes, turns, patience=PATIENCE)
@@ -147,7 +146,7 @@ def _free_starts(problem: Problem) -> Iterator[Start]:
     if all(nodes.allowed):
         yield Start(exact.best_cut(contiguous, nodes).devices, 0.0, "linear order")
         if problem.request.objective == "throughput":
-            yield from _other_orders(contiguous, nodes)
+            yield from other_orders(contiguous, nodes)
     if problem.groups:
         apart = replace(contiguous, groups=())
         cut = exact.best_cut(apart, reduced(apart)).devices

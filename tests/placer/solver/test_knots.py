@@ -5,9 +5,6 @@ from enumeration import brute_force
 from hypothesis import assume, given
 from small_requests import examples, small_requests
 
-from placer.solver import stage_scope
-from placer.solver.convex_knots import some_node_has_no_stage
-from placer.solver.cpsat import Limits
 from placer.solver.knots import knot_bound
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -22,24 +19,6 @@ def test_no_assignment_is_below_the_bound(request):
     best = brute_force(request, problem.contiguous)
     assume(best is not None)
     assert knot_bound(problem, reduced(problem)) <= best * (1 + 1e-9)
-
-
-@SETTINGS
-@given(request=small_requests(objectives=("throughput",)))
-def test_every_node_has_a_stage_where_a_contiguous_assignment_is_known(request):
-    problem = Problem.from_request(request)
-    assume(stage_scope.applies(problem))
-    best = brute_force(request, True)
-    assume(best)
-    assert not some_node_has_no_stage(problem, reduced(problem), best, Limits(60))
-
-
-def test_a_node_without_a_stage_is_found(chain):
-    # l1 alone takes 3 + 4 + 4; with both neighbours, which nothing else holds, 3 + 1 + 1
-    problem = Problem.from_request(chain([1.0, 3.0, 1.0], devices=3, value_bytes=4))
-    nodes = reduced(problem)
-    assert some_node_has_no_stage(problem, nodes, 4.9, Limits(60))
-    assert not some_node_has_no_stage(problem, nodes, 5.0, Limits(60))
 
 
 def test_a_layer_whose_transfers_outweigh_its_neighbours_keeps_them(chain):
