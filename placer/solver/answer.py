@@ -8,7 +8,7 @@ from typing import Any
 
 from placer.errors import InputError
 from placer.schema import DeviceLoad, Infeasibility, Placement, SingleDevice
-from placer.solver import costs
+from placer.solver import costs, device_order
 from placer.solver.problem import Problem
 
 PROVEN_GAP = 1e-6
@@ -19,6 +19,7 @@ LONGEST_MS = 1e9
 
 def found(problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float) -> Placement:
     """The placement of an assignment that meets every requirement."""
+    assignment = device_order.as_named(problem, assignment)
     result = costs.evaluate(problem, assignment)
     assert result is not None and costs.fits(problem, result) and costs.allowed(problem, assignment)
     _refuse_overflow(problem, result)

@@ -1,0 +1,47 @@
+"""Of devices that are alike, the first named takes the first stage.
+
+What is alike can be exchanged without a difference to any cost. To who reads the answer there is one, and to execution:
+batches mostly lie on the first device, which is then not the one that ends a step last and begins the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isclose
+
+from placer.solver import costs
+from placer.solver.problem import Problem
+
+_SAME = 1e-9
+
+
+def as_named(problem: Problem, assignment: Sequence[int]) -> list[int]:
+    """The placement with the stages of each type of device in the order in which the devices were named.
+
+    It is the same one if any cost would change, or a requirement be broken.
+
+    Args:
+        problem: what is asked.
+        assignment: by layer, the index of its device; one that meets every requirement.
+    """
+    before = costs.evaluate(problem, assignment)
+    if before is None:
+        return list(assignment)
+    taken: dict[str, list[int]] = {}
+    for device in before.stages:
+        taken.setdefault(problem.devices[device].type, []).append(device)
+    exchanged = {old: new for alike in taken.values() for old, new in zip(alike, sorted(alike), strict=True)}
+    found = [exchanged[device] for device in assignment]
+    if found == list(assignment) or not costs.allowed(problem, found):
+        return list(assignment)
+    after = costs.evaluate(problem, found)
+    same = after is not None and costs.fits(problem, after) and _are_alike(before, after)
+    return found if same else list(assignment)
+
+
+def _are_alike(one: costs.Costs, other: costs.Costs) -> bool:
+    """Whether no cost differs, whichever device has it."""
+    pairs = [(one.objective_value, other.objective_value)]
+    for a, b in ((one.compute_ms, other.compute_ms), (one.send_ms, other.send_ms), (one.receive_ms, other.receive_ms)):
+        pairs += zip(sorted(a), sorted(b), strict=True)
+    return all(isclose(a, b, rel_tol=_SAME) for a, b in pairs)
