@@ -7,6 +7,7 @@ A line is a layer, ``node4 -- Conv2d(...) -- forward_compute_time=ms, backward_c
 import re
 from itertools import permutations
 from pathlib import Path
+from typing import NamedTuple
 
 from placer.schema import Cluster, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver.components import topological_order
@@ -18,6 +19,16 @@ _LAYER = re.compile(
     r"(\w+) -- (.*) -- forward_compute_time=([\d.]+), backward_compute_time=([\d.]+), "
     r"activation_size=(\[.*\]|[\d.]+), parameter_size=([\d.]+)"
 )
+
+
+class _Line(NamedTuple):
+    """What a line says of a layer, as it is written."""
+
+    text: str
+    forward_ms: str = "0"
+    backward_ms: str = "0"
+    activation_bytes: str = "0"
+    parameter_bytes: str = "0"
 
 
 def request(name: str, devices: int, *, memory_bytes: int = 2**40, **asked: object) -> PlacementRequest:
@@ -49,13 +60,13 @@ def profile(name: str) -> Profile:
     return Profile(
         model=name,
         training=True,
-        layers=tuple(_layer(label, *layers[label]) for label in order),
+        layers=tuple(_layer(label, layers[label]) for label in order),
         edges=tuple(
             Edge(
                 source=label,
                 targets=tuple(readers[label]),
-                bytes=_bytes(layers[label][3]),
-                gradient_bytes=_bytes(layers[label][3]),
+                bytes=_bytes(layers[label].activation_bytes),
+                gradient_bytes=_bytes(layers[label].activation_bytes),
                 saved_by=tuple(readers[label]),
             )
             for label in order
@@ -64,8 +75,8 @@ def profile(name: str) -> Profile:
     )
 
 
-def _read(path: Path) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, str]]]:
-    layers: dict[str, tuple[str, ...]] = {}
+def _read(path: Path) -> tuple[dict[str, _Line], list[tuple[str, str]]]:
+    layers: dict[str, _Line] = {}
     edges: list[tuple[str, str]] = []
     for line in path.read_text().splitlines():
         if line.startswith("\t"):
@@ -73,20 +84,20 @@ def _read(path: Path) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, str]]
             edges.append((source, target))
         elif match := _LAYER.fullmatch(line):
             label, *rest = match.groups()
-            layers[label] = tuple(rest)
+            layers[label] = _Line(*rest)
         elif line.strip():
             label, text = line.split(" -- ")[:2]
-            layers[label] = (text, "0", "0", "0", "0")
+            layers[label] = _Line(text)
     return layers, edges
 
 
-def _layer(label: str, text: str, forward: str, backward: str, activation: str, parameters: str) -> Layer:
-    size = round(float(parameters))
+def _layer(label: str, line: _Line) -> Layer:
+    size = round(float(line.parameter_bytes))
     return Layer(
         name=label,
-        module=text[:512],
-        forward_ms={"published": float(forward)},
-        backward_ms={"published": float(backward)},
+        module=line.text[:512],
+        forward_ms={"published": float(line.forward_ms)},
+        backward_ms={"published": float(line.backward_ms)},
         param_bytes=size,
         grad_bytes=size,
         optimizer_bytes=2 * size,

@@ -175,7 +175,7 @@ def _kept(model: nn.Module) -> Iterator[list[str]]:
 
 def _contents(child: nn.Module) -> list[tuple[Any, Any]]:
     """The lists and dicts among a module's own attributes, with a copy of each."""
-    return [(value, value.copy()) for key, value in child.__dict__.items() if type(value) in (list, dict)]
+    return [(value, value.copy()) for value in child.__dict__.values() if type(value) in (list, dict)]
 
 
 def _items(value: Any) -> list[Any]:

@@ -120,8 +120,7 @@ def _attributes(nest: Any) -> Mapping[str, Any] | None:
         return {
             field.name: getattr(nest, field.name) for field in dataclasses.fields(nest) if hasattr(nest, field.name)
         }
-    attributes = getattr(nest, "__dict__", None)
-    return attributes if attributes else None
+    return getattr(nest, "__dict__", None) or None
 
 
 def _bare(nest: Any, names: Sequence[str]) -> Any:
