@@ -223,7 +223,10 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
         with sending:
             pipe.send(message)
 
-    payload = pipe.recv_bytes()
+    try:
+        payload = pipe.recv_bytes()
+    except EOFError:
+        return  # the service was killed just now
     threading.Thread(target=_await_stop, args=(pipe, stop), daemon=True).start()
     try:
         result = task(payload, lambda value, bound: send("progress", value, bound), stop)
