@@ -136,6 +136,7 @@ FULL = {
             lambda: _images(256, 224),
             functional.cross_entropy,
             (4, 8, 16),
+            "fine",
         ),
         Training(
             "gpt",
@@ -153,6 +154,7 @@ FULL = {
             lambda: _pixels(256, 192),
             functional.cross_entropy,
             (4, 8, 16),
+            "fine",
         ),
     )
 }

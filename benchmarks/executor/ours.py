@@ -63,19 +63,19 @@ def _profiles(case: Training, model: nn.Module, inputs: Tensor) -> list[Profile]
 def _suggested(
     case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profiles: Sequence[Profile], count: int
 ) -> dict[str, list[float]]:
-    """What a user gets: micro-batches, schedule and map chosen for the shortest step, refined once, and run."""
-    question = _question(profiles, count, len(batch[0]))
-    placement = solve(question)
+    """What a user gets: the micro-batches and the map with the smallest bottleneck, refined, and run."""
+    size = len(batch[0])
+    enough = [found for found in profiles if size // found.batch_size >= 2 * count - 1]
+    placement = min((steady(found, count, size) for found in enough), key=_batch_ms)
     taken = next(found for found in profiles if found.batch_size == placement.batch_size)
     part, goal = (tensor[: placement.batch_size] for tensor in batch)
     refinement = refine(
         placement,
         copy.deepcopy(model),
         part,
-        request=question.model_copy(update={"profile": taken, "profiles": ()}),
+        request=_question(taken, count, size),
         loss_fn=case.loss,
         target=goal,
-        rounds=2,
     )
     best = refinement.placement
     release()
@@ -83,11 +83,10 @@ def _suggested(
     release()
     unsplit = reference(copy.deepcopy(model), *batch, case.loss, best.chunks)
     differences = [abs(a - b) for a, b in zip(values.pop("losses"), unsplit, strict=True)]
-    assert placement.objective_value is not None and best.objective_value is not None
     return values | {
         "chunks": [best.chunks],
-        "first_predicted_ms": [placement.objective_value],
-        "predicted_ms": [best.objective_value],
+        "first_predicted_ms": [_batch_ms(placement)],
+        "predicted_ms": [_batch_ms(best)],
         "loss_difference": [max(differences)],
     }
 
@@ -143,23 +142,31 @@ def placed(found: Profile, count: int, chunks: int) -> Placement:
     )
 
 
-def quickest(profiles: Sequence[Profile], count: int, batch_size: int) -> Placement:
-    """The placement with the shortest step on the first so many of a profile's devices, with its micro-batches."""
-    return solve(_question(profiles, count, batch_size))
+def steady(found: Profile, count: int, size: int) -> Placement:
+    """The placement with the smallest bottleneck on the first so many of a profile's devices, for steps in a row.
+
+    Under zero-bubble no device waits for others from 2 * count - 1 micro-batches on: what the slowest has to do is the
+    time of a step.
+    """
+    return solve(_question(found, count, size))
 
 
-def _question(profiles: Sequence[Profile], count: int, batch_size: int) -> PlacementRequest:
-    first, *others = profiles
+def _question(found: Profile, count: int, size: int) -> PlacementRequest:
     return PlacementRequest(
-        profile=first,
-        profiles=tuple(others),
-        batch_size=batch_size,
-        cluster=_of_first(first, count),
-        objective="step",
-        schedule="auto",
+        profile=found,
+        cluster=_of_first(found, count),
+        chunks=size // found.batch_size,
+        schedule="zero-bubble",
+        transfers="overlapped",
         constraints=Constraints(contiguous=True),
         time_limit_s=SOLVER_S,
     )
+
+
+def _batch_ms(placement: Placement) -> float:
+    """What the slowest device has to do for a batch."""
+    assert placement.objective_value is not None
+    return placement.objective_value * placement.chunks
 
 
 def _of_first(found: Profile, count: int) -> Cluster:

@@ -73,7 +73,7 @@ def _profiles(model: nn.Module, inputs: Tensor) -> list[Profile]:
 
 
 def _ours(flow: DataFlow, found: Profile, data: tuple[Tensor, Tensor], loss: Loss) -> dict[str, list[float]]:
-    placement = ours.quickest([found], DEVICES, len(data[0]))
+    placement = ours.steady(found, DEVICES, len(data[0]))
     return ours.timed(flow, placement, data, loss)
 
 
