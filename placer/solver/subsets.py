@@ -113,18 +113,19 @@ class Subsets:
         came: list[Numbers] = []
         total = 0
         for index, (step, cost, gain) in enumerate(zip(self._steps, self._costs, worth, strict=True)):
-            origin = np.arange(2 * len(state)) // 2
-            column = np.tile([0, 1], len(state))
+            labels = np.arange(len(state))
+            origin, column = np.concatenate([labels, labels]), np.repeat([0, 1], len(state))
             load = load[origin] + cost[state[origin], column]
             value = value[origin] + gain * (1 - column)
             state = step.after[state[origin], column]
             most = (rest[index + 1][:, state] + rates * (LOAD_STEPS - load)).min(axis=0)
             able = (load <= LOAD_STEPS) & (value + most > least)
             chosen = _undominated(state, load, value, np.flatnonzero(able))
-            state, load, value, way = state[chosen], load[chosen], value[chosen], chosen
+            state, load, value = state[chosen], load[chosen], value[chosen]
+            way = 2 * origin[chosen] + column[chosen]
             if len(chosen) > most_labels:
                 first, last = _neighbours(state, load, step.states, most_labels)
-                state, load, value, way = state[last], load[last if real else first], value[last], chosen[last]
+                state, load, value, way = state[last], load[last if real else first], value[last], way[last]
             if not len(state):
                 return None
             came.append(way)
@@ -151,13 +152,16 @@ def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -
     """Of the able labels those with no lighter one of their state that is worth as much, by state and load."""
     if not len(able):
         return able
-    able = able[np.lexsort((-value[able], load[able], state[able]))]
+    place = state[able] * (LOAD_STEPS + 1) + load[able]
+    order = np.argsort(place, kind="stable")  # quick on runs, which labels are, inside and outside
+    able, place = able[order], place[order]
     worth = value[able]
     ranked = worth + state[able] * (int(worth.max() - worth.min()) + 1)  # all of a state above all of the one before
     most = np.maximum.accumulate(ranked)
     kept = np.ones(len(able), bool)
     kept[1:] = ranked[1:] > most[:-1]
-    found: Numbers = able[kept]
+    able, place = able[kept], place[kept]
+    found: Numbers = able[np.append(place[1:] != place[:-1], True)]  # of as heavy ones the last is worth most
     return found
 
 
