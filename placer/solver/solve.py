@@ -2,11 +2,13 @@
 
 reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear orders ─▶ integer program ─▶ check
                 │                    (work,      │ and, if free, layers         │ in rounds; between
-                ▼                     knots)     │ moved, devices redivided     │ them more cuts
-            infeasible                           ▼                              ▼
+                ▼                     knots)     │ moved, shares, devices       │ them more cuts
+            infeasible                           ▼ redivided                    ▼
                                               optimal          infeasible: why, by lifting requirements
 
-The integer program is in stage-prefix form (``stages.py``) where it can be, else by node and device (``model.py``).
+The integer program is in stage-prefix form (``stages.py``) where it can be, and asked for thresholds on a graph that
+they make smaller (``stage_search.py``, ``merges.py``, ``reach.py``); else it is by node and device (``model.py``).
+Graphs with few ideals need none (``ideals.py``).
 Objectives ``step`` and ``devices`` have searches of their own (``step_time.py``, ``fewest.py``), which ask this one for
 small bottlenecks.
 """
@@ -62,8 +64,11 @@ CLIMB_SHARE = 0.4
 """How much of the time, or of the work, may be over when the search for better cuts ends."""
 
 
-RELAXED_SHARE = 0.6
+RELAXED_SHARE = 0.4
 """How much of the time that is left a problem may take that asks less."""
+
+QUICK = 1.0
+"""The work of questions whose stages know less than is asked."""
 
 STAGES_SHARE = 0.7
 """How much of the time that is left stages may take that know less than is asked."""
@@ -281,7 +286,10 @@ class Search:
         self.offer(search.best, search.method)
         if not self.open() or self.over(1.0):
             return
-        model = StageModel(self.problem, reduced(self.problem, self.value), self.better(), links)
+        stage_search.halve(self, QUICK)
+        if not self.open() or self.over(1.0):
+            return
+        model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)
         result = model.solve(replace(self.limits(inf), time_s=STAGES_SHARE * self.left_s()))
         self.prove(self.nothing_below() if result.infeasible else min(result.bound, self.nothing_below()))
         self.offer(result.devices, "integer program")

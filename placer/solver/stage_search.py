@@ -23,7 +23,7 @@ from placer.solver.stages import StageModel
 if TYPE_CHECKING:
     from placer.solver.solve import Search
 
-SWEEPS = (3.0, 12.0, 48.0)
+SWEEPS = (2.5, 10.0, 40.0)
 """The work of a sweep's questions, in the measure of ``cpsat.Meter``; the last is asked again and again."""
 
 STEP = 0.01
@@ -57,7 +57,7 @@ def sweep(search: Search) -> None:
         if turn == 1 and search.open():
             search.climb()
         if search.open() and not search.over(1.0):
-            _halve(search, work)
+            halve(search, work)
         if not search.open() or search.over(1.0):
             return
 
@@ -80,14 +80,18 @@ def _anything_better(search: Search, work: float) -> None:
             search.offer(answer.devices, "integer program")
 
 
-def _halve(search: Search, work: float) -> None:
-    """Thresholds between what is proven and what is known or was too hard."""
+def halve(search: Search, work: float) -> None:
+    """Thresholds between what is proven and what is known or was too hard.
+
+    Args:
+        search: with a placement, of a problem that ``stage_scope.bounds``.
+        work: of each question, in the measure of ``cpsat.Meter``.
+    """
     hard = search.better()
     while search.open() and hard - search.bound > STEP * search.value and not search.over(1.0):
         threshold = (search.bound + hard) / 2
-        answer = _within(search, threshold, work)
-        if not answer.infeasible:
-            hard = search.better() if answer.devices is not None else threshold
+        if not _within(search, threshold, work).infeasible:
+            hard = search.better() if search.value <= threshold else threshold
 
 
 def _within(search: Search, threshold: float, work: float) -> Answer:
