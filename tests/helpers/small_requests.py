@@ -15,7 +15,7 @@ MS = (0.0, 0.25, 1.0, 1.5, 2.0, 3.1, 7.3)
 SIZES = (0, 1, 2, 3, 5, 8)
 """Few distinct times and sizes, so that ties and exact fits are common."""
 STATE = ("param_bytes", "buffer_bytes")
-TRAINED = ("grad_bytes", "optimizer_bytes", "saved_bytes", "backward_workspace_bytes", "deferred_bytes")
+TRAINED = ("grad_bytes", "optimizer_bytes", "saved_bytes", "backward_workspace_bytes")
 
 
 def examples(count):
@@ -63,7 +63,7 @@ class DrawnRequest:
             cluster=self.cluster(kinds, training),
             colocated=self.rarely(self.groups, ()),
         )
-        return PlacementRequest(
+        asked = PlacementRequest(
             profile=profile,
             objective=choice(self.objectives),
             constraints=self.constraints(),
@@ -73,6 +73,15 @@ class DrawnRequest:
             workers=1,
             seed=self.random.randint(0, 3),
         )
+        return self.leaving_weights(asked) if asked.schedule == "zero-bubble" else asked
+
+    def leaving_weights(self, asked):
+        """With what backward passes leave to weight passes."""
+        layers = [
+            layer.model_copy(update={"deferred_bytes": self.random.choice(SIZES) if asked.is_training else 0})
+            for layer in asked.profile.layers
+        ]
+        return asked.model_copy(update={"profile": asked.profile.model_copy(update={"layers": tuple(layers)})})
 
     def rarely(self, make, default):
         return make() if self.random.random() < 0.25 else default
