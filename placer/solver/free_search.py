@@ -1,8 +1,9 @@
 """Free placements: the search around the integer program.
 
-local search ─▶ shares ─▶ parts ─▶ integer program, a round ─▶ parts ─▶ its other rounds
-better by       a bound   better by dividing anew what
-small moves               a few devices hold
+local search ─▶ parts ─────────▶ shares ─▶ integer program, a round ─▶ parts ─▶ its other rounds
+better by       better by        a bound
+small moves     dividing anew what
+                a few devices hold
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ if TYPE_CHECKING:
 LOCAL_SHARE = 0.15
 """How much of the time, or of the work, may be over when local search ends."""
 
-SHARES_SHARE = 0.55
-"""The same of the search for prices that prove a bound."""
-
-PARTS_SHARE = 0.8
+PARTS_SHARE = 0.45
 """The same of the search that divides anew what a few devices hold."""
+
+SHARES_SHARE = 0.8
+"""The same of the search for prices that prove a bound."""
 
 
 def before_the_program(search: Search) -> None:
-    """Go on from the best start: small moves, a bound, and larger moves where nodes are many."""
+    """Go on from the best start: small moves, larger ones where nodes are many, and a bound."""
     move_layers(search)
-    share_out(search)
     if search.open() and parts.many(search.problem, search.nodes):
         divide_anew(search)
+    share_out(search)
 
 
 def move_layers(search: Search) -> None:
