@@ -30,6 +30,9 @@ STEP = 0.01
 """Thresholds of a sweep are this share of the best known apart, at the least."""
 
 
+ASKED = 2
+"""How often a sweep asks for anything better, where it finds that."""
+
 BETTER_SHARE = 0.3
 """How much of a question's work goes to the best placement, where the question has found one that is better."""
 
@@ -54,10 +57,10 @@ def sweep(search: Search) -> None:
         _anything_better(search, work)
         if search.open():
             few_ideals(search)
-        if turn == 1 and search.open():
-            search.climb()
         if search.open() and not search.over(1.0):
             halve(search, work)
+        if turn == 0 and search.open():
+            search.climb()
         if not search.open() or search.over(1.0):
             return
 
@@ -69,9 +72,9 @@ def _works() -> Iterator[float]:
 
 
 def _anything_better(search: Search, work: float) -> None:
-    """Whether any placement is better than the best known; where one is, the best that some work finds, and again."""
-    while search.open() and not search.over(1.0):
-        if _within(search, search.better(), work).devices is None:
+    """Whether any placement is better than the best known; where one is, the best that some work finds."""
+    for _ in range(ASKED):
+        if not search.open() or search.over(1.0) or _within(search, search.better(), work).devices is None:
             return
         if search.open():
             model = StageModel(search.problem, nodes_within(search), search.better())
