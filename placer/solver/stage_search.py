@@ -57,10 +57,10 @@ def sweep(search: Search) -> None:
         _anything_better(search, work)
         if search.open():
             few_ideals(search)
-        if search.open() and not search.over(1.0):
-            halve(search, work)
         if turn == 0 and search.open():
             search.climb()
+        if search.open() and not search.over(1.0):
+            halve(search, work)
         if not search.open() or search.over(1.0):
             return
 
