@@ -6,7 +6,7 @@ placement ──▶ measure its stages ──▶ correct the profile ──▶ s
 
 A stage's time is shared among its layers as the first profile has it, so that their sum is what was measured: layers
 that run one after another cost less or more than apart. The loss belongs to no layer; its time goes to the layer that
-feeds it, and moves with that layer.
+feeds it, unless the profile has it there already, and moves with that layer.
 """
 
 from __future__ import annotations
@@ -80,13 +80,14 @@ def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[Stag
     changed = {layer.name: layer for layer in profile.layers}
     for stage in stages:
         members, kind = [shares[name] for name in stage.layers], types[stage.device]
-        forward = _shared([_at(layer.forward_ms, kind) for layer in members], stage.forward_ms - stage.loss_forward_ms)
-        backward = _shared(
-            [_at(layer.backward_ms, kind) for layer in members], stage.backward_ms - stage.loss_backward_ms
-        )
+        # A profile that has the loss in the layer that feeds it shares it out like all else.
+        apart = not request.profile.with_loss
+        loss_forward_ms, loss_backward_ms = stage.loss_forward_ms * apart, stage.loss_backward_ms * apart
+        forward = _shared([_at(layer.forward_ms, kind) for layer in members], stage.forward_ms - loss_forward_ms)
+        backward = _shared([_at(layer.backward_ms, kind) for layer in members], stage.backward_ms - loss_backward_ms)
         weights = _weights(members, kind, backward, stage.weights_ms)
-        forward[-1] += stage.loss_forward_ms
-        backward[-1] += stage.loss_backward_ms
+        forward[-1] += loss_forward_ms
+        backward[-1] += loss_backward_ms
         for name, *times in zip(stage.layers, forward, backward, weights, strict=True):
             changed[name] = _timed(changed[name], kind, *times)
     return profile.model_copy(update={"layers": tuple(changed[layer.name] for layer in profile.layers)})

@@ -26,6 +26,7 @@ from placer.executor.dataflow import DataFlow
 from placer.executor.segments import MicroBatch, Segment, segments
 from placer.graph.structure import flatten
 from placer.profiler import inputs
+from placer.profiler.loss import LossFunction
 from placer.profiler.profile import profile as measure_profile
 from placer.schema import Constraints, Placement, PlacementRequest, Profile
 from placer.schema.refinement import Refinement, StageTime
@@ -85,7 +86,7 @@ def refine(
     if rounds < 1 or repeats < 1:
         raise InputError(f"rounds is {rounds} and repeats {repeats}; both must be at least 1")
     if request is None:
-        request = _request(placement, profile or _profile(placement, model, example_inputs))
+        request = _request(placement, profile or _profile(placement, model, example_inputs, loss_fn, target))
     elif profile is not None:
         request = request.model_copy(update={"profile": profile})
     stages = _Stages(model, example_inputs, loss_fn, target, repeats, timer or device_times)
@@ -279,11 +280,20 @@ def _mean(output: Any, target: Any) -> Tensor:
     return torch.stack(found).sum()
 
 
-def _profile(placement: Placement, model: nn.Module, example_inputs: Any) -> Profile:
-    """A profile of the placement's layers on the devices that it uses."""
+def _profile(
+    placement: Placement, model: nn.Module, example_inputs: Any, loss_fn: LossFunction | None, target: Any
+) -> Profile:
+    """A profile of the placement's layers on the devices that it uses, with the loss where it has a target."""
     names = list(dict.fromkeys(placement.layer_devices.values()))
+    has_loss = placement.training and loss_fn is not None and target is not None
     return measure_profile(
-        model, example_inputs, names, training=placement.training, granularity=tuple(placement.layer_devices)
+        model,
+        example_inputs,
+        names,
+        training=placement.training,
+        granularity=tuple(placement.layer_devices),
+        loss_fn=loss_fn if has_loss else None,
+        target=target if has_loss else None,
     )
 
 

@@ -83,4 +83,5 @@ def layer_graph(exported: Exported, model: nn.Module, granularity: Granularity) 
         granularity=granularities.label(granularity),
         hash=hashlib.sha256(wiring.encode()).hexdigest()[:32],
         model=type(model).__name__,
+        result=exported.outputs,
     )

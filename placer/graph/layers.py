@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from placer.graph.structure import Structure
+
 LayerFunction = Callable[[torch.device, Sequence[Tensor], Sequence[Any]], tuple[Any, ...]]
 """``function(device, state, reads) -> writes``; differentiable, no moves between devices inside."""
 
@@ -97,6 +99,7 @@ class LayerGraph:
         captured: False where the model runs through hooks.
         not_captured_because: the reason then.
         hash: the same for the same operations, shapes and dtypes.
+        result: how the model returns ``outputs``; None where that is not known, in a graph that was not captured here.
     """
 
     layers: list[Layer]
@@ -113,6 +116,7 @@ class LayerGraph:
     not_captured_because: str = ""
     hash: str = ""
     model: str = ""
+    result: Structure | None = None
     _by_name: dict[str, Layer] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -72,8 +72,11 @@ def trace(
     names = watch.inputs(tensors)
     with _undisturbed(model), watch.installed():
         result = _run(model, inputs, tensors)
-    outputs = [watch.name(leaf) for leaf in flatten(result)[0]]
-    return watch.graph(tuple(names), tuple(outputs), batch_size(tensors), granularities.label(granularity), reason)
+    leaves, structure = flatten(result)
+    outputs = [watch.name(leaf) for leaf in leaves]
+    graph = watch.graph(tuple(names), tuple(outputs), batch_size(tensors), granularities.label(granularity), reason)
+    graph.result = structure
+    return graph
 
 
 def refuse_scripts(model: nn.Module, reason: str) -> None:

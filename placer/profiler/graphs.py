@@ -15,6 +15,7 @@ from torch import nn
 from placer.graph.footprint import footprint
 from placer.graph.granularity import Granularity
 from placer.graph.layers import Layer, LayerGraph, Value, named_state
+from placer.graph.structure import flatten
 from placer.profiler.cache import Cache, key_of
 from placer.profiler.conditions import capture_facts
 
@@ -69,6 +70,7 @@ def _content(graph: LayerGraph) -> dict[str, Any]:
     return {
         "layers": [{name: getattr(layer, name) for name in _OF_LAYER} for layer in graph.layers],
         "values": [asdict(value) | {"dtype": _dtype_name(value.dtype)} for value in graph.values.values()],
+        "bare": graph.result is not None and graph.result.paths == ("",),
         "constants": {name: [list(t.shape), _dtype_name(t.dtype)] for name, t in named if name in graph.constants},
         **{name: getattr(graph, name) for name in _OF_GRAPH},
     }
@@ -90,6 +92,7 @@ def _graph(content: dict[str, Any], model: nn.Module) -> LayerGraph:
         values={value.name: value for value in values},
         state=state,
         constants=frozenset(constants),
+        result=flatten(torch.empty(0))[1] if content["bare"] else None,  # how a nest is made is not written
         **_tuples({name: content[name] for name in _OF_GRAPH}),
     )
 

@@ -21,7 +21,7 @@ from placer.profiler.remembered import Remembered, layers_to_run
 from placer.profiler.timing import measure_step, measure_time
 from placer.profiler.trial import Trial, bring_input, bring_state
 
-__all__ = ["Measurement", "measure_layers"]
+__all__ = ["Measurement", "measure_layers", "measure_trial"]
 
 _STEPS = 3
 """How often an optimizer's step is timed: it makes no choices that depend on the data."""
@@ -74,7 +74,7 @@ def measure_layers(
             if layer.name in missing:
                 step(layer.name)
                 trial = Trial(layer, device, state, reads, graph.values, training, mutated)
-                measured = _measure(trial, training, repeats)
+                measured = measure_trial(trial, training, repeats)
                 if training and optimizer is not None:
                     trained = [graph.state[name] for name in layer.state if graph.state[name].requires_grad]
                     measured = replace(measured, optimizer_ms=_step_ms(trial, trained, optimizer, repeats))
@@ -99,7 +99,8 @@ def _values(
     return writes, mutated
 
 
-def _measure(trial: Trial, training: bool, repeats: int) -> Measurement:
+def measure_trial(trial: Trial, training: bool, repeats: int) -> Measurement:
+    """Measure the passes of a layer that has not run yet, and their memory."""
     with _uncached_autocast(trial.device):
         trial.forward()  # libraries choose kernels and take their workspaces
         if training:

@@ -57,7 +57,7 @@ def merge_profiles(*profiles: Profile, network: Rate | Mapping[tuple[str, str], 
 
 
 def _refuse_another_model(first: Profile, other: Profile, number: int) -> None:
-    for field in ("training", "optimizer", "batch_size"):
+    for field in ("training", "optimizer", "with_loss", "batch_size"):
         mine, its = getattr(first, field), getattr(other, field)
         if mine != its:
             raise ProfileError(f"profile {number} has {field} {its!r}, the first {mine!r}: measure both alike")

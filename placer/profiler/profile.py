@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -13,6 +13,7 @@ from placer import schema
 from placer.devices import DeviceLike, keep_random_state, resolve, type_name, unobserved
 from placer.errors import InputError, ProfilingError
 from placer.graph.capture import capture
+from placer.graph.export import batch_size
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.profiler import inputs
@@ -21,7 +22,8 @@ from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
 from placer.profiler.conditions import conditions, optimizer_facts
 from placer.profiler.graphs import KnownGraphs
 from placer.profiler.links import links_to_measure
-from placer.profiler.measure import measure_layers
+from placer.profiler.loss import Loss, LossFunction, given_loss, with_loss
+from placer.profiler.measure import Measurement, measure_layers
 from placer.profiler.optimizer import OptimizerLike, OptimizerState
 from placer.profiler.progress import Bar, Shown, Step, progress_bar
 from placer.profiler.remembered import Remembered
@@ -44,6 +46,8 @@ def profile(
     memory_bytes: MemoryLimit = None,
     cache: CacheLike = True,
     batch_sizes: None = None,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
 ) -> schema.Profile: ...
 
 
@@ -61,6 +65,8 @@ def profile(
     memory_bytes: MemoryLimit = None,
     cache: CacheLike = True,
     batch_sizes: Sequence[int],
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
 ) -> list[schema.Profile]: ...
 
 
@@ -77,6 +83,8 @@ def profile(
     memory_bytes: MemoryLimit = None,
     cache: CacheLike = True,
     batch_sizes: Sequence[int] | None = None,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
 ) -> schema.Profile | list[schema.Profile]:
     """Measure a model's layers, the values between them, the devices and the links.
 
@@ -100,14 +108,18 @@ def profile(
             measured goes there at once, so that a run that was interrupted goes on where it was.
         batch_sizes: micro-batches of so many samples are measured instead of the example's: its inputs are repeated or
             cut along their first dimension. The layers are cut for the smallest, and are the same for all.
+        loss_fn: ``loss_fn(output, target)``, in training: its time and memory count with those of the layer that makes
+            the model's result, as it runs behind that. It is measured on random results; without it, a prediction of
+            a training step is of the model alone.
+        target: of one micro-batch, for ``loss_fn``; ``batch_sizes`` repeat or cut it as they do the inputs.
 
     Returns:
         The profile, with its cluster; for several batch sizes a list of profiles, the smallest size first.
 
     Raises:
-        InputError: inputs, devices, optimizer, limits, granularity or batch sizes cannot be used.
+        InputError: inputs, devices, optimizer, limits, granularity, batch sizes or loss cannot be used.
         CaptureError: the model's layers could not be had.
-        ProfilingError: a layer or link could not be measured.
+        ProfilingError: a layer, a link or the loss could not be measured.
     """
     if repeats < 1:
         raise InputError(f"repeats is {repeats}; time each layer at least once")
@@ -122,10 +134,11 @@ def profile(
     with unobserved(), keep_random_state(found), torch.inference_mode(False), inputs.mode(model, training):
         tensors, structure = inputs.trackable(args, kwargs)
         given = [tensors] if batch_sizes is None else inputs.resized(tensors, batch_sizes)
+        loss = given_loss(loss_fn, target, training, batch_size(tensors))
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
         calls = [structure.unflatten(batch) for batch in given]
         with progress_bar(progress, links_to_measure(found, folder)) as step:
-            graphs = _graphs(model, calls, granularity, folder, list(known.values()), step)
+            graphs = _graphs(model, calls, granularity, folder, list(known.values()), step, loss is not None)
             layers = [layer for graph in graphs for layer in graph.layers]
             step.expect(sum(len(of_kind.missing(layers)) for of_kind in known.values()))
             measured = [
@@ -135,11 +148,37 @@ def profile(
                 }
                 for graph, batch in zip(graphs, given, strict=True)
             ]
+            losses = _losses(loss, graphs, measured, by_type, batch_sizes, repeats, step)
             cluster = measure(found, limits, step, folder, fragmented_bytes(measured))
     counts = [sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")]
     _log.info("%d layers were measured, %d taken from the cache", *counts)
     profiles = [write(graph, rows, training, state, cluster) for graph, rows in zip(graphs, measured, strict=True)]
+    if loss is not None:
+        each = zip(profiles, graphs, loss.resized(batch_sizes), losses, strict=True)
+        profiles = [with_loss(*of_size) for of_size in each]
     return profiles[0] if batch_sizes is None else profiles
+
+
+def _losses(
+    loss: Loss | None,
+    graphs: Sequence[LayerGraph],
+    measured: Sequence[Mapping[str, Sequence[Measurement]]],
+    by_type: Mapping[str, torch.device],
+    batch_sizes: Sequence[int] | None,
+    repeats: int,
+    step: Bar,
+) -> list[dict[str, Measurement]]:
+    """By batch size, what was measured of the loss on each type of device."""
+    if loss is None:
+        return []
+    step.expect(len(graphs) * len(by_type))
+    found: list[dict[str, Measurement]] = []
+    for graph, rows, of_size in zip(graphs, measured, loss.resized(batch_sizes), strict=True):
+        found.append({})
+        for kind, device in by_type.items():
+            step("loss")
+            found[-1][kind] = of_size.measure(graph, rows[kind], device, repeats)
+    return found
 
 
 def _graphs(
@@ -149,10 +188,16 @@ def _graphs(
     folder: Cache | None,
     known: Sequence[Remembered],
     step: Bar,
+    with_result: bool,
 ) -> list[LayerGraph]:
-    """The graph of each call, captured unless an earlier run has captured it and measured all of its layers."""
+    """The graph of each call, captured unless an earlier run has captured it and measured all of its layers.
+
+    With a result: with what the model returns, not just the tensors in it.
+    """
     earlier = KnownGraphs(folder, model, calls, granularity)
     found = earlier.read()
+    if found is not None and with_result and any(graph.result is None for graph in found):
+        found = None
     if found is not None and not any(of_kind.missing(graph.layers) for of_kind in known for graph in found):
         return found
     step.expect(len(calls))

@@ -109,6 +109,7 @@ class Profile(Wire):
         graph_hash: the same for the same graph, shapes and types.
         training: whether backward times and training memory were measured.
         optimizer: the optimizer whose state was measured, in training.
+        with_loss: whether the layer that makes the model's result has the loss, too, in its times and memory.
         batch_size: samples in the micro-batch that was measured.
         granularity: how the layers were cut: ``auto``, ``submodule``, ``fine``, a depth, or ``custom``.
         captured: whether the graph was captured; if not, execution goes through hooks, and ``not_captured_because``
@@ -125,6 +126,7 @@ class Profile(Wire):
     graph_hash: Annotated[str, StringConstraints(max_length=128)] = ""
     training: bool = False
     optimizer: Annotated[str, StringConstraints(max_length=128)] | None = None
+    with_loss: bool = False
     batch_size: Annotated[int, Field(ge=1, le=2**31)] = 1
     granularity: Annotated[int, Field(ge=1, le=1000)] | Annotated[str, StringConstraints(max_length=64)] = "auto"
     captured: bool = True

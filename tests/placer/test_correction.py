@@ -48,6 +48,15 @@ def _backwards(profile: Profile) -> list[float]:
     return [layer.backward_ms[KIND] for layer in profile.layers]
 
 
+def test_a_loss_that_the_profile_has_already_is_shared_out_with_its_layer() -> None:
+    request = _request()
+    request = request.model_copy(update={"profile": request.profile.model_copy(update={"with_loss": True})})
+    times: dict[str, float] = {"forward_ms": 16, "backward_ms": 32, "loss_forward_ms": 3, "loss_backward_ms": 6}
+    found = corrected(request.profile, request, [_stage("cpu:1", 3, 4, 5, **times)])
+    assert _forwards(found)[3:] == pytest.approx([2.0, 10.0, 4.0])  # all twice as long, its last layer with its loss
+    assert _backwards(found)[3:] == pytest.approx([4.0, 20.0, 8.0])
+
+
 def test_the_layers_of_a_stage_take_together_what_was_measured() -> None:
     request = _request()
     stages = [

@@ -112,7 +112,7 @@ def test_a_model_over_a_bad_link_gives_the_unsplit_models_results(
 def test_a_second_profile_takes_everything_from_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, x = zoo.resnet18(10), torch.randn(4, 3, 64, 64)
     first = profile(model, x, ["cuda:0"], progress=False, cache=tmp_path)
-    monkeypatch.setattr(measure, "_measure", lambda *_: pytest.fail("a layer was measured"))
+    monkeypatch.setattr(measure, "measure_trial", lambda *_: pytest.fail("a layer was measured"))
     monkeypatch.setattr(measure, "bring_state", lambda *_: pytest.fail("a layer was brought to the device"))
     assert profile(model, x, ["cuda:0"], progress=False, cache=tmp_path).layers == first.layers
 

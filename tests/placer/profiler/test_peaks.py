@@ -8,6 +8,7 @@ import pytest
 import torch
 from held_bytes import HeldBytes
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from placer import Constraints, DataFlow, Placement, PlacementRequest, Profile, solve, zoo
@@ -62,6 +63,23 @@ def test_a_training_step_peaks_where_its_profile_says(name: str) -> None:
     # The result counts until its gradient came back; here it is held for longer.
     assert 0.995 * (held.peaks["cpu"] - result.nbytes) <= use.activation_bytes + use.workspace_bytes
     assert use.activation_bytes + use.workspace_bytes <= 1.005 * held.peaks["cpu"]
+
+
+@pytest.mark.parametrize("vocabulary", [50, 2000])
+def test_a_training_step_with_its_loss_peaks_where_its_profile_says(vocabulary: int) -> None:
+    model = zoo.gpt(layers=2, width=32, heads=2, context=16, vocabulary=vocabulary)
+    x, target = (torch.randint(0, vocabulary, (4, 16)) for _ in range(2))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output.float().flatten(0, 1), target.flatten())
+
+    found = profile(model, x, [CPU], progress=False, repeats=1, cache=False, loss_fn=loss_fn, target=target)
+    problem = Problem.from_request(PlacementRequest(profile=found))
+    use = memory.footprint(problem, memory.Held(list(range(len(problem.layers))), list(problem.values))).one
+    with HeldBytes([*_with_gradients(model), x]) as held:
+        loss_fn(model(x), target.clone()).backward()
+    result_bytes = 4 * x.numel() * vocabulary  # counts until its gradient came back, though this loss lets it go
+    assert use.activation_bytes + use.workspace_bytes == pytest.approx(held.peaks["cpu"] + result_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "granularity"), [("resnet18", "auto"), ("unet", "submodule"), ("gpt", "fine")])

@@ -31,13 +31,13 @@ def chain(*sizes: int) -> nn.Module:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The shapes of the first state tensor of every layer that is measured."""
     seen: list[str] = []
-    real = measure._measure
+    real = measure.measure_trial
 
     def count(trial: Any, *rest: Any) -> Any:
         seen.append("x".join(map(str, trial.state[0].shape)) if trial.state else "none")
         return real(trial, *rest)
 
-    monkeypatch.setattr(measure, "_measure", count)
+    monkeypatch.setattr(measure, "measure_trial", count)
     return seen
 
 

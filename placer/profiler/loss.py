@@ -1,0 +1,220 @@
+"""The loss behind a model's result, measured as training runs it: on the device of the layer that makes the result.
+
+    layer ──▶ result ──┐
+                       ├──▶ loss        a pass more of that layer, forwards after it and backwards before it
+              target ──┘
+
+It is measured as a layer of its own, on random results, and counted with the last layer that makes one: so it moves
+with that layer. What is remembered of layers is without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices, schema
+from placer.errors import InputError, PlacerError, ProfilingError
+from placer.graph.layers import Layer, LayerGraph, Value, tensor_bytes
+from placer.graph.structure import Structure, flatten
+from placer.profiler import inputs
+from placer.profiler.measure import measure_trial
+from placer.profiler.measurement import Measurement
+from placer.profiler.timing import significant
+from placer.profiler.trial import Trial, bring_input
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""``loss_fn(output, target)``: one number."""
+
+_NAME = "(loss)"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function with the target of one micro-batch.
+
+    Attributes:
+        function: from the model's result and the target to a number.
+        target: its tensors, flattened.
+        structure: of the target.
+    """
+
+    function: LossFunction
+    target: Sequence[Any]
+    structure: Structure
+
+    def resized(self, sizes: Sequence[int] | None) -> list[Loss]:
+        """For micro-batches of so many samples, the smallest first; itself alone if None."""
+        if sizes is None:
+            return [self]
+        if not any(isinstance(tensor, Tensor) and tensor.dim() for tensor in self.target):
+            return [self] * len(sizes)
+        return [Loss(self.function, target, self.structure) for target in inputs.resized(self.target, sizes)]
+
+    def measure(
+        self, graph: LayerGraph, layers: Sequence[Measurement], device: torch.device, repeats: int
+    ) -> Measurement:
+        """Measure the loss on one device.
+
+        Args:
+            graph: whose result it is computed from.
+            layers: what was measured of the graph's layers there.
+            device: where it runs.
+            repeats: how often each pass is timed.
+
+        Raises:
+            InputError: it gives no number, or one that depends on no result.
+            ProfilingError: it failed.
+        """
+        try:
+            with devices.current(device):
+                goals = [bring_input(goal, device) for goal in self.target]
+                trial = Trial(self._layer(graph), device, goals, _results(graph, layers, device), graph.values, True)
+                measured = measure_trial(trial, True, repeats)
+                return as_run(measured, trial.reads, recorded=device.type == "cuda")
+        except PlacerError:
+            raise
+        except Exception as error:  # whatever a user's function raises
+            line = (str(error).splitlines() or [""])[0]
+            raise ProfilingError(f"loss_fn failed on {device}: {type(error).__name__}: {line}") from error
+
+    def _layer(self, graph: LayerGraph) -> Layer:
+        assert graph.result is not None  # else it was captured anew
+        result = graph.result
+
+        def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
+            loss = self.function(result.unflatten(reads), self.structure.unflatten(state))
+            _refuse_no_loss(loss)
+            return (loss,)
+
+        return Layer(_NAME, (), "", (), (), graph.outputs, (_NAME,), run, _NAME)
+
+
+def given_loss(loss_fn: LossFunction | None, target: Any, training: bool, batch: int) -> Loss | None:
+    """The loss that a user gives, or None.
+
+    Args:
+        loss_fn: the function.
+        target: of one micro-batch.
+        training: whether a training step is measured.
+        batch: samples in the example inputs.
+
+    Raises:
+        InputError: one of the two is missing, or no training step is measured, or the target is of another batch.
+    """
+    if loss_fn is None and target is None:
+        return None
+    if loss_fn is None or target is None:
+        there, missing = ("target", "loss_fn") if loss_fn is None else ("loss_fn", "target")
+        raise InputError(f"{there} is given without {missing}; give both to have the loss measured, or none")
+    if not callable(loss_fn):
+        raise InputError(f"loss_fn is a {type(loss_fn).__name__}; give a function of the model's result and the target")
+    if not training:
+        raise InputError("loss_fn and target belong to training; leave them out with training=False")
+    leaves, structure = flatten(target)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != batch:
+            raise InputError(
+                f"a target of shape {tuple(leaf.shape)} goes with example inputs of a batch of {batch}; "
+                "its first dimension must be the batch"
+            )
+    return Loss(loss_fn, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+def with_loss(
+    profile: schema.Profile, graph: LayerGraph, loss: Loss, measured: Mapping[str, Measurement]
+) -> schema.Profile:
+    """A profile in which the loss is counted with the layer that makes the result.
+
+    Args:
+        profile: of the graph's layers.
+        graph: the layers.
+        loss: with its target, which is there for each micro-batch in flight.
+        measured: by device type, what was measured of the loss.
+    """
+    makers = [layer.name for layer in graph.layers if not set(graph.outputs).isdisjoint(layer.writes)]
+    if not makers:
+        raise InputError("the model returns what no layer of it made, so a loss of it trains nothing")
+    target_bytes = sum(tensor_bytes(leaf) for leaf in loss.target if isinstance(leaf, Tensor))
+    layers = tuple(
+        _joined(layer, measured, target_bytes) if layer.name == makers[-1] else layer for layer in profile.layers
+    )
+    return profile.model_copy(update={"layers": layers, "with_loss": True})
+
+
+def _joined(layer: schema.Layer, measured: Mapping[str, Measurement], target_bytes: int) -> schema.Layer:
+    """A layer with the loss behind it: what it keeps adds up, the larger workspace counts."""
+    times, memories = {kind: row.time for kind, row in measured.items()}, [row.memory for row in measured.values()]
+    saved = max(memory.saved_bytes for memory in memories)
+    forward = max(memory.forward_workspace_bytes for memory in memories)
+    return layer.model_copy(
+        update={
+            "forward_ms": _sum(layer.forward_ms, {kind: time.forward_ms for kind, time in times.items()}),
+            "backward_ms": _sum(layer.backward_ms, {kind: time.backward_ms for kind, time in times.items()}),
+            "host_ms": _sum(layer.host_ms, {kind: time.host_ms for kind, time in times.items()}),
+            "saved_bytes": layer.saved_bytes + saved + target_bytes,
+            "forward_workspace_bytes": max(layer.forward_workspace_bytes - saved, forward),
+            "backward_workspace_bytes": max(
+                layer.backward_workspace_bytes, *(memory.backward_workspace_bytes for memory in memories)
+            ),
+        }
+    )
+
+
+def _sum(times_ms: Mapping[str, float], more_ms: Mapping[str, float]) -> dict[str, float]:
+    return {kind: significant(time + more_ms[kind]) for kind, time in times_ms.items()}
+
+
+def as_run(measured: Measurement, results: Sequence[Any], recorded: bool) -> Measurement:
+    """What was measured, as it is behind the model: results that the loss only reads are kept anyhow.
+
+    A recorded pass has the memory that it works in for good. What a layer worked in is used again for what later layers
+    keep, but nothing comes after the loss: what that works in is lost for each micro-batch in flight, as if it kept it.
+    """
+    memory = measured.memory
+    only_read = sum(
+        tensor_bytes(result)
+        for index, result in enumerate(results)
+        if isinstance(result, Tensor) and index not in memory.saved_reads
+    )
+    saved, workspace = memory.saved_bytes, max(0, memory.forward_workspace_bytes - only_read)
+    if recorded:
+        saved, workspace = saved + workspace, 0
+    return replace(measured, memory=replace(memory, saved_bytes=saved, forward_workspace_bytes=workspace))
+
+
+def _results(graph: LayerGraph, layers: Sequence[Measurement], device: torch.device) -> list[Any]:
+    """Random results, between 0 and 1, which any loss takes; a number is 1."""
+    sizes = {
+        name: size
+        for layer, row in zip(graph.layers, layers, strict=True)
+        for name, size in zip(layer.writes, row.write_bytes, strict=False)
+    }
+    return [_result(graph.values[name], sizes.get(name), device) for name in graph.outputs]
+
+
+def _result(value: Value, size_bytes: int | None, device: torch.device) -> Any:
+    if value.dtype is None:
+        return 1
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return torch.zeros(value.shape, dtype=value.dtype, device=device)
+    made = torch.empty(value.shape, device=device).uniform_(0.01, 0.99).to(value.dtype)
+    if torch.is_autocast_enabled(device.type):  # what runs under it may make another type than was captured
+        other = made.to(torch.get_autocast_dtype(device.type))
+        return other if tensor_bytes(other) == size_bytes else made
+    return made
+
+
+def _refuse_no_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+        raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
+    if not loss.requires_grad:
+        raise InputError("loss_fn gave a number that no gradient comes from: it depends on nothing that is trained")
+
+
+__all__ = ["Loss", "LossFunction", "as_run", "given_loss", "with_loss"]
