@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -56,6 +56,8 @@ def suggest(
     cache: bool | str | os.PathLike[str] = True,
     progress: bool = True,
     profile_on_server: bool | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    target: Any = None,
 ) -> Placement:
     """Find where each layer of a model should run.
 
@@ -92,6 +94,9 @@ def suggest(
         profile_on_server: whether the server's machine measures the model, on all of its devices, or on as many as
             ``devices`` says; it is sent the operations, shapes and dtypes of the model, and no weights. If None: where
             there is no GPU here, one there, and neither ``devices`` nor ``memory_bytes`` is given.
+        loss_fn: ``loss_fn(output, target)``, in training: its time and memory count with those of the layer that makes
+            the model's result. It is measured here, and belongs to a model that is.
+        target: of one micro-batch, for ``loss_fn``.
 
     Returns:
         The placement, for ``DataFlow(model).update_flow(placement)``.
@@ -105,6 +110,9 @@ def suggest(
     """
     server = server or os.environ.get("PLACER_URL")
     there = profile is None and _measures_there(profile_on_server, server, devices, memory_bytes)
+    if (profile is not None or there) and not (loss_fn is None and target is None):
+        why = "a server runs no functions" if there else "a profile is given, which was made with a loss or without"
+        raise InputError(f"{why}: leave loss_fn and target out, or have the model measured here")
     if there and server:
         with _waiting("measuring on the server", progress):
             profiles = _measure_there(
@@ -129,6 +137,8 @@ def suggest(
             memory_bytes=memory_bytes,
             cache=cache,
             batch_sizes=batch_sizes,
+            loss_fn=loss_fn,
+            target=target,
         )
     elif devices is not None or memory_bytes is not None:
         raise InputError("a profile is given, so its cluster counts: leave devices and memory_bytes out")

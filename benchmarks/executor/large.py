@@ -64,7 +64,16 @@ def _ours(count: int, chunks: int) -> dict[str, list[float]]:
     inputs, target = _batch(chunks)
     places = [str(place) for place in cases.places(count)]
     part = inputs[: len(inputs) // chunks].cpu()
-    found = profile(_model(torch.device("meta")), part, places, training=True, optimizer="adam", progress=False)
+    found = profile(
+        _model(torch.device("meta")),
+        part,
+        places,
+        training=True,
+        optimizer="adam",
+        progress=False,
+        loss_fn=cases.token_loss,
+        target=target[: len(part)].cpu(),
+    )
     placement = _placed(found, chunks)
     used = memory.Meter(cases.places(count))
     model = _model(cases.home())

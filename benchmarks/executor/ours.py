@@ -33,7 +33,7 @@ def train(case: Training) -> Iterator[Sample]:
     profiles: list[Profile] = []
 
     def prepare() -> dict[str, list[float]]:
-        profiles.extend(_profiles(case, model, batch[0]))
+        profiles.extend(_profiles(case, model, *batch))
         return {}
 
     prepared = attempt(case.name, "ours", 0, 0, prepare)
@@ -45,7 +45,7 @@ def train(case: Training) -> Iterator[Sample]:
         yield sample if sample.failed else replace(sample, chunks=int(sample.values.pop("chunks")[0]))
 
 
-def _profiles(case: Training, model: nn.Module, inputs: Tensor) -> list[Profile]:
+def _profiles(case: Training, model: nn.Module, inputs: Tensor, target: Tensor) -> list[Profile]:
     """Of every size of micro-batch that is tried, on all devices, of a model that is on the host, as a user's is."""
     sizes = [len(inputs) // chunks for chunks in case.chunks]
     return profile(
@@ -57,6 +57,8 @@ def _profiles(case: Training, model: nn.Module, inputs: Tensor) -> list[Profile]
         granularity=case.granularity,
         progress=False,
         batch_sizes=sizes,
+        loss_fn=case.loss,
+        target=target[: max(sizes)].cpu(),
     )
 
 

@@ -125,6 +125,7 @@ def test_a_server_that_cannot_measure_leaves_it_to_this_machine(monkeypatch):
         ({"profile_on_server": True, "server": "http://x", "devices": ["cuda:0"]}, "give their number alone"),
         ({"profile_on_server": True, "server": "http://x", "optimizer": torch.optim.SGD}, "measures the optimizers"),
         ({"profile_on_server": True, "server": "http://x", "optimizer": "nonsense"}, "measures the optimizers"),
+        ({"profile_on_server": True, "server": "http://x", "loss_fn": torch.sum, "target": X}, "runs no functions"),
     ],
 )
 def test_what_cannot_be_measured_there_is_said(options, said):

@@ -103,6 +103,20 @@ def test_it_is_the_public_suggest():
     assert placer.suggest is suggest
 
 
+def test_the_loss_is_in_what_is_predicted():
+    given = {"devices": ["cpu:0"], "granularity": "submodule", "progress": False}
+    alone = suggest(Block(), torch.ones(64, 8), **given)
+    cross_entropy, target = nn.functional.cross_entropy, torch.zeros(64, dtype=torch.long)
+    both = suggest(Block(), torch.ones(64, 8), loss_fn=cross_entropy, target=target, **given)
+    log_softmax = 4 * 64 * 4
+    assert both.devices[0].memory.total_bytes >= alone.devices[0].memory.total_bytes + log_softmax
+
+
+def test_a_loss_beside_a_profile_is_refused(profile):
+    with pytest.raises(InputError, match="leave loss_fn and target out"):
+        suggest(profile=profile, loss_fn=nn.functional.cross_entropy, target=torch.zeros(2))
+
+
 def test_a_given_profile_is_placed_without_measuring(profile):
     placement = suggest(profile=profile)
     assert placement.status == "optimal"
