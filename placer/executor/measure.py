@@ -19,6 +19,7 @@ from placer.executor.stage import Stage as TrainingStage
 from placer.executor.stream import Flow, Streams
 from placer.executor.train import TrainingPipeline
 from placer.executor.train_step import TrainStep
+from placer.graph import arguments
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import flatten
@@ -75,8 +76,7 @@ def measure_stream(
     """
     if flow.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")
-    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-    tensors, structure = flatten((args, inputs if isinstance(inputs, dict) else {}))
+    tensors, structure = flatten(arguments.split(inputs))
     parts = [structure.unflatten(part) for part in scatter(tensors, chunks, batch_size(tensors))]
     batches = [kwargs if kwargs else args for args, kwargs in parts]
 

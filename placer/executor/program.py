@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ class Program:
     refused: dict[Hashable, str] = field(default_factory=dict)
     _captures: dict[Hashable, list[Capture]] = field(default_factory=dict)
     _seen: dict[Hashable, Capture] = field(default_factory=dict)
+    _members: list[object] = field(default_factory=list)
 
     def mode(self) -> Hashable:
         """What the graph depends on beside shapes: which modules train, which have hooks, and the caller's autocast."""
@@ -47,6 +49,7 @@ class Program:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any], inputs: Structure
     ) -> Capture | None:
         """A capture that covers these inputs, or None where the model must run through hooks."""
+        self._follow()
         mode = self.mode()
         shapes = tuple((tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
         key = (mode, inputs.key, shapes)
@@ -66,13 +69,38 @@ class Program:
             self._seen[key] = fitting
         return self._seen[key]
 
+    def _follow(self) -> None:
+        """Forget the captures of a model that was given another module, parameter or buffer in the place of one."""
+        now = members(self.module)
+        if len(now) != len(self._members) or not all(map(operator.is_, now, self._members)):
+            self._captures.clear()
+            self._seen.clear()
+            self._members = now
+
     def doubt_refusal(self) -> None:
         """The model itself failed on what was given: that torch.export failed on it too says nothing of the mode."""
         self.refused.pop(self.mode(), None)
 
     def graph(self, capture: Capture, granularity: Granularity) -> LayerGraph:
-        """The capture, cut into layers."""
-        key: Hashable = granularity if isinstance(granularity, Hashable) else tuple(granularity)
+        """The capture, cut into layers; which values gradients flow through depends on what is frozen now."""
+        frozen = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        key: Hashable = (granularity if isinstance(granularity, Hashable) else tuple(granularity), frozen)
         if key not in capture.graphs:
             capture.graphs[key] = layer_graph(capture.exported, self.module, granularity)
         return capture.graphs[key]
+
+
+def members(module: nn.Module) -> list[object]:
+    """A model's modules, parameters and buffers, the same objects as long as none was replaced.
+
+    Every call of a flow asks for it, so it costs as little as can be: what is used twice is listed twice.
+    """
+    found: list[object] = []
+    waiting = [module]
+    while waiting:
+        child = waiting.pop()
+        found.append(child)
+        found += child._parameters.values()
+        found += child._buffers.values()
+        waiting += [inner for inner in child._modules.values() if inner is not None]
+    return found

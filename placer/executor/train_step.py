@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +21,15 @@ from placer.executor.program import Capture
 from placer.executor.statistics import refuse_uncaptured
 from placer.executor.train import SCHEDULES, Loss, Order, Recipe, TrainingPipeline
 from placer.executor.update import Update
+from placer.graph import arguments
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
+
+_TEST_BENCH = "placer.testing"
+"""Where the hooks are from that look on which stand-in a gradient lands."""
+_KEPT_SHAPES = 8
+"""Shapes whose static tensors and recordings are kept, the latest that were used."""
 
 
 class Flow(Protocol):
@@ -75,6 +83,7 @@ class TrainStep:
             raise InputError(f"loss_fn is {loss_fn!r}; give a function of the output and the target")
         if schedule not in SCHEDULES:
             raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
+        _refuse_parameters(loss_fn)
         _refuse_other_models(update.optimizer, flow.module)
         self.flow = flow
         self.loss_fn = loss_fn
@@ -104,7 +113,7 @@ class TrainStep:
                 another size than the batch.
         """
         tensors, structure, goals, target_structure, sizes = self._taken(inputs, target, chunks)
-        pipeline = self._pipeline(tensors, structure, target_structure, sizes)
+        pipeline = self._pipeline(tensors, structure, goals, target_structure, sizes)
         keep, self._keep = self._keep, False
         if pipeline is None:
             loss = self._through_hooks(tensors, structure, goals, target_structure, sizes, keep)
@@ -129,16 +138,14 @@ class TrainStep:
             The stages, None where the model runs through hooks; and the flattened inputs and target.
         """
         tensors, structure, goals, target_structure, sizes = self._taken(inputs, target, chunks)
-        return self._pipeline(tensors, structure, target_structure, sizes), tensors, goals
+        return self._pipeline(tensors, structure, goals, target_structure, sizes), tensors, goals
 
     def _taken(
         self, inputs: Any, target: Any, chunks: int | None
     ) -> tuple[list[Any], Structure, list[Any], Structure, list[int]]:
         """Inputs and target, flattened and with their structures, and the sizes of micro-batches."""
         self._refuse()
-        args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-        kwargs = inputs if isinstance(inputs, dict) else {}
-        tensors, structure = flatten((args, kwargs))
+        tensors, structure = flatten(arguments.split(inputs))
         goals, target_structure = flatten(target)
         size = batch_size(tensors)
         _refuse_other_sizes(goals, size)
@@ -169,14 +176,17 @@ class TrainStep:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
 
     def _pipeline(
-        self, tensors: list[Any], inputs: Structure, target: Structure, sizes: list[int]
+        self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int]
     ) -> TrainingPipeline | None:
         """The stages for batches like this one; None where micro-batches run one after another through the flow.
 
-        So they do where there is no capture, and where a layer reads a number that another took from a tensor: passes
-        are prepared once, and would keep the number that they were prepared with.
+        So they do where there is no capture; where a layer reads a number that another took from a tensor: passes are
+        prepared once, and would keep the number that they were prepared with; and where parameters have hooks, which
+        passes over aliases of them would not run.
         """
         flow = self.flow
+        if _hooked(flow.module):
+            return None
         if flow.assignment is not self._placed:
             self._pipelines.clear()
             self._placed = flow.assignment
@@ -185,7 +195,7 @@ class TrainStep:
         if capture is None:
             return None
         recompute = flow.recomputed()
-        key = (capture, tuple(sizes), target.key, flow.deferred_batch_norm, recompute)
+        key = (capture, tuple(sizes), target.key, _kinds(goals), flow.deferred_batch_norm, recompute)
         known = self._pipelines.pop(key, None)
         if known is not None and not known.is_stale():
             self._pipelines[key] = known
@@ -195,7 +205,7 @@ class TrainStep:
             return None
         if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
-            return self._pipeline(tensors, inputs, target, _equal_sizes(len(sizes), sum(sizes)))
+            return self._pipeline(tensors, inputs, goals, target, _equal_sizes(len(sizes), sum(sizes)))
         recipe = Recipe(
             self.loss_fn,
             capture.exported.outputs,
@@ -207,6 +217,10 @@ class TrainStep:
             self.compile,
             capture.exported.checkpoints,
         )
+        while len(self._pipelines) >= _KEPT_SHAPES:
+            oldest = self._pipelines.pop(next(iter(self._pipelines)))
+            for place in oldest.lanes:
+                devices.synchronise(place)
         self._pipelines[key] = TrainingPipeline(graph, places, recipe)
         return self._pipelines[key]
 
@@ -253,6 +267,34 @@ class TrainStep:
         assignment = self.flow.assignment
         device = assignment.of_path(layer) if assignment is not None and layer else None
         return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
+
+
+def _refuse_parameters(loss_fn: Loss) -> None:
+    own = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
+    name = next((name for name, parameter in own if parameter.requires_grad), None)
+    if name is not None:
+        raise InputError(
+            f"loss_fn has a parameter of its own, {name!r}, which would not be trained; "
+            "make it a part of the model, and let the model take what it needs of the target"
+        )
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether the user has hooks on a parameter, which run when its gradient is made."""
+    for name, parameter in module.named_parameters():
+        hooks = (parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+        if any(getattr(hook, "__module__", "") != _TEST_BENCH for each in hooks for hook in each.values()):
+            warnings.warn(
+                f"parameter {name!r} has hooks, which a pipeline would not run: micro-batches run one after another",
+                stacklevel=4,
+            )
+            return True
+    return False
+
+
+def _kinds(goals: list[Any]) -> Hashable:
+    """What passes keep of a target beside its values."""
+    return tuple((goal.shape, goal.dtype) if isinstance(goal, Tensor) else None for goal in goals)
 
 
 def _refuse_other_models(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:

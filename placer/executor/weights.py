@@ -78,7 +78,9 @@ class Weights:
         return devices.same(devices.location(self.parameters[name]), place)
 
     def stale(self) -> bool:
-        """Whether a parameter's data is another tensor now than when its alias was made."""
+        """Whether a parameter's data is another tensor now than when its alias was made, or it is frozen or thawed."""
+        if any(self.parameters[name].requires_grad != alias.requires_grad for (name, _), alias in self.aliases.items()):
+            return True
         return any(
             parameter.data_ptr() != alias.data_ptr() for held in self._held.values() for parameter, alias in held.own
         )

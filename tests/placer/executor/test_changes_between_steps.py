@@ -1,0 +1,135 @@
+"""What a user changes between two training steps is so in the next: what trains, what is compared, what is where."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.errors import InputError, StageError
+from placer.testing import logical_devices
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.middle, self.last = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.middle(self.act(self.first(inputs))) * self.scale)
+
+
+class Trained:
+    """A placed model and its unsplit twin, step by step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Scaled().double()
+        self.whole = copy.deepcopy(self.model)
+        self.flow = DataFlow(self.model, device_ids=3)
+        self.flow.layer_gpus.update(first=0, act=0, middle=1, last=2)
+        self.flow.update_flow()
+        self.loss_fn = functional.binary_cross_entropy_with_logits
+        self.step = self.flow.train_step(self._loss, torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9))
+        self.plain = torch.optim.SGD(self.whole.parameters(), 0.1, momentum=0.9)
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.loss_fn(output, target.to(output.dtype).expand_as(output))
+
+    def check(self, target: Tensor) -> None:
+        """A step of each, and that they agree."""
+        inputs = torch.randn(4, 4, dtype=torch.float64)
+        loss = self.step(inputs, target, chunks=2)
+        self.plain.zero_grad()
+        expected = self._loss(self.whole(inputs), target)
+        expected.backward()
+        self.plain.step()
+        torch.testing.assert_close(loss.cpu(), expected.detach())
+        for ours, theirs in zip(self.model.parameters(), self.whole.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
+
+
+@pytest.mark.parametrize("frozen_first", [True, False])
+@pytest.mark.parametrize("part", ["first", "middle"])
+def test_a_layer_that_is_frozen_or_thawed(part: str, frozen_first: bool) -> None:
+    with logical_devices(3):
+        trained = Trained()
+        for frozen in (frozen_first, not frozen_first, frozen_first):
+            for model in (trained.model, trained.whole):
+                model.get_submodule(part).requires_grad_(not frozen)
+            trained.check(torch.rand(4, 2, dtype=torch.float64))
+
+
+def test_targets_of_another_type_or_shape_are_not_cast_to_the_first_ones() -> None:
+    with logical_devices(3):
+        trained = Trained()
+        for target in (torch.randint(2, (4, 2)), torch.rand(4, 2), torch.rand(4, 1), torch.randint(2, (4, 2))):
+            trained.check(target)
+        with pytest.raises(StageError, match=r"\(loss\)"):
+            trained.step(torch.randn(4, 4, dtype=torch.float64), torch.rand(4, 3), chunks=2)
+
+
+def test_a_buffer_a_parameter_or_a_module_that_is_replaced() -> None:
+    with logical_devices(3):
+        trained = Trained()
+        trained.check(torch.rand(4, 2))
+        for model in (trained.model, trained.whole):
+            model.scale = torch.tensor(5.0, dtype=torch.float64)
+        trained.check(torch.rand(4, 2))
+        for model in (trained.model, trained.whole):
+            model.act = nn.Sigmoid()
+        trained.check(torch.rand(4, 2))
+        state = {name: torch.full_like(tensor, 0.25) for name, tensor in trained.whole.state_dict().items()}
+        trained.model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+        inputs = torch.randn(4, 4, dtype=torch.float64)
+        trained.whole.load_state_dict(state)
+        torch.testing.assert_close(trained.flow(inputs).cpu(), trained.whole(inputs))
+
+
+def test_hooks_on_parameters_run() -> None:
+    with logical_devices(3):
+        trained = Trained()
+        trained.check(torch.rand(4, 2))
+        for model in (trained.model, trained.whole):
+            model.first.weight.register_hook(lambda gradient: gradient * 2)
+        with pytest.warns(UserWarning, match=r"parameter 'first.weight' has hooks"):
+            trained.check(torch.rand(4, 2))
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+    class Head(nn.Linear):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+            return functional.mse_loss(super().forward(output), target)
+
+    flow = DataFlow(Scaled(), device_ids=2)
+    with pytest.raises(InputError, match="loss_fn has a parameter of its own, 'weight'"):
+        flow.train_step(Head(2, 2))
+    flow.train_step(Head(2, 2).requires_grad_(False))
+
+
+def test_a_tokenizers_mapping_is_keyword_arguments() -> None:
+    with logical_devices(3):
+        trained = Trained()
+        inputs, target = torch.randn(4, 4, dtype=torch.float64), torch.rand(4, 2)
+        loss = trained.step(UserDict(inputs=inputs), target, chunks=2)
+        torch.testing.assert_close(loss.cpu(), trained._loss(trained.whole(inputs), target).detach())
+
+
+def test_the_latest_eight_shapes_are_kept() -> None:
+    model = nn.Sequential(nn.Conv1d(1, 1, 3), nn.Conv1d(1, 1, 3))
+    flow = DataFlow(model, device_ids=2)
+    flow.layer_gpus.update({"0": 0, "1": 1})
+    flow.update_flow()
+    step = flow.train_step(lambda output, target: output.square().mean())
+    for size in [*range(6, 16), 6]:
+        inputs = torch.randn(2, 1, size)
+        loss = step(inputs, None)
+        torch.testing.assert_close(loss, model(inputs).square().mean().detach())
+    assert len(step._pipelines) == 8
