@@ -136,7 +136,6 @@ FULL = {
             lambda: _images(256, 224),
             functional.cross_entropy,
             (4, 8, 16),
-            "fine",
         ),
         Training(
             "gpt",
