@@ -55,13 +55,18 @@ def _case(case: Case, folder: Path) -> Iterator[Sample]:
         found.append((measured, solve(request(case, measured))))
         return values
 
+    def run_step() -> Values:
+        measured, placement = found[0]
+        with_loss = _with_loss(case, model, inputs, target, folder) if case.training else measured
+        return stepped(case, model, with_loss, placement)
+
     yield _part(case, "profile", run_profile)
     if not found:
         return
     known = found[0]
     yield _part(case, "stages", lambda: staged(case, model, *known, inputs, target))
     yield _part(case, "memory", lambda: memory(case, model, *known))
-    yield _part(case, "step", lambda: stepped(case, model, *known))
+    yield _part(case, "step", run_step)
     model.to(cases.home())
     values, missing = peers.estimates(case, model, inputs)
     for name, why in missing.items():
@@ -107,6 +112,14 @@ def profiled(case: Case, model: nn.Module, inputs: Tensor, folder: Path) -> tupl
         )
         times.append(perf_counter() - began)
     return {"cold_s": times[:1], "warm_s": times[1:]}, found
+
+
+def _with_loss(case: Case, model: nn.Module, inputs: Tensor, target: Tensor, folder: Path) -> Profile:
+    """The profile with the loss; its layers are in the cache."""
+    places = [str(place) for place in cases.places(case.devices)]
+    return profile(
+        model, inputs, places, optimizer="adam", progress=False, cache=folder, loss_fn=case.loss, target=target
+    )
 
 
 def request(case: Case, found: Profile, **changes: Any) -> PlacementRequest:
