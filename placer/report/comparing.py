@@ -19,7 +19,7 @@ __all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "com
 _NOTABLE = 0.05
 """A change by a larger share than this is marked, if it is also larger than the timings' own spread."""
 
-_SETTINGS = ("model", "training", "optimizer", "batch_size", "granularity", "graph_hash")
+_SETTINGS = ("model", "training", "optimizer", "with_loss", "batch_size", "granularity", "graph_hash")
 
 
 class _Result(BaseModel):

@@ -258,6 +258,7 @@ def _profile(profile: Profile) -> RenderableType:
 
 def _profile_title(profile: Profile) -> str:
     mode = f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
+    mode += " and the loss" if profile.with_loss else ""
     return f"Profile of {profile.model or 'model'}: {mode}, micro-batch of {profile.batch_size}"
 
 
@@ -271,4 +272,6 @@ def _profile_sums(profile: Profile, kinds: list[str]) -> str:
         total_ms = sum(layer.forward_ms.get(kind, 0) + layer.backward_ms.get(kind, 0) for layer in profile.layers)
         words.append(f"{kind}: {ms_text(total_ms)} in all")
     words.append(f"weights: {bytes_text(sum(layer.param_bytes for layer in profile.layers))}")
+    if deferred := sum(layer.deferred_bytes for layer in profile.layers):
+        words.append(f"left to weight passes under zero-bubble: {bytes_text(deferred)} a micro-batch")
     return "; ".join(words)

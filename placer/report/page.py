@@ -64,6 +64,7 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 def _profile(profile: Profile) -> list[str]:
     mode = f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
+    mode += " and the loss" if profile.with_loss else ""
     facts = [
         f"{mode}, micro-batch of {profile.batch_size}",
         f"{len(profile.layers)} layers, cut as {profile.granularity}",
@@ -105,7 +106,7 @@ def _layers(profile: Profile) -> str:
     passes = ["forward_ms", "backward_ms"] if profile.training else ["forward_ms"]
     timed = [(kind, field) for kind in kinds for field in passes]
     headings = ["layer", "module", *(f"{field.removesuffix('_ms')} on {kind}" for kind, field in timed)]
-    headings += ["weights", "gradients and optimizer", "kept for backward", "workspace"]
+    headings += ["weights", "gradients and optimizer", "kept for backward", "left to weight passes", "workspace"]
     rows = [
         (
             layer.name,
@@ -114,6 +115,7 @@ def _layers(profile: Profile) -> str:
             bytes_text(layer.param_bytes + layer.buffer_bytes),
             bytes_text(layer.grad_bytes + layer.optimizer_bytes),
             bytes_text(layer.saved_bytes),
+            bytes_text(layer.deferred_bytes),
             bytes_text(max(layer.forward_workspace_bytes, layer.backward_workspace_bytes)),
         )
         for layer in profile.layers

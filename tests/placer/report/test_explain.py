@@ -198,6 +198,15 @@ def test_a_profile_lists_each_layer_with_times_and_memory() -> None:
     assert "1.0 GiB" in row(text, "│ cpu:0") and "512.0 MiB" in row(text, "│ cpu:0")
 
 
+def test_a_profile_says_whether_it_has_the_loss_and_what_weight_passes_wait_with() -> None:
+    layers = [Layer(name=name, forward_ms={"t": 1.0}, backward_ms={"t": 2.0}, deferred_bytes=1024) for name in "ab"]
+    shown = explain(Profile(layers=layers, training=True, with_loss=True))
+    assert "training with no optimizer and the loss" in shown
+    assert "left to weight passes under zero-bubble: 2.0 KiB a micro-batch" in " ".join(shown.split())
+    plain = explain(Profile(layers=[layer.model_copy(update={"deferred_bytes": 0}) for layer in layers], training=True))
+    assert "loss" not in plain and "weight passes" not in plain
+
+
 def test_an_inference_profile_has_no_backward_column() -> None:
     profile = Profile(layers=(Layer(name="a", forward_ms={"cpu": 1.0}),))
     assert "forward" in explain(profile)
