@@ -17,6 +17,10 @@ Inputs = Annotated[
 Devices = Annotated[
     str | None, typer.Option(help="a count, or names: cuda:0,cuda:1 or cpu:0,cpu:1; all that are here if left out")
 ]
+Loss = Annotated[
+    str | None, typer.Option(metavar="NAME", help="package.module:function of output and target, in training")
+]
+Target = Annotated[str | None, typer.Option(metavar="SHAPE[:DTYPE]", help="of the loss, for one micro-batch: 8:int64")]
 Memory = Annotated[
     list[str],
     typer.Option("--memory", metavar="[DEVICE=]SIZE", help="what a placement may use of a device, or of each: 8GiB"),

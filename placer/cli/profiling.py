@@ -16,10 +16,12 @@ from placer.cli.options import (
     Granularity,
     Inference,
     Inputs,
+    Loss,
     Memory,
     NoCache,
     Optimizer,
     Output,
+    Target,
 )
 from placer.cli.terminal import extra, told
 from placer.errors import InputError
@@ -51,6 +53,8 @@ def profile(
         str | None,
         typer.Option(metavar="BANDWIDTH[,LATENCY]", help="with --merge, the way between hosts: 100Gbit/s,20us"),
     ] = None,
+    loss: Loss = None,
+    target: Target = None,
     gather: Annotated[
         bool, typer.Option("--gather", help="under torchrun: every host measures its devices; the first tells all")
     ] = False,
@@ -64,11 +68,11 @@ def profile(
     if len(model) > 1 or network is not None:
         raise InputError("several names, and --network, go with --merge; without it, name one model")
     given = (model[0], arg, input, devices, [] if gather else memory, inference, optimizer, granularity)
-    keep = cached(cache, no_cache)
+    keep, lost = cached(cache, no_cache), loss_of(loss, target)
     if not gather:
-        emit(measure(*given, keep), output, json)
+        emit(measure(*given, keep, **lost), output, json)
         return
-    found, is_first = gathered(lambda: measure(*given, keep))
+    found, is_first = gathered(lambda: measure(*given, keep, **lost))
     if is_first:
         emit(_limited(found, memory), output, json)
 
@@ -83,9 +87,11 @@ def measure(
     optimizer: str,
     granularity: str,
     cache: str | bool,
+    **loss: Any,
 ) -> Profile:
-    """Profile the model that the words of a command line name."""
-    return measure_sizes(model, arguments, inputs, devices, memory, inference, optimizer, granularity, cache, None)[0]
+    """Profile the model that the words of a command line name, with the loss if there is one."""
+    given = (model, arguments, inputs, devices, memory, inference, optimizer, granularity, cache)
+    return measure_sizes(*given, None, **loss)[0]
 
 
 def measure_sizes(
@@ -99,6 +105,7 @@ def measure_sizes(
     granularity: str,
     cache: str | bool,
     sizes: list[int] | None,
+    **loss: Any,
 ) -> list[Profile]:
     """The same at several micro-batch sizes; at the inputs' own if None."""
     with extra("torch"):
@@ -113,7 +120,7 @@ def measure_sizes(
     }
     example = example_of(module, inputs)
     with told():
-        measured = profile_here(module, example, _devices(devices), **common, batch_sizes=sizes)
+        measured = profile_here(module, example, _devices(devices), **common, **loss, batch_sizes=sizes)
     return [_limited(one, memory) for one in (measured if isinstance(measured, list) else [measured])]
 
 
@@ -128,6 +135,18 @@ def cached(folder: str | None, off: bool) -> str | bool:
     if off and folder is not None:
         raise InputError(f"--no-cache and --cache {folder} contradict each other; give one")
     return not off if folder is None else folder
+
+
+def loss_of(loss: str | None, target: str | None) -> dict[str, Any]:
+    """The loss and its target that a command line names, as arguments; a loss may be without one."""
+    if target is not None and (loss is None or "=" in target):
+        raise InputError(f"--target {target} goes with --loss, whose second argument it is; give both, as in 8:int64")
+    if loss is None:
+        return {}
+    with extra("torch"):
+        from placer.model_spec import load_function, parse_inputs
+    (goal,) = (None,) if target is None else tuple(parse_inputs([target]))
+    return {"loss_fn": load_function(loss), "target": goal}
 
 
 def example_of(module: Any, inputs: list[str]) -> Any:

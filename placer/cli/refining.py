@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from placer.cli.files import emit, load_placement, load_question, write_text
-from placer.cli.options import Arguments, AsJson, Inputs, Model, Output
-from placer.cli.profiling import example_of
+from placer.cli.options import Arguments, AsJson, Inputs, Loss, Model, Output, Target
+from placer.cli.profiling import example_of, loss_of
 from placer.cli.terminal import extra, spinner, told
-from placer.errors import InputError
 from placer.schema import PlacementRequest
 
 
@@ -24,13 +23,8 @@ def refine(
         str | None,
         typer.Option(metavar="FILE", help="the profile or request that it answers; measured anew if left out"),
     ] = None,
-    loss: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="package.module:function of output and target; a mean if left out"),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="SHAPE[:DTYPE]", help="of the loss, for one micro-batch: 8:int64")
-    ] = None,
+    loss: Loss = None,
+    target: Target = None,
     rounds: Annotated[int, typer.Option(min=1, help="the most placements that are measured")] = 3,
     repeats: Annotated[int, typer.Option(min=1, help="how often each pass is timed")] = 7,
     placement_output: Annotated[
@@ -45,18 +39,12 @@ def refine(
     that was measured, the corrected profile, and the rounds.
     """
     where, question = load_placement(placement), None if profile is None else load_question(profile)
-    if target is not None and (loss is None or "=" in target):
-        raise InputError(f"--target {target} goes with --loss, whose second argument it is; give both, as in 8:int64")
     with extra("torch"):
-        from placer.model_spec import load_function, load_model, parse_inputs
+        from placer.model_spec import load_model
         from placer.refining import refine as refine_here
     module = load_model(model, arg)
-    asked: dict[str, Any] = {"rounds": rounds, "repeats": repeats}
+    asked: dict[str, Any] = {"rounds": rounds, "repeats": repeats} | loss_of(loss, target)
     asked["request" if isinstance(question, PlacementRequest) else "profile"] = question
-    if loss is not None:
-        asked["loss_fn"] = load_function(loss)
-    if target is not None:
-        (asked["target"],) = tuple(parse_inputs([target]))
     with told(), spinner("measuring stages"):
         found = refine_here(where, module, example_of(module, input), **asked)
     emit(found, output, json)
