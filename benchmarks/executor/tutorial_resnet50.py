@@ -47,7 +47,7 @@ def measure() -> Iterator[Sample]:
     profiles: list[Profile] = []
 
     def prepare() -> dict[str, list[float]]:
-        profiles.extend(_profiles(model, inputs))
+        profiles.extend(_profiles(model, data, loss))
         return {}
 
     prepared = attempt(CASE, "ours", 0, 0, prepare)
@@ -59,16 +59,18 @@ def measure() -> Iterator[Sample]:
         yield attempt(CASE, "ours", DEVICES, found.batch_size, partial(_ours, flow, found, data, loss))
 
 
-def _profiles(model: nn.Module, inputs: Tensor) -> list[Profile]:
+def _profiles(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list[Profile]:
     """Of every split size, of a model that is on the host, as a user's is."""
     return profile(
         copy.deepcopy(model).cpu(),
-        inputs[: max(SPLITS)].cpu(),
+        data[0][: max(SPLITS)].cpu(),
         [str(place) for place in cases.places(DEVICES)],
         training=True,
         optimizer="sgd",
         progress=False,
         batch_sizes=SPLITS,
+        loss_fn=loss,
+        target=data[1][: max(SPLITS)].cpu(),
     )
 
 
