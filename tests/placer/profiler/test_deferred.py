@@ -128,3 +128,12 @@ def test_a_profile_says_what_the_weight_passes_of_a_step_wait_with(name: str, mo
         step(inputs, target, chunks=chunks)
     assert found == {layer.name: layer.deferred_bytes for layer in said.layers if layer.deferred_bytes}
     assert len(found) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpus_weight_passes_wait_with_as_much_as_the_hosts(name: str) -> None:
+    make, data, _ = MODELS[name]
+    model, x = make(), data(2)[0]
+    host, device = (profile(model, x, [place], progress=False, repeats=1, cache=False) for place in (CPU, "cuda:0"))
+    assert [layer.deferred_bytes for layer in host.layers] == [layer.deferred_bytes for layer in device.layers]
