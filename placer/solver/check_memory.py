@@ -56,14 +56,16 @@ class Memory:
     def _further(self, device: str, flight: Flight, again: bool) -> int:
         """What micro-batches beside the first keep; what comes from other devices, if all else is computed again.
 
-        Where weight passes run apart, also what every micro-batch, the first too, leaves to them.
+        Where weight passes run apart, also what every micro-batch, the first too, leaves to them, and a workspace each.
         """
         if again and isinstance(flight, int):
             foreign = [edge for edge in self._edges[device] if self._where[edge.source] != device]
             return (flight - 1) * sum(edge.bytes for edge in foreign)
         if isinstance(flight, int):
-            left = sum(layer.deferred_bytes for layer in self._layers[device]) if self._apart else 0
-            return (flight - 1) * sum(self._kept_at(device).values()) + flight * left
+            mine = self._layers[device] if self._apart else []
+            left = sum(layer.deferred_bytes for layer in mine)
+            beside = max((layer.backward_workspace_bytes for layer in mine), default=0)
+            return (flight - 1) * (sum(self._kept_at(device).values()) + beside) + flight * left
         kept = sum((flight[layer.name] - 1) * layer.saved_bytes for layer in self._layers[device])
         for edge in self._edges[device]:
             keepers = [flight[name] for name in edge.saved_by if self._where[name] == device]

@@ -26,10 +26,12 @@ that saves it, a keeper, is on d; it counts once per device. What a layer makes,
 the gradients of both are in its workspaces, so only what waits for another layer counts beside them::
 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + (in_flight(d) - 1) * kept(d) + in_flight(d) * deferred(d)
+                + (in_flight(d) - 1) * (kept(d) + apart(d)) + in_flight(d) * deferred(d)
                 + max over t on d of max(F(d, t), B(d, t))
     kept(d)   = sum of saved(l) over l on d  +  sum of bytes(v) kept on d
     deferred(d) = sum of deferred(l) over l on d under zero-bubble, whose weight passes run apart; else 0
+    apart(d)    = max of backward_workspace(l) over l on d under zero-bubble: what one micro-batch leaves to its weight
+                  pass lies among that, so that no other one may work there meanwhile; else 0
     kept(d,t) = sum of saved(l) over l <= t on d  +  sum of bytes(v) over v with a keeper <= t on d
     F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later reader:
                 v made before t, read on d after t, without a keeper <= t on d
@@ -51,7 +53,7 @@ backward(l) + forward(l) everywhere below and above, of further micro-batches it
 weight passes do not run apart::
 
     use(d)      = ... + (in_flight(d) - 1) * entering(d) + ...
-                  in place of (in_flight(d) - 1) * kept(d) + in_flight(d) * deferred(d)
+                  in place of (in_flight(d) - 1) * (kept(d) + apart(d)) + in_flight(d) * deferred(d)
     entering(d) = sum of bytes(v) over v made elsewhere and read on d
 
 With ``recompute = "always"`` all devices that hold layers do so; with ``"auto"`` those that would be over their limits

@@ -139,7 +139,7 @@ class Intervals:
 
     def _further(self, flight: int) -> Table:
         """What further micro-batches keep, and what all of them leave to their weight passes."""
-        return (flight - 1) * self._kept + flight * self._deferred
+        return (flight - 1) * (self._kept + self._apart) + flight * self._deferred
 
     def _least_memory(self, device: int, flight: int) -> Table:
         """The same, recomputed where it must be, or that is less and allowed."""
@@ -169,6 +169,7 @@ class Intervals:
         problem = self.problem
         self._fixed = self._summed([memory_rules.state_bytes(problem, layer) for layer in problem.layers])
         self._deferred = self._summed(problem.deferred_bytes)
+        self._apart = self._largest(problem.apart_bytes)
         if problem.training:
             moments = TrainingMoments(problem, self._layers)
             self._kept, self._moment, self.exact = moments.kept, moments.moment, moments.follows
@@ -182,6 +183,14 @@ class Intervals:
         blocks = [sum(sizes[layer] for layer in layers) for layers in self._layers]
         held = np.concatenate([[0.0], np.cumsum(blocks, dtype=np.float64)])
         table: Table = held[None, :] - held[:, None]
+        return table
+
+    def _largest(self, sizes: Sequence[int]) -> Table:
+        """The largest of what each layer of an interval needs for itself."""
+        blocks = np.array([max(sizes[layer] for layer in layers) for layers in self._layers], dtype=np.float64)
+        table: Table = np.zeros((self._count + 1, self._count + 1))
+        for first in range(self._count):
+            table[first, first + 1 :] = np.maximum.accumulate(blocks[first:])
         return table
 
     def _measure_inference(self, first: int) -> None:

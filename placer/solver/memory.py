@@ -36,18 +36,21 @@ class Footprint:
         kept_bytes: what each further one adds: all that it leaves for its backward pass.
         entering_bytes: what it adds where the device recomputes: the values that come from other devices.
         deferred_bytes: what each one, the first too, leaves to its weight pass; nothing where the device recomputes.
+        apart_bytes: what each further one's backward pass works in, where weight passes run apart and it is not shared.
     """
 
     one: MemoryUse
     kept_bytes: int = 0
     entering_bytes: int = 0
     deferred_bytes: int = 0
+    apart_bytes: int = 0
 
     def total_bytes(self, flight: int, again: bool = False) -> int:
         """All of it, with so many micro-batches in flight, recomputed or not."""
         if again:
             return self.one.total_bytes + (flight - 1) * self.entering_bytes
-        return self.one.total_bytes + (flight - 1) * self.kept_bytes + flight * self.deferred_bytes
+        further = (flight - 1) * (self.kept_bytes + self.apart_bytes)
+        return self.one.total_bytes + further + flight * self.deferred_bytes
 
     def use(self, flight: int, again: bool = False) -> MemoryUse:
         """By kind, with so many micro-batches in flight, recomputed or not."""
@@ -86,7 +89,8 @@ def footprint(problem: Problem, held: Held) -> Footprint:
         value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.readers)
     )
     deferred = sum(problem.deferred_bytes[layer] for layer in held.layers)
-    return Footprint(one, sum(kept.values()), entering, deferred)
+    apart = max((problem.apart_bytes[layer] for layer in held.layers), default=0)
+    return Footprint(one, sum(kept.values()), entering, deferred, apart)
 
 
 # Training

@@ -50,7 +50,7 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
     """Every size that the model adds up, as often as it may be added with so many micro-batches."""
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
-    sizes += [size * often for size in problem.deferred_bytes]
+    sizes += [size * often for size in (*problem.deferred_bytes, *problem.apart_bytes)]
     for layer in problem.layers:
         sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes]
         if problem.training:
@@ -116,9 +116,10 @@ def _training(model: PlacementModel, fixed: Sequence[Term]) -> None:
         limit = 0 if model.objective == "memory" else problem.devices[device].usable_bytes
         place = _OnDevice(model, device)
         kept, moment = moment_of_training(place, problem, nodes, model.byte_unit, limit)
-        deferred = _deferred(model, device)
+        deferred, apart = _deferred(model, device), _apart(model, device)
         for flight, given in _in_flight(model, device):
-            _within(model, device, fixed[device] + (flight - 1) * kept + flight * deferred + moment, given)
+            further = (flight - 1) * (kept + apart) + flight * deferred
+            _within(model, device, fixed[device] + further + moment, given)
 
 
 def _deferred(model: PlacementModel, device: int) -> Term:
@@ -127,6 +128,18 @@ def _deferred(model: PlacementModel, device: int) -> Term:
         return 0
     sizes = [sum(model.units(model.problem.deferred_bytes[layer]) for layer in layers) for layers in model.nodes.nodes]
     return sum(size * model.on(node, device) for node, size in enumerate(sizes) if size)
+
+
+def _apart(model: PlacementModel, device: int) -> Term:
+    """The workspace of backward passes that each further micro-batch has, where weight passes run apart."""
+    sizes = [max(model.units(model.problem.apart_bytes[layer]) for layer in layers) for layers in model.nodes.nodes]
+    if model.problem.recompute[device] != "never" or not any(sizes):
+        return 0
+    apart = model.cp.new_int_var(0, max(sizes), f"apart{device}")
+    for node, size in enumerate(sizes):
+        if size:
+            model.cp.add(apart >= size * model.on(node, device))
+    return apart
 
 
 def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:

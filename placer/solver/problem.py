@@ -123,11 +123,20 @@ class Problem:
             return tuple("never" for _ in self.devices)
         return tuple(self.request.constraints.recompute_on(device.name) for device in self.devices)
 
+    @property
+    def weights_apart(self) -> bool:
+        """Whether weight passes run apart, while later micro-batches run backwards."""
+        return self.training and self.request.schedule == "zero-bubble"
+
     @cached_property
     def deferred_bytes(self) -> tuple[int, ...]:
         """By layer, what each micro-batch in flight leaves to its weight pass, where that runs apart."""
-        apart = self.training and self.request.schedule == "zero-bubble"
-        return tuple(layer.deferred_bytes if apart else 0 for layer in self.layers)
+        return tuple(layer.deferred_bytes if self.weights_apart else 0 for layer in self.layers)
+
+    @cached_property
+    def apart_bytes(self) -> tuple[int, ...]:
+        """By layer, the workspace that its backward pass has for each micro-batch, where weight passes run apart."""
+        return tuple(layer.backward_workspace_bytes if self.weights_apart else 0 for layer in self.layers)
 
     @property
     def may_recompute(self) -> bool:
@@ -285,9 +294,8 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
         + layer.grad_bytes
         + layer.optimizer_bytes
         + layer.buffer_bytes
-        + (layer.saved_bytes + layer.deferred_bytes) * chunks
+        + (layer.saved_bytes + layer.deferred_bytes + layer.backward_workspace_bytes) * chunks
         + layer.forward_workspace_bytes
-        + layer.backward_workspace_bytes
         for layer in request.profile.layers
     )
     if total > LARGEST_BYTES:

@@ -194,7 +194,8 @@ class Enumeration:
         mine = [layer for layer in self.layers if where[layer.name] == device]
         if self.training:
             need, kept = self.need(frozenset(layer.name for layer in mine))
-            return need + (flight - 1) * kept + flight * self.left_to_weights(mine)
+            beside = max((layer.backward_workspace_bytes for layer in mine), default=0) if self.apart else 0
+            return need + (flight - 1) * (kept + beside) + flight * self.left_to_weights(mine)
         held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
         worst = 0
         for step, layer in enumerate(self.layers):
@@ -211,7 +212,12 @@ class Enumeration:
 
     def left_to_weights(self, mine):
         """What each micro-batch leaves to weight passes that run apart."""
-        return sum(layer.deferred_bytes for layer in mine) if self.request.schedule == "zero-bubble" else 0
+        return sum(layer.deferred_bytes for layer in mine) if self.apart else 0
+
+    @property
+    def apart(self):
+        """Whether weight passes run apart."""
+        return self.request.schedule == "zero-bubble"
 
     @functools.cache  # noqa: B019 - an enumeration does not outlive its test
     def need(self, names):

@@ -201,6 +201,9 @@ class Steps:
                 use -= every.left_to_weights(mine)  # all of its backward pass runs at once
                 uses[device.name] = use + (found.in_flight[stage_of[mine[0].name]] - 1) * size
                 continue
+            if mine and every.apart:
+                beside = max(layer.backward_workspace_bytes for layer in mine)
+                use += (found.in_flight[stage_of[mine[0].name]] - 1) * beside
             for layer in mine if every.training else ():
                 further = found.in_flight[stage_of[layer.name]] - 1
                 use += further * (layer.saved_bytes + every.left_to_weights([layer]))
