@@ -57,7 +57,7 @@ def test_profile_counts_the_loss_that_is_named(run: Run) -> None:
     alone = run("profile", *TOY).profile
     both = run("profile", *TOY, "--loss", "torch.nn.functional:mse_loss", "--target", "4x5").profile
     assert both.with_loss and not alone.with_loss
-    assert both.layers[-1].saved_bytes == alone.layers[-1].saved_bytes + 4 * 4 * 5  # the target; the result is kept anyhow
+    assert both.layers[-1].saved_bytes == alone.layers[-1].saved_bytes + 4 * 4 * 5  # the target
 
 
 def test_profile_finds_a_model_in_the_working_directory(
