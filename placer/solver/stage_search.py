@@ -10,7 +10,7 @@ refuted in no time, and raises the bound. A sweep asks for anything better first
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -23,12 +23,15 @@ from placer.solver.stages import StageModel
 if TYPE_CHECKING:
     from placer.solver.solve import Search
 
-SWEEPS = (2.5, 10.0, 40.0)
-"""The work of a sweep's questions, in the measure of ``cpsat.Meter``; the last is asked again and again."""
+FIRST, TIMES = 2.5, 4.0
+"""The work of the first sweep's questions, in the measure of ``cpsat.Meter``, and of each next one's over that."""
 
 STEP = 0.01
 """Thresholds of a sweep are this share of the best known apart, at the least."""
 
+
+CUT_SHORT = 0.9
+"""The share of its work that a question did at the least if it was cut short."""
 
 ASKED = 2
 """How often a sweep asks for anything better, where it finds that."""
@@ -48,12 +51,14 @@ def few_ideals(search: Search) -> None:
 
 
 def sweep(search: Search) -> None:
-    """Go on until the best is proven, or time or work is over.
+    """Go on until the best is proven, time or work is over, or nothing more can be learnt.
 
     Args:
         search: with a placement, or with a bottleneck that will do; of a problem that ``stage_scope.applies`` to.
     """
-    for turn, work in enumerate(_works()):
+    for turn in count():
+        work = FIRST * TIMES**turn
+        known, done = (search.value, search.bound), search.meter.done
         _anything_better(search, work)
         if search.open():
             few_ideals(search)
@@ -63,12 +68,8 @@ def sweep(search: Search) -> None:
             halve(search, work)
         if not search.open() or search.over(1.0):
             return
-
-
-def _works() -> Iterator[float]:
-    yield from SWEEPS
-    while True:
-        yield SWEEPS[-1]
+        if known == (search.value, search.bound) and search.meter.done - done < CUT_SHORT * work:
+            return  # no question was cut short: asked again, each has the same answer, which costs do not bear out
 
 
 def _anything_better(search: Search, work: float) -> None:
