@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 LOCAL_SHARE = 0.15
 """How much of the time, or of the work, may be over when local search ends."""
 
-PARTS_SHARE = 0.45
-"""The same of the search that divides anew what a few devices hold."""
+PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
+"""The same of the search that divides anew what a few devices hold: before the integer program, between its rounds."""
 
 SHARES_SHARE = 0.8
 """The same of the search for prices that prove a bound."""
@@ -30,7 +30,7 @@ def before_the_program(search: Search) -> None:
     """Go on from the best start: small moves, larger ones where nodes are many, and a bound."""
     move_layers(search)
     if search.open() and parts.many(search.problem, search.nodes):
-        divide_anew(search)
+        divide_anew(search, PARTS_SHARE)
     share_out(search)
 
 
@@ -63,8 +63,8 @@ def share_out(search: Search) -> None:
     search.prove(search.nothing_below() if bound >= upper else bound)
 
 
-def divide_anew(search: Search) -> None:
-    """What a few devices hold, divided among them as well as can be."""
+def divide_anew(search: Search, share: float = BETWEEN_SHARE) -> None:
+    """What a few devices hold, divided among them as well as can be, until a share of the time or the work is over."""
     if search.best is not None and search.enough is None and parts.applies(search.problem):
-        found = parts.improved(search.problem, search.best, search.quietly, lambda: search.over(PARTS_SHARE))
+        found = parts.improved(search.problem, search.best, search.quietly, lambda: search.over(share))
         search.offer(found, "local search")
