@@ -286,13 +286,12 @@ class Search:
         self.offer(search.best, search.method)
         if not self.open() or self.over(1.0):
             return
-        stage_search.halve(self, QUICK)
-        if not self.open() or self.over(1.0):
-            return
         model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)
         result = model.solve(replace(self.limits(inf), time_s=STAGES_SHARE * self.left_s()))
         self.prove(self.nothing_below() if result.infeasible else min(result.bound, self.nothing_below()))
         self.offer(result.devices, "integer program")
+        if self.open() and not self.over(1.0):
+            stage_search.halve(self, QUICK)
 
     def limits(self, work: float) -> Limits:
         """For a search of so much work whose placements are offered as they are found."""
