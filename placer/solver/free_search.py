@@ -49,7 +49,7 @@ def move_layers(search: Search) -> None:
 
 def share_out(search: Search) -> None:
     """Prove a bound, or that nothing is better than the best."""
-    if search.best is None or not search.open() or not shares.applies(search.problem):
+    if search.best is None or not search.open() or search.over(SHARES_SHARE) or not shares.applies(search.problem):
         return
     if not shares.worth_looking(search.problem, search.nodes):
         return

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from placer.solver.covering import Covering
@@ -28,7 +29,7 @@ from placer.solver.nets import joined_nets
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.solver.stage_links import stage_links
-from placer.solver.subsets import MOST_LABELS, Found, Subsets
+from placer.solver.subsets import MOST_LABELS, Found, Stopped, Subsets
 from placer.solver.sweeps import Pins, Step, sweep
 
 MANY = 100
@@ -153,9 +154,15 @@ class _Shares:
     pool: dict[frozenset[int], float] = field(default_factory=dict)
 
     def bound(self) -> float:
+        """What is proven until the end, or until it is stopped in the midst of it."""
+        with suppress(Stopped):
+            self._go_on()
+        return self.known
+
+    def _go_on(self) -> None:
         """Try bottlenecks half way between what is proven and what sets suffice for, in ever smaller groups."""
         prices = [work + EVEN * sum(self.work_ms) for work in self.work_ms]
-        prices = self._tried(Subsets(self.steps, self.work_ms, self.upper), prices, self.upper).prices
+        prices = self._tried(self._subsets(self.upper), prices, self.upper).prices
         count, suffices = GROUPS * self.devices, self.upper
         while not self.over(0.0) and self.known < suffices * (1 - CLOSE):
             near = self.known > suffices * (1 - NEAR)
@@ -165,7 +172,9 @@ class _Shares:
                 suffices = target if target < suffices else (suffices + self.known) / 2
             elif able:
                 count *= 2
-        return self.known
+
+    def _subsets(self, most_ms: float) -> Subsets:
+        return Subsets(self.steps, self.work_ms, most_ms, lambda: self.over(0.0))
 
     def _groups(self, prices: Sequence[float], count: int) -> list[list[int]]:
         """Runs of the sweep that cost about the same."""
@@ -182,7 +191,7 @@ class _Shares:
         self, target: float, prices: list[float], groups: Sequence[Sequence[int]]
     ) -> tuple[list[float], bool]:
         """Better and better prices for a bottleneck: the best, and whether sets of so much load suffice by group."""
-        subsets = Subsets(self.steps, self.work_ms, target)
+        subsets = self._subsets(target)
         fresh = best = self._tried(subsets, prices, target)
         base = [max(price, EVEN * sum(prices)) for price in prices]
         program = Covering(groups, base, len(self.free_ms))

@@ -14,7 +14,7 @@ Source: Irnich and Desaulniers, "Shortest path problems with resource constraint
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -53,6 +53,10 @@ class Found:
     labels: int = 0
 
 
+class Stopped(Exception):
+    """A search was ended in the midst of it."""
+
+
 class Subsets:
     """All sets of nodes.
 
@@ -60,10 +64,13 @@ class Subsets:
         steps: the sweep.
         work_ms: by node.
         most_ms: no set of more load is looked for.
+        over: ends a search.
     """
 
-    def __init__(self, steps: Sequence[Step], work_ms: Sequence[float], most_ms: float) -> None:
-        self._steps, self._most_ms, self._rates = steps, most_ms, FIRST_RATES
+    def __init__(
+        self, steps: Sequence[Step], work_ms: Sequence[float], most_ms: float, over: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._steps, self._most_ms, self._rates, self._over = steps, most_ms, FIRST_RATES, over
         self._costs: list[Numbers] = []
         for step in steps:
             cost = step.cut_ms.copy()
@@ -82,6 +89,9 @@ class Subsets:
             most_labels: where there are more at a step, neighbours become one.
             real: or all of them but the one that is worth most are left out, so that a set is what it seems to be, and
                 what is said of all sets holds for those alone that were looked at.
+
+        Raises:
+            Stopped: it is over.
         """
         worth = [ceil(prices[step.node] * WORTH_STEPS) for step in self._steps]
         least = ceil(enough * WORTH_STEPS) - 1
@@ -96,6 +106,7 @@ class Subsets:
         rates = self._rates[:, None, None]
         rest = [np.ones((len(self._rates), 1))]  # more than what floats round off on the way
         for step, cost, gain in zip(reversed(self._steps), reversed(self._costs), reversed(worth), strict=True):
+            self._stop_if_over()
             ways = rest[-1][:, step.after] - rates * cost
             ways[:, :, 0] += gain
             rest.append(ways.max(axis=2))
@@ -113,6 +124,7 @@ class Subsets:
         came: list[Numbers] = []
         total = 0
         for index, (step, cost, gain) in enumerate(zip(self._steps, self._costs, worth, strict=True)):
+            self._stop_if_over()
             labels = np.arange(len(state))
             origin, column = np.concatenate([labels, labels]), np.repeat([0, 1], len(state))
             load = load[origin] + cost[state[origin], column]
@@ -136,6 +148,10 @@ class Subsets:
         least_ms = float(load[worthy].min()) / LOAD_STEPS * self._most_ms
         best = int(value.argmax())
         return Found(least_ms, float(value[best]) / WORTH_STEPS, self._traced(came, best), total)
+
+    def _stop_if_over(self) -> None:
+        if self._over():
+            raise Stopped
 
     def _traced(self, came: Sequence[Numbers], label: int) -> frozenset[int]:
         """The nodes of a label: even ways lead from inside."""
