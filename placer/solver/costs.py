@@ -191,6 +191,14 @@ def fits(problem: Problem, costs: Costs) -> bool:
     )
 
 
+def judged(problem: Problem, assignment: Assignment) -> Costs | None:
+    """What an assignment costs; None if it breaks a requirement."""
+    if not allowed(problem, assignment):
+        return None
+    result = evaluate(problem, assignment)
+    return result if result is not None and fits(problem, result) else None
+
+
 def allowed(problem: Problem, assignment: Assignment) -> bool:
     """Whether pins, forbidden devices, colocation and the numbers of devices and layers are respected."""
     layers = Counter(assignment)

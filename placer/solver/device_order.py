@@ -6,7 +6,6 @@ batches mostly lie on the first device, which is then not the one that ends a st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isclose
 
 from placer.solver import costs
@@ -15,7 +14,9 @@ from placer.solver.problem import Problem
 _SAME = 1e-9
 
 
-def as_named(problem: Problem, assignment: Sequence[int]) -> list[int]:
+def as_named(
+    problem: Problem, assignment: costs.Assignment, before: costs.Costs
+) -> tuple[costs.Assignment, costs.Costs]:
     """The placement with the stages of each type of device in the order in which the devices were named.
 
     It is the same one if any cost would change, or a requirement be broken.
@@ -23,20 +24,20 @@ def as_named(problem: Problem, assignment: Sequence[int]) -> list[int]:
     Args:
         problem: what is asked.
         assignment: by layer, the index of its device; one that meets every requirement.
+        before: what it costs.
+
+    Returns:
+        The placement, and what it costs.
     """
-    before = costs.evaluate(problem, assignment)
-    if before is None:
-        return list(assignment)
     taken: dict[str, list[int]] = {}
     for device in before.stages:
         taken.setdefault(problem.devices[device].type, []).append(device)
     exchanged = {old: new for alike in taken.values() for old, new in zip(alike, sorted(alike), strict=True)}
     found = [exchanged[device] for device in assignment]
-    if found == list(assignment) or not costs.allowed(problem, found):
-        return list(assignment)
-    after = costs.evaluate(problem, found)
-    same = after is not None and costs.fits(problem, after) and _are_alike(before, after)
-    return found if same else list(assignment)
+    after = None if found == list(assignment) else costs.judged(problem, found)
+    if after is None or not _are_alike(before, after):
+        return assignment, before
+    return found, after
 
 
 def _are_alike(one: costs.Costs, other: costs.Costs) -> bool:

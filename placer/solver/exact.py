@@ -91,8 +91,8 @@ def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
 
 def _true_value(problem: Problem, devices: list[int]) -> float:
     """The objective of a placement; infinite where it breaks a requirement."""
-    result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
-    return result.objective_value if result is not None and costs.fits(problem, result) else inf
+    result = costs.judged(problem, devices)
+    return inf if result is None else result.objective_value
 
 
 def work_of_cut(problem: Problem, nodes: Reduction) -> int:
@@ -104,7 +104,7 @@ def work_of_cut(problem: Problem, nodes: Reduction) -> int:
 
 def is_only_order(problem: Problem, nodes: Reduction) -> bool:
     """Whether each node reads a value of the one before."""
-    steps = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
+    steps = nodes.arcs(arcs_of(problem.values))
     return all((node, node + 1) in steps for node in range(len(nodes.nodes) - 1))
 
 

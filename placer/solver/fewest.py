@@ -112,8 +112,7 @@ class FewestSearch:
         return replace(self._problem, request=asked, most_devices=most)
 
     def _fits(self, devices: list[int]) -> bool:
-        result = costs.evaluate(self._problem, devices)
-        return result is not None and costs.fits(self._problem, result) and costs.allowed(self._problem, devices)
+        return costs.judged(self._problem, devices) is not None
 
     def _least(self) -> int:
         """No fewer devices do all the work, each layer on its fastest, within the bottleneck."""

@@ -26,6 +26,7 @@ from placer.solver.exact import Counts, Cut, kinds_left, one_less
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
+from placer.solver.windows import members
 
 Table = NDArray[np.float64]
 
@@ -80,16 +81,14 @@ class _Lattice:
 def _lattice(problem: Problem, nodes: Reduction) -> _Lattice | None:
     count = len(nodes.nodes)
     needs, readers = [0] * count, [0] * count
-    for source, reader in arcs_of(problem.values):
-        one, other = nodes.node_of[source], nodes.node_of[reader]
-        if one != other:
-            needs[other] |= 1 << one
-            readers[one] |= 1 << other
+    for source, reader in nodes.arcs(arcs_of(problem.values)):
+        needs[reader] |= 1 << source
+        readers[source] |= 1 << reader
     ideals, steps = [0], [list[tuple[int, int]]()]
     place = {0: 0}
     ready = [sum(1 << node for node in range(count) if not needs[node])]
     for index, ideal in enumerate(ideals):  # grows as it goes
-        for node in _bits(ready[index]):
+        for node in members(ready[index]):
             larger = ideal | 1 << node
             if larger not in place:
                 if len(ideals) == MOST_IDEALS:
@@ -97,19 +96,10 @@ def _lattice(problem: Problem, nodes: Reduction) -> _Lattice | None:
                 place[larger] = len(ideals)
                 ideals.append(larger)
                 steps.append([])
-                freed = sum(1 << reader for reader in _bits(readers[node]) if not needs[reader] & ~larger)
+                freed = sum(1 << reader for reader in members(readers[node]) if not needs[reader] & ~larger)
                 ready.append(ready[index] & ~(1 << node) | freed)
             steps[place[larger]].append((index, node))
     return _Lattice(ideals, steps)
-
-
-def _bits(bits: int) -> list[int]:
-    found = []
-    while bits:
-        lowest = bits & -bits
-        found.append(lowest.bit_length() - 1)
-        bits ^= lowest
-    return found
 
 
 class _Chains:
@@ -153,7 +143,7 @@ class _Chains:
             row, kind = min(options, key=lambda option: float(option[0].min()))
             before = int(row.argmin())
             device = left[kind].pop()
-            for node in _bits(self.lattice.ideals[ideal] & ~self.lattice.ideals[before]):
+            for node in members(self.lattice.ideals[ideal] & ~self.lattice.ideals[before]):
                 devices[node] = device
             ideal, counts = before, one_less(counts, kind)
         return self.nodes.spread(devices)

@@ -211,9 +211,7 @@ class _Draw:
 
     @cached_property
     def _arcs(self) -> list[Pair]:
-        node_of = self.nodes.node_of
-        arcs = {(node_of[source], node_of[reader]) for source, reader in arcs_of(self.problem.values)}
-        return sorted((source, reader) for source, reader in arcs if source != reader)
+        return sorted(self.nodes.arcs(arcs_of(self.problem.values)))
 
     @cached_property
     def _sources(self) -> dict[int, list[int]]:

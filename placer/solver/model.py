@@ -204,12 +204,9 @@ class PlacementModel:
 
     def _values_run_forwards(self) -> None:
         """Contiguous: a value is read at its source's stage or later."""
-        node_of = self.nodes.node_of
-        arcs = {(node_of[source], node_of[reader]) for source, reader in arcs_of(self.problem.values)}
-        for source, reader in sorted(arcs):
-            if source != reader:
-                for p in self.stages[:-1]:
-                    self.cp.add_implication(self.y[reader][p], self.y[source][p])
+        for source, reader in sorted(self.nodes.arcs(arcs_of(self.problem.values))):
+            for p in self.stages[:-1]:
+                self.cp.add_implication(self.y[reader][p], self.y[source][p])
 
     def _use_so_many_devices(self) -> None:
         """Free: at most, and at least, so many devices hold nodes."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from placer.solver.knots import Cutter, least_ms, nets_by_pins
+from placer.solver.knots import Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.problem import Problem
 from placer.solver.reduce import SLACK, Reduction
 from placer.solver.windows import members, neighbourhood, stage_windows
@@ -56,14 +56,10 @@ def _reach(problem: Problem, nodes: Reduction, upper: float) -> _Reach | None:
     pins = sum(map(len, nets))
     if problem.request.transfers != "added" or count > MOST_NODES or pins > MOST_PINS or not 0 < sum(work) < inf:
         return None
-    untaxed = [
-        [sum(problem.compute_ms(layer, device) for layer in layers) for layers in nodes.nodes]
-        for device in sorted(problem.untaxed)
-    ]
-    alone = [min(times) for times in zip(*untaxed, strict=True)]
+    alone = [alone_ms(problem, nodes, node) for node in range(count)]
     before, behind = neighbourhood(problem, nodes)
     within = upper * (1 + SLACK)
-    return _Reach(Cutter(work, nets), alone, len(untaxed), before, behind, problem.most_devices, within)
+    return _Reach(Cutter(work, nets), alone, len(problem.untaxed), before, behind, problem.most_devices, within)
 
 
 @dataclass

@@ -32,6 +32,11 @@ class Reduction:
         """The nodes of some layers."""
         return frozenset(self.node_of[layer] for layer in layers)
 
+    def arcs(self, arcs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Arcs between layers as those between different nodes."""
+        found = {(self.node_of[source], self.node_of[reader]) for source, reader in arcs}
+        return {(source, reader) for source, reader in found if source != reader}
+
     def spread(self, devices: list[int]) -> list[int]:
         """By layer, its device, from the devices of the nodes."""
         return [devices[node] for node in self.node_of]

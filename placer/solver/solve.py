@@ -352,10 +352,8 @@ class Search:
 
     def offer(self, devices: list[int] | None, method: str) -> None:
         """Keep an assignment if it meets every requirement and is better."""
-        if devices is None or not costs.allowed(self.problem, devices):
-            return
-        result = costs.evaluate(self.problem, devices)
-        if result is None or not costs.fits(self.problem, result) or not self._beats(result):
+        result = None if devices is None else costs.judged(self.problem, devices)
+        if result is None or not self._beats(result):
             return
         better = result.objective_value < self.value
         self.best, self.value, self.method = devices, result.objective_value, method if better else self.method

@@ -160,9 +160,7 @@ class StageModel:
     @cached_property
     def arcs(self) -> list[tuple[int, int]]:
         """Which node must not be behind which."""
-        node_of = self.nodes.node_of
-        arcs = {(node_of[source], node_of[reader]) for source, reader in arcs_of(self.problem.values)}
-        return sorted((source, reader) for source, reader in arcs if source != reader)
+        return sorted(self.nodes.arcs(arcs_of(self.problem.values)))
 
     def _values_run_forwards(self) -> None:
         """A value is read at its source's stage or later."""

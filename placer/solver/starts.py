@@ -74,8 +74,7 @@ def climb(
         seed: another one gives other orders.
     """
     count = len(nodes.nodes)
-    arcs = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
-    arcs = {(source, reader) for source, reader in arcs if source != reader}
+    arcs = nodes.arcs(arcs_of(problem.values))
     neighbours = _neighbours(problem, nodes)
     random = Random(f"{problem.request.seed} {seed}")
     best, best_rank = inf, [random.random() for _ in range(count)]

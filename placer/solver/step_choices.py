@@ -114,14 +114,6 @@ def choice_of(asked: PlacementRequest) -> Choice:
     return Choice(problem, nodes, bound)
 
 
-def judged(problem: Problem, devices: list[int]) -> costs.Costs | None:
-    """What an assignment costs; None if it breaks a requirement."""
-    if not costs.allowed(problem, devices):
-        return None
-    result = costs.evaluate(problem, devices)
-    return result if result is not None and costs.fits(problem, result) else None
-
-
 def said(choice: Choice) -> StepChoice:
     """How it stands."""
     request = choice.problem.request

@@ -37,7 +37,7 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Sequence[Sequence[fl
         nodes: its layers in nodes, in topological order.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
-    arcs = _arcs(nodes, arcs_of(problem.values))
+    arcs = nodes.arcs(arcs_of(problem.values))
     if not problem.contiguous or not _has_two_ends(arcs, len(nodes.nodes)):
         return 0.0
     block_of = _blocks(arcs, len(nodes.nodes))
@@ -45,7 +45,7 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Sequence[Sequence[fl
         _by_node(nodes, fastest_ms(problem, times)) for times in (problem.forward_ms, problem.backward_ms, awaited_ms)
     )
     there = _before(arcs, forward)
-    back = _before(_arcs(nodes, _gradient_arcs(problem)), awaited)
+    back = _before(nodes.arcs(_gradient_arcs(problem)), awaited)
     ways = [one + other for one, other in zip(_least_from(block_of, there), _least_from(block_of, back), strict=True)]
     held = [one + other for one, other in zip(forward, awaited, strict=True)]
     whole = [one + other for one, other in zip(forward, backward, strict=True)]
@@ -54,11 +54,6 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Sequence[Sequence[fl
         _least(_by_block(block_of, held), ways, chunks, stages),
         _least(_by_block(block_of, whole), _least_from(block_of, there), chunks, stages),
     )
-
-
-def _arcs(nodes: Reduction, arcs: Sequence[tuple[int, int]]) -> Arcs:
-    found = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs}
-    return {(source, reader) for source, reader in found if source != reader}
 
 
 def _gradient_arcs(problem: Problem) -> list[tuple[int, int]]:

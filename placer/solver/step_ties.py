@@ -11,7 +11,7 @@ from math import inf
 
 from placer.schema import Ties
 from placer.solver import costs, step_bounds, step_moves, ties
-from placer.solver.step_choices import Choice, judged
+from placer.solver.step_choices import Choice
 
 SAME = 1e-12
 """Steps that differ by no more than this share are the same."""
@@ -41,7 +41,7 @@ class _TieSearch:
 
     def __init__(self, choice: Choice, over: Callable[[], bool]) -> None:
         assert choice.devices is not None
-        best = judged(choice.problem, choice.devices)
+        best = costs.judged(choice.problem, choice.devices)
         assert best is not None  # it was kept
         self._choice, self._over = choice, over
         self._most_ms = choice.value * (1 + SAME)
@@ -79,5 +79,5 @@ class _TieSearch:
             self.devices, self.best = devices, result
 
     def _as_good(self, devices: list[int]) -> costs.Costs | None:
-        result = judged(self._choice.problem, devices)
+        result = costs.judged(self._choice.problem, devices)
         return result if result is not None and result.objective_value <= self._most_ms else None

@@ -25,7 +25,7 @@ from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevi
 from placer.solver import answer, costs, pipelines, step_bounds, step_moves, step_ties
 from placer.solver.cpsat import Meter
 from placer.solver.problem import Problem
-from placer.solver.step_choices import Choice, choice_of, judged, questions, said
+from placer.solver.step_choices import Choice, choice_of, questions, said
 
 BottleneckSearch = Callable[[Problem, Meter], Placement]
 """Answers a question with objective ``throughput``, within some work."""
@@ -204,7 +204,7 @@ class StepSearch:
 
     def _judged(self, choice: Choice, devices: list[int]) -> costs.Costs | None:
         self.meter.done += EVALUATION
-        return judged(choice.problem, devices)
+        return costs.judged(choice.problem, devices)
 
     def _step_of(self, choice: Choice) -> Callable[[list[int]], float]:
         """What an assignment's step takes; infinite if it breaks a requirement."""

@@ -39,8 +39,7 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
 def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[int]]:
     """By node, itself and all that it depends on, as bits, and itself and all that depend on it."""
     count = len(nodes.nodes)
-    arcs = {(nodes.node_of[source], nodes.node_of[reader]) for source, reader in arcs_of(problem.values)}
-    arcs = {(source, reader) for source, reader in arcs if source != reader}
+    arcs = nodes.arcs(arcs_of(problem.values))
     before = _reached(count, [(reader, source) for source, reader in arcs], range(count))
     behind = _reached(count, list(arcs), range(count - 1, -1, -1))
     return before, behind
