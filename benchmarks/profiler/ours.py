@@ -20,6 +20,7 @@ from placer.schedule import Pipeline, Transfer, plan, step_ms
 from placer.schema import MemoryUse
 
 from ..executor import timing
+from ..executor.memory import Meter
 from ..executor.sample import Sample, attempt, reason, release
 from . import cases, peers
 from .cases import Case, Model
@@ -153,10 +154,10 @@ def staged(
 def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
     """By device, the peak that is predicted for one micro-batch, and the one that the allocator counted.
 
-    The loss is no layer, so it is a mean here, which holds next to nothing.
+    It runs forwards and backwards as autograd has it, whole passes, which is one micro-batch under 1F1B. The loss is no
+    layer, so it is a mean here, which holds next to nothing.
     """
-    pinned = Constraints(contiguous=True, pinned=dict(placement.layer_devices))
-    alone = solve(request(case, found, chunks=1, constraints=pinned))
+    alone = solve(request(case, found, chunks=1, schedule="1f1b", constraints=_pinned(placement)))
     loads = {load.device: load for load in alone.devices}
     used = _peaks(case, model, alone)
     if not used:
@@ -217,9 +218,19 @@ def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int
         release()
 
 
+def _pinned(placement: Placement) -> Constraints:
+    """The same map again."""
+    return Constraints(contiguous=True, pinned=dict(placement.layer_devices))
+
+
 def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
-    """Times of a whole batch through the executor, and the bytes of state behind it; both as predicted, too."""
+    """Times of a whole batch through the executor, the bytes of state behind it, and what it reserves of each device.
+
+    All of it as predicted, too.
+    """
     batch = case.batch(cases.home(), case.micro_batch * case.chunks)
+    model.cpu()  # so that all of it counts where it is put
+    used = Meter(cases.places(case.devices))
     flow = DataFlow(model, [str(place) for place in cases.places(case.devices)])
     flow.update_flow(placement)
     try:
@@ -228,10 +239,11 @@ def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) 
             step = flow.train_step(case.loss, optimizer, schedule="zero-bubble")
             times = timing.steps(lambda: step(*batch), cases.places(case.devices))
             held = state_bytes(model, optimizer)
+            reserved = used.against(solve(request(case, found, constraints=_pinned(placement))))
         else:
             with torch.no_grad():
                 times = timing.steps(lambda: flow(batch[0], chunks=case.chunks), cases.places(case.devices))
-            held = state_bytes(model)
+            held, reserved = state_bytes(model), {}
     finally:
         flow.undo()
         model.zero_grad(set_to_none=True)
@@ -240,7 +252,11 @@ def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) 
         "predicted_ms": [predicted_step_ms(case, found, placement)],
         "predicted_state_bytes": [float(sum(_state_bytes(load.memory) for load in placement.devices))],
     }
-    return predicted | {"state_bytes": [float(held)]} | times
+    held_bytes = {
+        "step_reserved_bytes": reserved.get("peak_bytes", []),
+        "step_predicted_bytes": reserved.get("predicted_bytes", []),
+    }
+    return predicted | {"state_bytes": [float(held)]} | held_bytes | times
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:

@@ -19,6 +19,7 @@ UNDER = "peak memory of a device, most predicted below what was used"
 PASS = "a micro-batch through all stages"
 STATE = "parameters, gradients and optimizer state"
 PEAK = "peak memory of all devices"
+STEP_MEMORY = "what a device reserves in steps, largest error of the prediction"
 RESERVED = "what the allocator held at the peak beyond that"
 COLD, WARM = "profiling", "profiling again, all in the cache"
 HELD = "memory held at most, against the largest layer with what training adds to it"
@@ -59,7 +60,8 @@ def cases_in_order() -> list[str]:
 def over_all(made: Sequence[Row]) -> list[Row]:
     """The rows over all cases: medians and worst, from the cases' own."""
     found: list[Row] = []
-    for measure, worst, middle in ((STAGE, 6.0, 2.0), (STEP, 8.0, None), (REFINED_STEP, None, None)):
+    judged = ((STAGE, 6.0, 2.0), (STEP, 8.0, None), (REFINED_STEP, None, None), (STEP_MEMORY, None, None))
+    for measure, worst, middle in judged:
         values = [abs(one["value"]) for one in made if one["measure"] == measure and one["value"] is not None]
         if not values:
             continue
@@ -140,6 +142,9 @@ def _step(
     spread = _spread(values["step_ms"])
     yield row(case.label, "step time", "ms", _rounded(step_ms), spread=spread, peers=_all_rounded(told))
     yield row(case.label, "host issues a step", "ms", _rounded(median(values["host_ms"])))
+    if values.get("step_reserved_bytes"):
+        off = _errors(values["step_predicted_bytes"], values["step_reserved_bytes"])
+        yield row(case.label, STEP_MEMORY, "%", _rounded(max(off, key=abs)), spread=_spread(off))
     told = {"Placer": values["predicted_state_bytes"][0]} | _of_peers(others, "state_bytes")
     yield row(case.label, STATE, "MiB", _mib(values["state_bytes"][0]), peers=_all_mib(told))
 
