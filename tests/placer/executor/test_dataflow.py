@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-from pathlib import Path
-
 import pytest
 import torch
 from splitting import assert_same, scatter_layers, step, twins
@@ -19,6 +14,8 @@ from placer.schema import Infeasibility, Placement
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+
+
 CPU = [torch.device("cpu", index) for index in range(4)]
 
 
@@ -129,124 +126,6 @@ def test_inference_only_keeps_no_graph() -> None:
         flow.layer_gpus["head"] = 1
         flow.update_flow()
         assert not flow(X).requires_grad
-
-
-def _train(run: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for number in range(steps):
-        torch.manual_seed(number)
-        optimizer.zero_grad()
-        run(X).pow(2).mean().backward()
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
-        optimizer.step()
-
-
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
-    "adamw_loop": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, foreach=False, amsgrad=True),
-    "adam_foreach": lambda parameters: torch.optim.Adam(parameters, lr=0.05, foreach=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_made_before_trains_the_split_model_as_the_unsplit_one(name: str) -> None:
-    model, reference = twins(Model)
-    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
-    _train(reference, other, 4)
-    with logical_devices(3):
-        _train(_flow(model, stem=1, head=2), optimizer, 4)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_of_an_optimizer_given_along_moves_with_the_parameters(name: str) -> None:
-    model, reference = twins(Model)
-    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
-    for _ in range(2):
-        _train(reference, other, 2)
-    _train(model, optimizer, 2)
-    with logical_devices(3):
-        flow = DataFlow(model)
-        flow.layer_gpus.update(stem=1, head=2)
-        flow.update_flow(optimizer=optimizer)
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    assert value.device == (torch.device("cpu") if key == "step" else parameter.device)
-        _train(flow, optimizer, 2)
-        flow.undo()
-        assert {v.device.index for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)} == {None}
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-10, rtol=1e-10)
-
-
-def test_state_dict_keys_and_values_never_change() -> None:
-    model, reference = twins(Model)
-    with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
-        flow(X)
-        assert list(model.state_dict()) == list(reference.state_dict())
-        assert list(flow.state_dict()) == [f"module.{name}" for name in reference.state_dict()]
-
-
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_state_dict_loads_with_and_without_the_prefix(prefix: str) -> None:
-    model, _ = twins(Model, training=False)
-    other = Model().double().eval()
-    state = {f"{prefix}{name}": value for name, value in other.state_dict().items()}
-    with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
-        flow(X)
-        result = flow.load_state_dict(state)
-        assert not result.missing_keys and not result.unexpected_keys
-        y = flow(X)
-        assert model.head.weight.device == CPU[2]
-    torch.testing.assert_close(y.detach().cpu(), other(X).detach(), atol=1e-10, rtol=1e-10)
-
-
-def test_a_missing_key_is_an_error_of_load_state_dict() -> None:
-    flow = DataFlow(Model())
-    state = flow.state_dict()
-    del state["module.head.bias"]
-    with pytest.raises(RuntimeError, match=r"head\.bias"):
-        flow.load_state_dict(state)
-
-
-def test_a_saved_state_dict_loads_into_a_plain_model(tmp_path: Path) -> None:
-    model, reference = twins(Model)
-    flow = _flow(model, stem=1, head=2)
-    flow(X)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    reference.load_state_dict(torch.load(tmp_path / "model.pt"))
-    for ours, theirs in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_a_deepcopy_of_the_flow_is_a_flow_of_its_own() -> None:
-    model, reference = twins(Model, training=False)
-    with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
-        flow(X)
-        other = copy.deepcopy(flow)
-        with torch.no_grad():
-            model.head.weight.zero_()
-        assert other.module.head.weight is not model.head.weight
-        assert dict(other.layer_gpus) == dict(flow.layer_gpus)
-    y = other(X)
-    torch.testing.assert_close(y.detach(), reference(X).detach(), atol=1e-10, rtol=1e-10)
-
-
-def test_model_and_flow_are_pickled() -> None:
-    model, reference = twins(Model, training=False)
-    flow = _flow(model, stem=1, head=2)
-    flow(X)
-    for loaded in (pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(flow))):
-        torch.testing.assert_close(loaded(X), reference(X), atol=1e-10, rtol=1e-10)
-    stream = io.BytesIO()
-    torch.save(flow, stream)
-    stream.seek(0)
-    torch.testing.assert_close(torch.load(stream, weights_only=False)(X), reference(X), atol=1e-10, rtol=1e-10)
 
 
 def test_train_and_eval_switch_dropout_and_batch_norm() -> None:

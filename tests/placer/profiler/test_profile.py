@@ -1,3 +1,5 @@
+"""What a profile says of layers, and that everything is left as it was."""
+
 from __future__ import annotations
 
 import copy
@@ -15,9 +17,10 @@ from placer.errors import InputError, ProfilingError
 from placer.profiler import profile as profile_module
 from placer.profiler.profile import profile
 from placer.schema import Profile
-from placer.testing import logical_devices
 
 TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "spread", "host_ms")
+
+
 TOKENS = torch.arange(32).reshape(2, 16)
 
 
@@ -150,39 +153,6 @@ def test_identical_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.layers[3].forward_ms == found.layers[7].forward_ms
 
 
-def test_a_model_on_meta_profiles() -> None:
-    with torch.device("meta"):
-        model = _small_cnn()
-        x = torch.randn(2, 3, 8, 8)
-    found = _profile(model, x)
-    real = _profile(_small_cnn(), torch.randn(2, 3, 8, 8))
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert [layer.saved_bytes for layer in found.layers] == [layer.saved_bytes for layer in real.layers]
-    assert found.edges == real.edges
-    assert found.graph_hash == real.graph_hash
-
-
-def test_token_numbers_on_meta_are_valid() -> None:
-    with torch.device("meta"):
-        model = _small_gpt()
-    assert _profile(model, TOKENS.to("meta")).edges == _profile(model, TOKENS).edges
-
-
-@pytest.mark.parametrize("given", [(torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool)), None])
-def test_inputs_may_be_positional_or_named(given: Any) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            result: Tensor = self.inner(x).masked_fill(mask, 0.0)
-            return result
-
-    named = {"mask": torch.ones(2, 4, dtype=torch.bool), "x": torch.randn(2, 4)}
-    assert _profile(Masked(), given or named).layers[0].name == "inner"
-
-
 def test_inference_has_no_backward() -> None:
     found = _profile(_small_cnn(), torch.randn(2, 3, 8, 8), training=False)
     assert not found.training
@@ -261,40 +231,6 @@ def test_each_type_of_device_is_measured_once(monkeypatch: pytest.MonkeyPatch) -
     assert set(found.layers[0].forward_ms) == set(found.layers[0].backward_ms) == {"old", "new"}
 
 
-def test_several_batch_sizes_give_profiles_of_the_same_layers_the_smallest_first() -> None:
-    model = _small_cnn()
-    small, large = _profile(model, torch.randn(4, 3, 8, 8), batch_sizes=(6, 2), granularity="fine")
-    assert (small.batch_size, large.batch_size) == (2, 6)
-    assert [layer.name for layer in small.layers] == [layer.name for layer in large.layers]
-    assert small.granularity == large.granularity == "fine"
-    assert [3 * edge.bytes for edge in small.edges] == [edge.bytes for edge in large.edges]
-    assert small.cluster == large.cluster
-
-
-def test_each_batch_size_gives_what_an_example_of_that_size_gives() -> None:
-    model = _small_gpt()
-    found = _profile(model, TOKENS, batch_sizes=[1, 3])
-    for measured, example in zip(found, (TOKENS[:1], torch.cat([TOKENS, TOKENS[:1]])), strict=True):
-        alone = _profile(model, example, granularity=tuple(layer.name for layer in measured.layers))
-        assert [layer.saved_bytes for layer in measured.layers] == [layer.saved_bytes for layer in alone.layers]
-        assert measured.edges == alone.edges
-
-
-def test_only_what_has_the_batch_as_its_first_dimension_is_resized() -> None:
-    class Biased(nn.Module):
-        def forward(self, x: Tensor, bias: Tensor, scale: float) -> Tensor:
-            return (x + bias) * scale
-
-    (found,) = _profile(Biased(), (torch.randn(4, 8), torch.randn(8), 2.0), batch_sizes=[6])
-    assert (found.batch_size, len(found.layers)) == (6, 1)
-
-
-@pytest.mark.parametrize("sizes", [(), (0, 2), (2, 2)])
-def test_batch_sizes_that_cannot_be_are_refused(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="batch_sizes"):
-        _profile(nn.Linear(4, 4), torch.randn(2, 4), batch_sizes=sizes)
-
-
 def test_backward_passes_are_told_apart_in_halves() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.ReLU())
     found = _profile(model, torch.randn(64, 256), granularity="fine", repeats=5)
@@ -315,52 +251,6 @@ def test_the_optimizers_step_is_timed_once_for_each_parameter() -> None:
     assert times["head"] == 0  # shares the embedding's weight
     assert all(not layer.optimizer_ms for layer in _profile(_small_gpt(), TOKENS, optimizer=None).layers)
     assert all(not layer.optimizer_ms for layer in _profile(_small_gpt(), TOKENS, training=False).layers)
-
-
-def test_under_autocast_values_have_the_size_that_they_then_have() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
-    x = torch.randn(4, 16)
-    full = _profile(model, x, granularity="fine")
-    with torch.autocast("cpu", torch.bfloat16):
-        half = _profile(model, x, granularity="fine")
-    assert [edge.bytes for edge in full.edges] == [4 * 64, 4 * 64]
-    assert [edge.bytes for edge in half.edges] == [2 * 64, 2 * 64]
-    assert [edge.gradient_bytes for edge in half.edges] == [2 * 64, 2 * 64]
-    # The half-precision copy of a weight is made in every pass, and kept for the way back.
-    assert half.layers[1].saved_bytes == full.layers[1].saved_bytes + 2 * 256
-
-
-def test_of_a_compiled_module_the_layers_inside_are_measured_as_they_will_run() -> None:
-    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(8, 4))  # type: ignore[arg-type]
-    found = _profile(model, torch.randn(2, 8), granularity="fine")
-    assert found.captured
-    assert [layer.module for layer in found.layers] == ["Linear", "ReLU", "Linear"]
-
-
-def test_layouts_are_measured_as_the_user_has_them() -> None:
-    layouts = []
-
-    class Watching(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.ops.placer_test.watch(x)
-
-    library = torch.library.Library("placer_test", "FRAGMENT")
-    library.define("watch(Tensor x) -> Tensor")
-
-    def watch(x: Tensor) -> Tensor:
-        layouts.append(x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous())
-        return x * 2
-
-    library.impl("watch", watch, "CompositeExplicitAutograd")
-    library.impl("watch", lambda x: torch.empty_like(x), "Meta")
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), Watching()).to(memory_format=torch.channels_last)
-    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
-    for example in (x, x.to("meta")):
-        layouts.clear()
-        _profile(model, example, granularity="fine", training=False)
-        assert layouts
-        assert all(layouts)
 
 
 def test_a_profile_says_what_it_was_made_of() -> None:
@@ -391,50 +281,6 @@ def test_a_profile_of_two_hundred_layers_is_small() -> None:
     ]
     large = found.model_copy(update={"layers": tuple(layers), "edges": tuple(edges)})
     assert len(large.to_json()) < 100 * 1024
-
-
-def test_sparse_gradients_profile() -> None:
-    model = nn.Sequential(nn.Embedding(100, 8, sparse=True), nn.Linear(8, 4))
-    found = _profile(model, torch.arange(6).reshape(2, 3), optimizer="sgd")
-    assert [layer.grad_bytes for layer in found.layers] == [4 * 800, 4 * 36]
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_measured_wherever_it_is_called(context: Any) -> None:
-    model = nn.Linear(4, 4)
-    with context():
-        found = _profile(model, torch.randn(2, 4))
-    assert found.layers[0].saved_bytes == 2 * 4 * 4 + 2 * 4 * 4  # the input and the result
-
-
-def test_a_model_that_cannot_be_captured_profiles() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(self.first(x))
-            result: Tensor = self.last(2 * y if y.sum().item() > 0 else y)
-            return result
-
-    model = Branching()
-    found = _profile(model, torch.randn(4, 8))
-    assert not found.captured
-    assert found.not_captured_because
-    assert [layer.name for layer in found.layers] == ["first", "norm", "last"]
-    assert [layer.param_bytes for layer in found.layers] == [4 * 72, 4 * 16, 4 * 72]
-    assert int(model.norm.num_batches_tracked) == 0  # type: ignore[arg-type]
-
-
-def test_a_model_profiles_among_logical_devices() -> None:
-    x = torch.randn(2, 3, 8, 8)
-    with logical_devices(3):
-        found = _profile(_small_cnn(), x, None)
-    assert found.cluster is not None
-    assert [device.name for device in found.cluster.devices] == ["cpu:0", "cpu:1", "cpu:2"]
-    alone = _profile(_small_cnn(), x)
-    assert [layer.saved_bytes for layer in found.layers] == [layer.saved_bytes for layer in alone.layers]
 
 
 def test_a_failing_layer_is_named() -> None:
