@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -55,6 +58,10 @@ def profile(
     ] = None,
     loss: Loss = None,
     target: Target = None,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(metavar="4,8,16", help="micro-batch sizes to measure; with -o profile.json: profile-4.json, ..."),
+    ] = None,
     gather: Annotated[
         bool, typer.Option("--gather", help="under torchrun: every host measures its devices; the first tells all")
     ] = False,
@@ -62,6 +69,10 @@ def profile(
     json: AsJson = False,
 ) -> None:
     """Measure a model's layers on the devices: times, memory, and the bytes between them."""
+    if batch_sizes is not None and (merge or gather):
+        raise InputError(
+            f"--batch-sizes {batch_sizes} does not go with {'--merge' if merge else '--gather'}; leave one out"
+        )
     if merge:
         emit(_limited(merged(model, network), memory), output, json)
         return
@@ -69,6 +80,12 @@ def profile(
         raise InputError("several names, and --network, go with --merge; without it, name one model")
     given = (model[0], arg, input, devices, [] if gather else memory, inference, optimizer, granularity)
     keep, lost = cached(cache, no_cache), loss_of(loss, target)
+    if batch_sizes is not None:
+        sizes = _sizes(batch_sizes)
+        names = _names(output, sizes, json)
+        for found, name in zip(measure_sizes(*given, keep, sizes, **lost), names, strict=True):
+            emit(found, name, as_json=False)
+        return
     if not gather:
         emit(measure(*given, keep, **lost), output, json)
         return
@@ -122,6 +139,26 @@ def measure_sizes(
     with told():
         measured = profile_here(module, example, _devices(devices), **common, **loss, batch_sizes=sizes)
     return [_limited(one, memory) for one in (measured if isinstance(measured, list) else [measured])]
+
+
+def _sizes(text: str) -> list[int]:
+    """The micro-batch sizes that a command line names, the smallest first."""
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(size.isdecimal() and int(size) for size in sizes) or len(set(map(int, sizes))) < len(sizes):
+        raise InputError(f"--batch-sizes {text!r}: give different numbers of samples, each at least 1, as in 4,8,16")
+    return sorted(map(int, sizes))
+
+
+def _names(output: str | None, sizes: Sequence[int], as_json: bool) -> list[str | None]:
+    """The file of each size: that which was named, with the size; none on a terminal, where tables are shown."""
+    if output is None and sys.stdout.isatty() and not as_json:
+        return [None] * len(sizes)
+    if output is None or output == "-" or as_json:
+        raise InputError("--batch-sizes writes a file for each: give -o profile.json for profile-4.json and so on")
+    path = Path(output)
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {output}: there is no folder {path.parent}")
+    return [str(path.with_name(f"{path.stem}-{size}{path.suffix}")) for size in sizes]
 
 
 def _limited(measured: Profile, memory: list[str]) -> Profile:

@@ -184,3 +184,36 @@ def test_a_terminal_is_told_what_came_from_the_cache(run: Run, tmp_path: Path, m
     assert quiet.err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert "0 layers were measured, 3 taken from the cache" in run("profile", *TOY, "--cache", tmp_path).err
+
+
+def test_profile_writes_one_file_for_each_micro_batch_size(run: Run, tmp_path: Path) -> None:
+    answer = run("profile", *TOY, "--batch-sizes", "8, 2", "-o", tmp_path / "toy.json")
+    assert (answer.code, answer.out) == (0, ""), answer.err
+    found = {path.name: Profile.model_validate_json(path.read_text()) for path in tmp_path.iterdir()}
+    assert {name: profile.batch_size for name, profile in found.items()} == {"toy-2.json": 2, "toy-8.json": 8}
+    small, large = found["toy-2.json"].edges[0], found["toy-8.json"].edges[0]
+    assert large.bytes == 4 * small.bytes
+
+
+def test_profile_shows_a_table_for_each_micro_batch_size_on_a_terminal(run: Run) -> None:
+    answer = run("profile", *TOY, "--batch-sizes", "2,8", terminal=True)
+    assert answer.out.index("micro-batch of 2") < answer.out.index("micro-batch of 8")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--batch-sizes", "4,x", "-o", "a.json"], "--batch-sizes '4,x': give different numbers of samples"),
+        (["--batch-sizes", "4,4", "-o", "a.json"], "--batch-sizes '4,4': give different numbers of samples"),
+        (["--batch-sizes", "0", "-o", "a.json"], "each at least 1, as in 4,8,16"),
+        (["--batch-sizes", "4"], "give -o profile.json for profile-4.json"),
+        (["--batch-sizes", "4", "-o", "-"], "give -o profile.json for profile-4.json"),
+        (["--batch-sizes", "4", "-o", "nowhere/a.json"], "cannot write nowhere/a.json: there is no folder nowhere"),
+        (["--batch-sizes", "4", "--gather", "-o", "a.json"], "--batch-sizes 4 does not go with --gather"),
+        (["--batch-sizes", "4", "--merge"], "--batch-sizes 4 does not go with --merge"),
+    ],
+)
+def test_profile_refuses_micro_batch_sizes_that_make_no_files(run: Run, words: list[str], says: str) -> None:
+    answer = run("profile", *TOY, *words)
+    assert answer.code == 2
+    assert says in " ".join(answer.err.split())
