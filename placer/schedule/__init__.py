@@ -25,11 +25,20 @@ With several stages a device, here 4 on 2, so that filling takes less::
                     stage 2   . . 0 1 . a . b 2 . 3 . . c . d . .  (chunks * own stages + devices - 1) * (forward +
                     stage 3   . . . 0 a 1 b . . . . 2 c 3 d . . .  backward of a stage)
 
-``plan`` gives the order, ``simulate`` the exact timeline of it, transfers included.
+Steps in a row overlap: a device begins the next when its own part of this one is over, its optimizer (o) included.
+Under zero-bubble, with 2 S - 1 micro-batches or more, equal stages then never wait. Here a step takes 11 units of time
+alone, and 10 in a row::
+
+    zero-bubble     stage 0   0 1 2 a A b B c C o 0 1 2 a A b B c C o .
+                    stage 1   . 0 a 1 b 2 c A B C o 0 a 1 b 2 c A B C o
+
+``plan`` gives the order, ``simulate`` the exact timeline of one step or of several, transfers included, ``in_a_row_ms``
+what each of many takes.
 """
 
 from __future__ import annotations
 
+from placer.schedule.in_a_row import in_a_row_ms
 from placer.schedule.orders import in_flight, merged, plan
 from placer.schedule.passes import (
     Pass,
@@ -52,6 +61,7 @@ __all__ = [
     "TimelineTask",
     "TimelineTransfer",
     "Transfer",
+    "in_a_row_ms",
     "in_flight",
     "merged",
     "plan",

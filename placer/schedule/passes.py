@@ -72,6 +72,8 @@ class Pipeline:
         backward_ms: by stage, both halves.
         weights_ms: by stage, the part of ``backward_ms`` that gradients of parameters take.
         transfers: between stages of different devices; each source comes before its target.
+        optimizer_ms: by stage, its part of the optimizer's step, which follows the last pass of its device; empty where
+            there is none.
     """
 
     places: tuple[int, ...]
@@ -79,14 +81,22 @@ class Pipeline:
     backward_ms: tuple[float, ...]
     weights_ms: tuple[float, ...]
     transfers: tuple[Transfer, ...] = ()
+    optimizer_ms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("forward_ms", "backward_ms", "weights_ms"):
+        for name in ("forward_ms", "backward_ms", "weights_ms", *(["optimizer_ms"] if self.optimizer_ms else [])):
             if len(getattr(self, name)) != len(self.places):
                 raise InputError(f"{name} has {len(getattr(self, name))} entries for {len(self.places)} stages")
         for transfer in self.transfers:
             if not 0 <= transfer.source < transfer.target < len(self.places):
                 raise InputError(f"{transfer} does not run forwards between two of {len(self.places)} stages")
+
+    def optimizer_by_device(self) -> dict[int, float]:
+        """By device, how long the optimizer's step on all of its stages takes."""
+        total: dict[int, float] = defaultdict(float)
+        for place, time_ms in zip(self.places, self.optimizer_ms, strict=False):  # of none there are no times
+            total[place] += time_ms
+        return dict(total)
 
     @classmethod
     def chain(
@@ -98,6 +108,7 @@ class Pipeline:
         places: Sequence[int] | None = None,
         transfer_ms: float = 0.0,
         gradient_ms: float = 0.0,
+        optimizer_ms: Sequence[float] = (),
     ) -> Pipeline:
         """Stages in a row, each of which reads from the one before.
 
@@ -108,6 +119,7 @@ class Pipeline:
             places: by stage, its device; a device each if left out.
             transfer_ms: from a stage to the next, where that is on another device.
             gradient_ms: from a stage back to the one before.
+            optimizer_ms: by stage; none if left out.
         """
         places = tuple(range(len(forward_ms)) if places is None else places)
         return cls(
@@ -120,6 +132,7 @@ class Pipeline:
                 for stage in range(len(places) - 1)
                 if places[stage] != places[stage + 1]
             ),
+            tuple(optimizer_ms),
         )
 
 
@@ -153,14 +166,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step.
+    """A simulated step, or several in a row.
 
     Attributes:
-        step_ms: from the first start to the last end.
+        step_ms: from the first start to the last end of a pass.
         tasks: the passes, by start, then stage.
         transfers: what passed between devices, by start.
         busy_ms: by device, the time that it computes; devices without stages are left out.
         in_flight: by stage, the most micro-batches that it holds at once: run forwards, not yet backwards.
+        ends_ms: by step, when its last pass or optimizer ends.
     """
 
     step_ms: float
@@ -168,6 +182,7 @@ class Timeline:
     transfers: tuple[TimelineTransfer, ...]
     busy_ms: dict[int, float]
     in_flight: tuple[int, ...]
+    ends_ms: tuple[float, ...] = ()
 
     @property
     def idle_ms(self) -> dict[int, float]:

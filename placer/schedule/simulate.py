@@ -1,4 +1,4 @@
-"""The exact time of a step: passes in their order, transfers beside them, a lane for each way between two devices.
+"""The exact time of steps: passes in their order, transfers beside them, a lane for each way between two devices.
 
 Of pass (s, phase, m), stage s, micro-batch m, on device d, in the order of the plan::
 
@@ -13,68 +13,151 @@ Of pass (s, phase, m), stage s, micro-batch m, on device d, in the order of the 
 
 A lane carries one transfer at a time, in the order of the passes that bring them about. So it is in execution:
 a stage has as many buffers as it has micro-batches in flight, and copies run beside computations.
+
+Steps in a row go through the same devices, lanes and buffers, and nothing else joins one step to the next::
+
+    first pass on d     also waits for the optimizer on d, which follows d's last pass of the step before
+    first transfer      also waits until its lane has carried the last one of the step before
+    forward (s, m)      with m < in_flight(s): s has room when the micro-batch of the step before that had the same
+                        buffer, the last one that is m modulo in_flight(s), is through
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
+from math import inf
 
+from placer.errors import InputError
 from placer.schedule.passes import Phase, Pipeline, Plan, Timeline, TimelineTask, TimelineTransfer, Transfer, most_held
 
+Lane = tuple[int, int, Phase]
+"""The device that sends, the one that receives, and whether values or gradients go there."""
 
-def simulate(pipeline: Pipeline, plan: Plan) -> Timeline:
-    """The timeline of a step.
+
+def simulate(pipeline: Pipeline, plan: Plan, steps: int = 1) -> Timeline:
+    """The timeline of a step, or of several in a row.
 
     Args:
         pipeline: the stages' times and what passes between them.
         plan: the order of passes, for the same stages on the same devices.
+        steps: how many in a row, from idle devices; their micro-batches are numbered on.
+
+    Raises:
+        InputError: there is no step.
     """
-    step = _Step(pipeline, plan, keep=True)
+    if steps < 1:
+        raise InputError(f"steps is {steps}: give a number of steps in a row, 1 or more")
+    row = StepsInARow(pipeline, plan, keep=True)
+    ends = [row.play() for _ in range(steps)]
     busy = dict.fromkeys(sorted(set(pipeline.places)), 0.0)
-    for task in step.tasks:  # by start on each device
+    for task in row.tasks:  # by start on each device
         busy[task.device] += task.end_ms - task.start_ms
     last: Phase = "weights" if plan.split else "backward"
     return Timeline(
-        step_ms=step.step_ms,
-        tasks=tuple(sorted(step.tasks, key=lambda task: (task.start_ms, task.stage))),
-        transfers=tuple(sorted(step.transfers, key=lambda transfer: transfer.start_ms)),
+        step_ms=row.passes_end_ms,
+        tasks=tuple(sorted(row.tasks, key=lambda task: (task.start_ms, task.stage))),
+        transfers=tuple(sorted(row.transfers, key=lambda transfer: transfer.start_ms)),
         busy_ms=busy,
         in_flight=most_held(plan.issue, len(pipeline.places), last),
+        ends_ms=tuple(ends),
     )
 
 
 def step_ms(pipeline: Pipeline, plan: Plan) -> float:
-    """How long a step takes, in milliseconds: ``simulate`` without the timeline."""
-    return _Step(pipeline, plan, keep=False).step_ms
+    """How long the passes of a step alone take, in milliseconds: ``simulate`` without the timeline."""
+    row = StepsInARow(pipeline, plan)
+    row.play()
+    return row.passes_end_ms
 
 
-class _Step:
-    """A step as it is played, pass by pass."""
+class StepsInARow:
+    """Steps as they are played, pass by pass, each where the one before has left devices, lanes and buffers.
 
-    def __init__(self, pipeline: Pipeline, plan: Plan, *, keep: bool) -> None:
+    Args:
+        pipeline: as for ``simulate``.
+        plan: as for ``simulate``.
+        keep: whether tasks and transfers are kept.
+
+    Attributes:
+        tasks: the passes so far, where they are kept.
+        transfers: the same of what passes between devices.
+        passes_end_ms: when the latest pass ended.
+    """
+
+    def __init__(self, pipeline: Pipeline, plan: Plan, *, keep: bool = False) -> None:
         self._places, self._plan, self._keep = pipeline.places, plan, keep
         backward = pipeline.backward_ms
         if plan.split:
             backward = tuple(whole - half for whole, half in zip(backward, pipeline.weights_ms, strict=True))
         self._times = {"forward": pipeline.forward_ms, "backward": backward, "weights": pipeline.weights_ms}
         self._last = "weights" if plan.split else "backward"
+        self._optimizer = pipeline.optimizer_by_device()
         stages = range(len(pipeline.places))
         self._inputs: list[list[Transfer]] = [[] for _ in stages]
         self._loss = [True] * len(stages)
+        self._lanes: dict[Lane, float] = {}
         for transfer in sorted(pipeline.transfers):
             self._inputs[transfer.target].append(transfer)
+            source, target = pipeline.places[transfer.source], pipeline.places[transfer.target]
+            self._lanes[source, target, "forward"] = 0.0
             if transfer.gradient_ms is not None:
                 self._loss[transfer.source] = False
+                self._lanes[target, source, "backward"] = 0.0
         self._forwards = [[0.0] * plan.chunks for _ in stages]
         self._finals = [[0.0] * plan.chunks for _ in stages]
         self._landed = [[0.0] * plan.chunks for _ in stages]
-        self._lanes: dict[tuple[int, int, Phase], float] = defaultdict(float)
-        self._free: dict[int, float] = defaultdict(float)
+        self._free = dict.fromkeys(sorted(set(pipeline.places)), 0.0)
+        self._before = [self._same_buffer(stage) for stage in stages]
+        self._steps = 0
         self.tasks: list[TimelineTask] = []
         self.transfers: list[TimelineTransfer] = []
-        for stage, phase, micro_batch in plan.issue:
+        self.passes_end_ms = 0.0
+
+    def _same_buffer(self, stage: int) -> list[int]:
+        """By micro-batch, the one that had its buffer before; where that is not smaller, it is of the step before."""
+        held, chunks = min(self._plan.in_flight[stage], self._plan.chunks), self._plan.chunks
+        return [m - held if m >= held else m + (chunks - 1 - m) // held * held for m in range(chunks)]
+
+    def play(self) -> float:
+        """Play another step; when the last of its passes and optimizers ends."""
+        for landed in self._landed:
+            landed[:] = [-inf] * self._plan.chunks
+        for stage, phase, micro_batch in self._plan.issue:
             self._run(stage, phase, micro_batch)
-        self.step_ms = max(self._free.values())
+        self._steps += 1
+        self.passes_end_ms = max(self._free.values())
+        for device, time_ms in self._optimizer.items():
+            self._free[device] += time_ms
+        return max(self._free.values())
+
+    def busiest_ms(self) -> float:
+        """What the busiest device has to do in a step, its optimizer included: no step takes less after another."""
+        work = dict.fromkeys(self._free, 0.0) | self._optimizer
+        for stage, phase, _ in self._plan.issue:
+            work[self._places[stage]] += self._times[phase][stage]
+        return max(work.values())
+
+    @property
+    def state(self) -> list[float]:
+        """All that the next step takes over: when devices and lanes are free, and when buffers were."""
+        ends = [*self._free.values(), *self._lanes.values()]
+        if self._plan.training:
+            for stage, inputs in enumerate(self._inputs):
+                if inputs:
+                    finals = self._finals[stage]
+                    ends += [finals[before] for m, before in enumerate(self._before[stage]) if before >= m]
+        return ends
+
+    def begin(self, state: Sequence[float]) -> None:
+        """Let the next step take over this, as ``state`` has it."""
+        ends = iter(state)
+        self._free = {device: next(ends) for device in self._free}
+        self._lanes = {lane: next(ends) for lane in self._lanes}
+        if self._plan.training:
+            for stage, inputs in enumerate(self._inputs):
+                for m, before in enumerate(self._before[stage] if inputs else ()):
+                    if before >= m:
+                        self._finals[stage][before] = next(ends)
 
     def _run(self, stage: int, phase: Phase, micro_batch: int) -> None:
         device = self._places[stage]
@@ -87,19 +170,22 @@ class _Step:
         if phase == "backward":
             self._send_gradients(stage, micro_batch, end)
         if self._keep:
-            self.tasks.append(TimelineTask(stage, phase, micro_batch, start, end, device))
+            self.tasks.append(TimelineTask(stage, phase, self._number(micro_batch), start, end, device))
+
+    def _number(self, micro_batch: int) -> int:
+        """Of a micro-batch, counted on from step to step."""
+        return self._steps * self._plan.chunks + micro_batch
 
     def _ready(self, stage: int, phase: Phase, micro_batch: int) -> float:
         """When all that a pass waits for is there, beside its device."""
         if phase == "weights":
-            return 0.0
+            return -inf
         if phase == "backward":
-            lost = self._forwards[-1][micro_batch] if self._loss[stage] else 0.0
+            lost = self._forwards[-1][micro_batch] if self._loss[stage] else -inf
             return max(lost, self._landed[stage][micro_batch])
         if not self._inputs[stage]:
-            return 0.0
-        before = micro_batch - self._plan.in_flight[stage]
-        room = self._finals[stage][before] if self._plan.training and before >= 0 else 0.0
+            return -inf
+        room = self._finals[stage][self._before[stage][micro_batch]] if self._plan.training else -inf
         return max(
             self._carry(t.source, stage, "forward", micro_batch, max(self._forwards[t.source][micro_batch], room), t[2])
             for t in self._inputs[stage]
@@ -117,5 +203,5 @@ class _Step:
         start = max(ready, self._lanes[lane])
         end = self._lanes[lane] = start + time_ms
         if self._keep:
-            self.transfers.append(TimelineTransfer(source, target, phase, micro_batch, start, end))
+            self.transfers.append(TimelineTransfer(source, target, phase, self._number(micro_batch), start, end))
         return end

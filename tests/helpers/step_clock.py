@@ -1,23 +1,33 @@
-"""A second reading of a step: a clock goes from event to event, devices and lanes take what is next when they can."""
+"""A second reading of steps: a clock goes from event to event, devices and lanes take what is next when they can."""
 
 from collections import defaultdict
 
 
 class StepClock:
-    """One step, without any formula for starts or ends.
+    """One step, or several in a row, without any formula for starts or ends.
 
     Args:
         pipeline: the stages.
         plan: the order of passes.
+        steps: how many; their micro-batches are numbered on.
     """
 
-    def __init__(self, pipeline, plan):
-        self.pipeline, self.plan = pipeline, plan
+    def __init__(self, pipeline, plan, steps=1):
+        self.pipeline, self.plan, self.steps = pipeline, plan, steps
         self.last = "weights" if plan.split else "backward"
         self.finished, self.arrived = set(), set()
-        self.queue = {device: list(order) for device, order in plan.by_device().items()}
+        self.queue = {device: self.in_a_row(device, order) for device, order in plan.by_device().items()}
         self.lanes = self.lane_queues()
         self.running = {}
+        self.ends = [0] * steps
+
+    def in_a_row(self, device, order):
+        """What a device does, in order: in each step its passes, then its optimizer."""
+        queue = []
+        for step in range(self.steps):
+            queue += [(stage, phase, batch + step * self.plan.chunks) for stage, phase, batch in order]
+            queue.append((device, "optimizer", step))
+        return queue
 
     def lane_queues(self):
         """By lane, what goes through it, in order."""
@@ -34,6 +44,8 @@ class StepClock:
 
     def may_start(self, item):
         stage, phase, batch = item
+        if phase == "optimizer":
+            return True
         mine = [t for t in self.pipeline.transfers if t.target == stage]
         if phase == "forward":
             return all(("values", t, batch) in self.arrived for t in mine)
@@ -48,9 +60,15 @@ class StepClock:
         kind, t, batch = item
         if kind == "gradients":
             return (t.target, "backward", batch) in self.finished
-        before = batch - self.plan.in_flight[t.target]
-        room = before < 0 or not self.plan.training or (t.target, self.last, before) in self.finished
+        before = self.had_its_buffer(batch, self.plan.in_flight[t.target])
+        room = before is None or not self.plan.training or (t.target, self.last, before) in self.finished
         return room and (t.source, "forward", batch) in self.finished
+
+    def had_its_buffer(self, batch, buffers):
+        """Each step deals its micro-batches out to the buffers anew, in turn."""
+        chunks = self.plan.chunks
+        older = range(batch - 1, -1, -1)
+        return next((other for other in older if other % chunks % buffers == batch % chunks % buffers), None)
 
     def duration(self, item):
         if item[0] == "values":
@@ -59,12 +77,14 @@ class StepClock:
             return item[1].gradient_ms
         stage, phase, _ = item
         p = self.pipeline
+        if phase == "optimizer":
+            return sum(time for place, time in zip(p.places, p.optimizer_ms, strict=False) if place == stage)
         if phase == "backward" and self.plan.split:
             return p.backward_ms[stage] - p.weights_ms[stage]
         return {"forward": p.forward_ms, "backward": p.backward_ms, "weights": p.weights_ms}[phase][stage]
 
     def play(self):
-        """When the last pass ends."""
+        """When the last pass or optimizer ends."""
         now = 0
         while True:
             while self.change(now):
@@ -79,7 +99,10 @@ class StepClock:
         for key, (item, end) in list(self.running.items()):
             if end == now:
                 del self.running[key]
-                (self.arrived if item[0] in ("values", "gradients") else self.finished).add(tuple(item))
+                if item[1] == "optimizer":
+                    self.ends[item[2]] = now
+                else:
+                    (self.arrived if item[0] in ("values", "gradients") else self.finished).add(tuple(item))
                 return True
         for key, waiting in [*self.queue.items(), *self.lanes.items()]:
             ready = self.may_start if isinstance(key, int) else self.may_leave

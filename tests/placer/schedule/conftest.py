@@ -1,5 +1,6 @@
 """Small pipelines, and a second reading of their timelines."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,13 +26,28 @@ def pipelines(draw, alone=False):
         Transfer(*pair, draw(wait), draw(st.one_of(wait, wait, st.none()))) for pair in sorted(chosen - {None})
     ]
     backward = [inputs + half for inputs, half in zip(draw(times), weights, strict=True)]
-    return Pipeline(tuple(places), tuple(draw(times)), tuple(backward), tuple(weights), tuple(transfers))
+    optimizer = draw(st.one_of(st.just([]), times))
+    return Pipeline(
+        tuple(places), tuple(draw(times)), tuple(backward), tuple(weights), tuple(transfers), tuple(optimizer)
+    )
 
 
 @pytest.fixture(scope="session")
 def clock():
-    """``clock(pipeline, plan)``: how long the step takes."""
-    return lambda pipeline, plan: StepClock(pipeline, plan).play()
+    """``clock(pipeline, plan)``: how long the passes of a step take."""
+    return lambda pipeline, plan: StepClock(replace(pipeline, optimizer_ms=()), plan).play()
+
+
+@pytest.fixture(scope="session")
+def ends_of():
+    """``ends_of(pipeline, plan, steps)``: when each of several steps in a row ends."""
+
+    def ends(pipeline, plan, steps):
+        played = StepClock(pipeline, plan, steps)
+        played.play()
+        return tuple(played.ends)
+
+    return ends
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,41 @@ def test_a_clock_agrees_where_every_device_has_one_stage(schedule, chunks, data,
     assert step_ms(pipeline, found) == clock(pipeline, found)
 
 
+@settings(max_examples=200, deadline=None)
+@given(schedule=SCHEDULES, chunks=SIZES, steps=st.integers(1, 4), training=st.booleans(), data=st.data())
+def test_a_clock_agrees_on_when_each_of_several_steps_ends(
+    schedule, chunks, steps, training, data, strategies, ends_of
+):
+    pipeline = data.draw(strategies.pipelines())
+    found = planned(pipeline, schedule, chunks, training=training)
+    assert simulate(pipeline, found, steps).ends_ms == ends_of(pipeline, found, steps)
+
+
+@given(schedule=SCHEDULES, chunks=SIZES, steps=st.integers(1, 3), data=st.data())
+def test_steps_in_a_row_hold_the_work_of_each_and_number_micro_batches_on(schedule, chunks, steps, data, strategies):
+    pipeline = data.draw(strategies.pipelines())
+    timeline = simulate(pipeline, planned(pipeline, schedule, chunks), steps)
+    work = chunks * (sum(pipeline.forward_ms) + sum(pipeline.backward_ms))
+    assert sum(timeline.busy_ms.values()) == steps * work
+    forwards = [task.micro_batch for task in timeline.tasks if task[:2] == (0, "forward")]
+    assert forwards == list(range(steps * chunks))
+
+
+def test_a_device_begins_the_next_step_after_its_own_optimizer():
+    """The first stage is through after 1 + 1 ms, its optimizer after 3 more; the second stage is slower."""
+    pipeline = Pipeline((0, 1), (1, 5), (0, 5), (0, 0), (Transfer(0, 1, 0),), (3, 0))
+    timeline = simulate(pipeline, planned(pipeline, "1f1b", 1), steps=2)
+    starts = [task.start_ms for task in timeline.tasks if task[:2] == (0, "forward")]
+    backward = next(task for task in timeline.tasks if task[:2] == (0, "backward"))
+    assert starts == [0, backward.end_ms + 3] and timeline.ends_ms[0] == 11
+
+
+def test_no_step_at_all_is_refused():
+    pipeline = Pipeline.chain([1], [1])
+    with pytest.raises(InputError, match="steps is 0"):
+        simulate(pipeline, planned(pipeline, "1f1b", 1), steps=0)
+
+
 @given(schedule=SIMPLE, stages=SIZES, chunks=SIZES, forward=st.integers(1, 5), backward=st.integers(1, 5))
 def test_equal_stages_take_chunks_plus_stages_less_one_rounds(schedule, stages, chunks, forward, backward):
     pipeline = Pipeline.chain([forward] * stages, [backward] * stages)
@@ -146,9 +181,28 @@ def test_the_tables_of_the_docstring_are_what_the_simulation_gives(schedule, pla
         assert f"stage {stage}   {' '.join(row)}" in placer.schedule.__doc__
 
 
+def test_the_table_of_steps_in_a_row_is_what_the_simulation_gives():
+    pipeline = Pipeline.chain([1, 1], [2, 2], optimizer_ms=[1, 1])
+    timeline = simulate(pipeline, planned(pipeline, "zero-bubble", 3), steps=2)
+    signs = {"forward": "012", "backward": "abc", "weights": "ABC"}
+    for stage in range(2):
+        row = ["."] * int(timeline.ends_ms[-1])
+        mine = [task for task in timeline.tasks if task.stage == stage]
+        for task in mine:
+            row[int(task.start_ms)] = signs[task.phase][task.micro_batch % 3]
+        for last in (mine[8], mine[17]):
+            row[int(last.end_ms)] = "o"
+        assert f"stage {stage}   {' '.join(row)}" in placer.schedule.__doc__
+
+
 def test_times_of_another_number_of_stages_are_refused():
     with pytest.raises(InputError, match="backward_ms has 1 entries for 2 stages"):
         Pipeline((0, 1), (1, 1), (1,), (0, 0))
+
+
+def test_optimizer_times_of_another_number_of_stages_are_refused():
+    with pytest.raises(InputError, match="optimizer_ms has 1 entries for 2 stages"):
+        Pipeline((0, 1), (1, 1), (1, 1), (0, 0), (), (1,))
 
 
 def test_a_transfer_that_runs_backwards_is_refused():
