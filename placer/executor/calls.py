@@ -18,23 +18,19 @@ from placer.graph.structure import Structure
 def call_captured(
     plans: Sequence[tuple[LayerGraph, list[Segment]]],
     parts: Sequence[Sequence[Any]],
-    weights: Sequence[int],
-    outputs: Structure,
     target: torch.device,
     deferred_batch_norm: bool,
-) -> Any:
+) -> list[list[Any]]:
     """Run every micro-batch through its segments.
 
     Args:
         plans: the graph and the segments of each (a last, smaller one may have been captured apart).
         parts: the flattened inputs of each.
-        weights: samples in each.
-        outputs: structure of the model's result.
         target: where results go.
         deferred_batch_norm: whether running statistics follow the whole batch.
 
     Returns:
-        What the model returns.
+        The flattened results of each.
     """
     batches = [MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)]
     pipeline = [segments for _, segments in plans]
@@ -44,22 +40,34 @@ def call_captured(
         statistics.commit()
     else:
         run(pipeline, batches)
-    results = [
+    return [
         [batch.read(name, target) for name in graph.outputs] for (graph, _), batch in zip(plans, batches, strict=True)
     ]
-    graph = plans[0][0]
-    batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
-    return joined(results, batched, weights, outputs)
 
 
 def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], outputs: Structure) -> Any:
     """The results of micro-batches that ran through hooks, where sizes alone tell which outputs have a batch."""
     batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
-    return joined(results, batched, weights, outputs)
+    return _joined(results, batched, weights, outputs)
 
 
-def joined(results: Sequence[list[Any]], batched: Sequence[bool], weights: Sequence[int], outputs: Structure) -> Any:
-    """What the model returns, from the flattened results of its micro-batches."""
+def joined(results: Sequence[list[Any]], graph: LayerGraph, weights: Sequence[int], outputs: Structure) -> Any:
+    """The results of micro-batches that went through a captured graph, which tells what of them has a batch.
+
+    Args:
+        results: the flattened results of each.
+        graph: of the first.
+        weights: samples in each.
+        outputs: structure of the model's result.
+
+    Returns:
+        What the model returns.
+    """
+    batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
+    return _joined(results, batched, weights, outputs)
+
+
+def _joined(results: Sequence[list[Any]], batched: Sequence[bool], weights: Sequence[int], outputs: Structure) -> Any:
     if len(results) == 1:
         return outputs.unflatten(results[0])
     return outputs.unflatten(join(results, batched, weights, outputs.paths))

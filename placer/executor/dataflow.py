@@ -19,10 +19,9 @@ from torch import nn
 from placer import devices
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError
-from placer.executor import autocast
 from placer.executor.apply import Home, move_state, settle
 from placer.executor.assignment import Assignment, layer_names, placing, refuse_unknown_layers
-from placer.executor.calls import call_captured, joined_by_size
+from placer.executor.calls import call_captured, joined, joined_by_size
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.clones import Clones, state_lookup
 from placer.executor.hooked import HookPath
@@ -214,25 +213,23 @@ class DataFlow(PipelinedRuns):
         batch = batch_size(tensors)
         parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
-        captures = [capture for part in parts if (capture := self.captured(part, inputs)) is not None]
-        if len(captures) < len(parts):
+        captures = self._program.captures(parts, inputs)
+        if captures is None:
             return self._run_hooked(parts, inputs, weights)
-        call = tuple(captures), tuple(weights), autocast.state()
-        if self._can_be_streamed(weights) and self._repeated.are(call):
-            graph, outputs = self._plan(captures[0])[0], captures[0].exported.outputs
-            done, result = self._repeated.run(call, parts, inputs, weights, graph, outputs)
-            if done:
-                return result
-        return self._run_captured(captures, parts, weights)
+        results = self._repeated.run(captures, parts, weights) if self._can_be_streamed(weights) else None
+        if results is None:
+            results = self._run_captured(captures, parts)
+        return joined(results, self._plan(captures[0])[0], weights, captures[0].exported.outputs)
 
     def _can_be_streamed(self, weights: list[int]) -> bool:
         """Whether micro-batches follow one another, none leaves a trace, and the map stays for a while."""
         return len(weights) > 1 and not (torch.is_grad_enabled() or self.module.training or self.enable_clone)
 
-    def _run_captured(self, captures: list[Capture], parts: list[list[Any]], weights: list[int]) -> Any:
+    def _run_captured(self, captures: list[Capture], parts: list[list[Any]]) -> list[list[Any]]:
+        """Issue micro-batches operation by operation; their flattened results."""
+        self._refresh_clones()
         plans = [self._plan(capture) for capture in captures]
-        deferred = self.deferred_batch_norm and self.module.training
-        return call_captured(plans, parts, weights, captures[0].exported.outputs, self.output_device, deferred)
+        return call_captured(plans, parts, self.output_device, self.deferred_batch_norm and self.module.training)
 
     def _run_hooked(self, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
         """Through hooks: micro-batches one after another."""
@@ -262,8 +259,8 @@ class DataFlow(PipelinedRuns):
 
     def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""
-        args, kwargs = inputs.unflatten(tensors)
-        return self._program.capture(args, kwargs, tensors, inputs)
+        captures = self._program.captures([tensors], inputs)
+        return None if captures is None else captures[0]
 
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
         """The layers of a capture and the device of each, with their state in place."""
@@ -281,7 +278,6 @@ class DataFlow(PipelinedRuns):
 
     def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
         """The segments of a capture under the present map, made once."""
-        self._refresh_clones()
         if capture not in self._plans:
             graph, places = self.layers(capture)
             parts = segments(graph, places, state_lookup(graph, self._clones))

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -147,6 +148,7 @@ class InferencePipeline:
 
     Attributes:
         graph: of the model.
+        outputs: structure of the model's result.
         stages: in order.
         is_known: whether a batch has gone through all stages, so that every value's shape is known.
         trace: a list that collects every pass; None, as it is at first, to collect none.
@@ -164,7 +166,7 @@ class InferencePipeline:
     ) -> None:
         self.graph = graph
         self.trace: list[Any] | None = None
-        self._outputs = outputs
+        self.outputs = outputs
         self._target = target
         self._state = _Replicas(graph, lookup)
         self.stages = _stages(graph, segments(graph, places, self._state.lookup))
@@ -235,14 +237,14 @@ class InferencePipeline:
         passage.stage += 1
         self.is_known |= self.is_through(passage)
 
-    def result(self, passage: Passage) -> Any:
-        """What the model returns for the batch; the caller's work on it starts when it is there."""
+    def leaves(self, passage: Passage) -> list[Any]:
+        """What the model returns for the batch, flattened; the caller's work on it starts when it is there."""
         self._await(passage)
         leaves = []
         for name in self.graph.outputs:
             value = passage.results[name] if name in passage.results else passage.inputs[name]
             leaves.append(devices.move(value, self._target) if isinstance(value, Tensor) else value)
-        return self._outputs.unflatten(leaves)
+        return leaves
 
     def drop(self, passage: Passage) -> None:
         """Forget a batch, wherever it is: those who come next in its slots wait for what it has issued."""
@@ -331,7 +333,7 @@ class _Replicas:
         self._graph = graph
         self._lookup = lookup
         self._mutated = _mutated(graph)
-        self._own: dict[tuple[str, torch.device], Tensor] = {}
+        self._own: dict[tuple[str, torch.device], int] = {}
         self._copies: dict[tuple[str, torch.device], tuple[int, Tensor]] = {}
 
     def lookup(self, name: str, place: torch.device) -> Tensor:
@@ -341,17 +343,17 @@ class _Replicas:
             return tensor
         if name in self._mutated or devices.same(devices.location(tensor), place):
             # Without the flag: autocast would keep casts of parameters beyond the recording that made them.
-            self._own[name, place] = tensor.detach()
-            return self._own[name, place]
+            own = tensor.detach()
+            self._own[name, place] = own.data_ptr()
+            return own
         if (name, place) not in self._copies:
             self._copies[name, place] = (tensor._version, devices.copy(tensor, place))
         return self._copies[name, place][1]
 
     def refresh(self, lookup: StateLookup) -> bool:
         self._lookup = lookup
-        for (name, place), own in self._own.items():
-            if lookup(name, place).data_ptr() != own.data_ptr():
-                return False
+        if list(map(Tensor.data_ptr, starmap(lookup, self._own))) != list(self._own.values()):
+            return False
         for (name, place), (version, replica) in self._copies.items():
             tensor = lookup(name, place)
             if tensor._version != version:

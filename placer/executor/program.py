@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.executor import autocast
+from placer.executor.census import Census, are_same
 from placer.graph.capture import layer_graph
-from placer.graph.export import Exported, export, modes, refuse_hooks
+from placer.graph.export import Exported, export, refuse_hooks
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
@@ -39,20 +39,36 @@ class Program:
     refused: dict[Hashable, str] = field(default_factory=dict)
     _captures: dict[Hashable, list[Capture]] = field(default_factory=dict)
     _seen: dict[Hashable, Capture] = field(default_factory=dict)
-    _members: list[object] = field(default_factory=list)
+    _census: Census | None = None
+    _modes: dict[Hashable, int] = field(default_factory=dict)
 
     def mode(self) -> Hashable:
         """What the graph depends on beside shapes: which modules train, which have hooks, and the caller's autocast."""
-        return autocast.state(), *modes(self.module)
+        census = self._look()
+        # A number in its place: it would be hashed for every micro-batch, hundreds of modules long.
+        return autocast.state(), self._modes.setdefault(census.modes, len(self._modes))
 
-    def capture(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any], inputs: Structure
-    ) -> Capture | None:
-        """A capture that covers these inputs, or None where the model must run through hooks."""
-        self._follow()
+    def captures(self, parts: Sequence[Sequence[Any]], inputs: Structure) -> list[Capture] | None:
+        """The captures that cover the micro-batches of one call; the model is looked at once for all of them.
+
+        Args:
+            parts: the flattened inputs of each.
+            inputs: their structure.
+
+        Returns:
+            The capture of each, or None where the model must run through hooks.
+        """
         mode = self.mode()
-        shapes = tuple((tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
-        key = (mode, inputs.key, shapes)
+        found = []
+        for tensors in parts:
+            capture = self._capture(mode, tensors, inputs)
+            if capture is None:
+                return None
+            found.append(capture)
+        return found
+
+    def _capture(self, mode: Hashable, tensors: Sequence[Any], inputs: Structure) -> Capture | None:
+        key = (mode, inputs.key, shapes(tensors))
         if key not in self._seen:
             known = self._captures.setdefault((mode, inputs.key), [])
             fitting = next((capture for capture in known if capture.exported.covers(tensors)), None)
@@ -61,7 +77,7 @@ class Program:
                     return None
                 try:
                     refuse_hooks(self.module)
-                    fitting = Capture(export(self.module, args, kwargs))
+                    fitting = Capture(export(self.module, *inputs.unflatten(tensors)))
                 except CaptureError as error:
                     self.refused[mode] = str(error)
                     return None
@@ -69,13 +85,16 @@ class Program:
             self._seen[key] = fitting
         return self._seen[key]
 
-    def _follow(self) -> None:
-        """Forget the captures of a model that was given another module, parameter or buffer in the place of one."""
-        now = members(self.module)
-        if len(now) != len(self._members) or not all(map(operator.is_, now, self._members)):
-            self._captures.clear()
-            self._seen.clear()
-            self._members = now
+    def _look(self) -> Census:
+        """The model as it is now; captures of one with another module, parameter or buffer in a place are forgotten."""
+        before = self._census
+        if before is None or not before.holds():
+            self._census = Census(self.module)
+            if before is not None and not are_same(before.members, self._census.members):
+                self._captures.clear()
+                self._seen.clear()
+        assert self._census is not None
+        return self._census
 
     def doubt_refusal(self) -> None:
         """The model itself failed on what was given: that torch.export failed on it too says nothing of the mode."""
@@ -90,17 +109,6 @@ class Program:
         return capture.graphs[key]
 
 
-def members(module: nn.Module) -> list[object]:
-    """A model's modules, parameters and buffers, the same objects as long as none was replaced.
-
-    Every call of a flow asks for it, so it costs as little as can be: what is used twice is listed twice.
-    """
-    found: list[object] = []
-    waiting = [module]
-    while waiting:
-        child = waiting.pop()
-        found.append(child)
-        found += child._parameters.values()
-        found += child._buffers.values()
-        waiting += [inner for inner in child._modules.values() if inner is not None]
-    return found
+def shapes(tensors: Sequence[Any]) -> Hashable:
+    """What tells captures and recordings of one model and mode apart."""
+    return tuple((tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from placer.errors import StageError
-from placer.executor.calls import joined
-from placer.executor.stream import Call, Streams
-from placer.graph.layers import LayerGraph
-from placer.graph.structure import Structure, flatten
+from placer.executor import autocast
+from placer.executor.program import Capture
+from placer.executor.stream import Known, Streams, inference
 
 
 class RepeatedCalls:
@@ -30,41 +29,30 @@ class RepeatedCalls:
         self._seen: set[Hashable] = set()
         self._refused: set[Hashable] = set()
 
-    def are(self, call: Hashable) -> bool:
-        """Whether such a call came before, and can be run from recordings; notes that it came.
-
-        Args:
-            call: what is the same in calls that are alike.
-        """
-        came_before = call in self._seen
-        self._seen.add(call)
-        return came_before and call not in self._refused
-
     def run(
-        self,
-        call: Hashable,
-        parts: Sequence[Sequence[Any]],
-        inputs: Structure,
-        weights: Sequence[int],
-        graph: LayerGraph,
-        outputs: Structure,
-    ) -> tuple[bool, Any]:
+        self, captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]
+    ) -> list[list[Any]] | None:
         """Run a call's micro-batches through the stream.
 
         Args:
-            call: as it was asked for.
-            parts: the flattened inputs of each micro-batch.
-            inputs: their structure.
+            captures: of each micro-batch.
+            parts: the flattened inputs of each.
             weights: samples in each.
-            graph: of the model.
-            outputs: structure of the model's result.
 
         Returns:
-            Whether that could be done, and what the model returns. It is not tried again where it could not: there was
-            no memory for the recordings, or a layer failed, which an eager run names better.
+            The flattened results of each. None for a call that comes for the first time, and for one that was tried
+            and is not tried again: there was no memory for the recordings, or a layer failed, which an eager run names
+            better.
         """
+        call = tuple(captures), tuple(weights), autocast.state()
+        if call in self._refused:
+            return None
+        if call not in self._seen:
+            self._seen.add(call)
+            return None
         try:
-            found = list(self._streams.open([Call(*inputs.unflatten(part)) for part in parts]))
+            with inference():
+                return list(self._streams.open(list(map(Known, captures, parts))))
         except (StageError, torch.OutOfMemoryError) as error:
             self._refused.add(call)
             self._streams.clear()
@@ -74,7 +62,4 @@ class RepeatedCalls:
                     f"there is no memory to record it: {error}",
                     stacklevel=2,
                 )
-            return False, None
-        results = [flatten(result)[0] for result in found]
-        batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
-        return True, joined(results, batched, weights, outputs)
+            return None

@@ -13,8 +13,8 @@ until it looks into a result.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -24,9 +24,10 @@ from torch import Tensor
 from placer import devices
 from placer.devices import Courier, Lane
 from placer.errors import InputError, StageError
+from placer.executor import autocast
 from placer.executor.assignment import Assignment
 from placer.executor.inference import InferencePipeline, Passage
-from placer.executor.program import Capture
+from placer.executor.program import Capture, shapes
 from placer.executor.segments import StateLookup
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
@@ -37,16 +38,16 @@ _KEPT_SHAPES = 8
 """Shapes whose static tensors and recordings are kept, the latest that were used."""
 
 
-class Call(NamedTuple):
-    """A batch as a call of the model.
+class Known(NamedTuple):
+    """A batch whose capture is known; its result is handed out flattened, as it was given.
 
     Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
+        capture: that covers it.
+        tensors: the flattened inputs.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    capture: Capture
+    tensors: Sequence[Any]
 
 
 class Flow(Protocol):
@@ -79,12 +80,14 @@ class _Ticket:
         pipeline: that it goes through; None where its result, or its error, is known.
         passage: where it is there.
         result: what the model returned for it, without a pipeline.
+        is_flat: whether its result is handed out flattened.
         error: what is raised when its turn comes.
     """
 
     pipeline: InferencePipeline | None = None
     passage: Passage | None = None
     result: Any = None
+    is_flat: bool = False
     error: Exception | None = None
 
     @property
@@ -188,18 +191,24 @@ class Streams:
             return _Ticket(error=error)
 
     def _enter(self, batch: Any, number: int) -> _Ticket:
+        if isinstance(batch, Known):
+            return self._send_off(batch, number, is_flat=True)
         args, kwargs = _arguments(batch)
         tensors, inputs = flatten((args, kwargs))
         capture = self._flow.captured(tensors, inputs) if self._flow.assignment is not None else None
         if capture is None:
             self._drain()
             return _Ticket(result=self._flow(*args, chunks=1, **kwargs))
-        key = (capture, self._flow.assignment, _shapes(tensors), _autocast())
+        return self._send_off(Known(capture, tensors), number, is_flat=False)
+
+    def _send_off(self, batch: Known, number: int, is_flat: bool) -> _Ticket:
+        capture, tensors = batch
+        key = (capture, self._flow.assignment, shapes(tensors), autocast.state())
         if key not in self._pipelines:
             self._add(key, capture)
         self._pipelines.move_to_end(key)
         pipeline = self._pipelines[key][1]
-        ticket = _Ticket(pipeline)
+        ticket = _Ticket(pipeline, is_flat=is_flat)
         try:
             ticket.passage = pipeline.enter(number, tensors)
         except BaseException:
@@ -250,7 +259,8 @@ class Streams:
         if ticket.pipeline is None or ticket.passage is None:
             return ticket.result
         with _inference():
-            return ticket.pipeline.result(ticket.passage)
+            leaves = ticket.pipeline.leaves(ticket.passage)
+        return leaves if ticket.is_flat else ticket.pipeline.outputs.unflatten(leaves)
 
     def _drop(self, ticket: _Ticket) -> None:
         if ticket in self._moving:
@@ -284,30 +294,26 @@ class Streams:
             Lane(place, caller=True).wait(lane.mark())
 
 
-@contextmanager
-def _inference() -> Iterator[None]:
+def _inference() -> AbstractContextManager[None]:
     """No gradients; and not torch's inference mode, whose tensors could not be written to outside of it."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return inference()
+    return nullcontext()
+
+
+@contextmanager
+def inference() -> Iterator[None]:
+    """What ``_inference`` enters; inside it, that costs nothing."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Call):
-        return batch
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (batch,), {}
-
-
-def _shapes(tensors: Iterable[Any]) -> Hashable:
-    return tuple((tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
-
-
-def _autocast() -> Hashable:
-    """Layers run, and are recorded, under the autocast that the caller is in."""
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 def _outside_layers(error: Exception, passage: Passage) -> StageError:

@@ -1,0 +1,90 @@
+"""What a model consists of, as it was when it was last looked at: every call of a flow asks whether it still is so.
+
+Of a network of hundreds of modules, one look at each in Python takes longer than the first kernels of a micro-batch. So
+the places to look at are gathered once, and are compared with what they held without a step of Python for each.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import nn
+
+from placer.graph.export import modes
+
+_TABLES = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""What a module holds, each a dict that may be written to, or be another one, at any time."""
+
+_tables = operator.itemgetter(*_TABLES)
+_trains = operator.itemgetter("training")
+
+
+class Census:
+    """A model's modules, whether they train, their parameters, buffers and hooks.
+
+    Args:
+        module: the model.
+
+    Attributes:
+        members: its modules, parameters and buffers, the same objects as long as none was replaced.
+        modes: of every module, whether it trains, and whether it has hooks that a captured graph would not run.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = _modules(module)
+        self.members = _members(modules)
+        self.modes = tuple(modes(module))
+        self._fields = [child.__dict__ for child in modules]
+        try:
+            self._training, self._contents = self._now_training(), self._now_contents()
+        except (KeyError, TypeError):  # wrappers (torch.compile, torch.jit) have these as properties
+            self._fields = []
+
+    def holds(self) -> bool:
+        """Whether the model is as it was when this was taken; False too where that cannot be told quickly."""
+        if not self._fields:
+            return False
+        try:
+            return self._now_training() == self._training and are_same(self._now_contents(), self._contents)
+        except (KeyError, TypeError):
+            return False
+
+    def _now_training(self) -> list[bool]:
+        return [*map(_trains, self._fields)]
+
+    def _now_contents(self) -> list[object]:
+        tables = chain.from_iterable(map(_tables, self._fields))
+        return [*chain.from_iterable(map(dict.values, filter(None, tables)))]
+
+
+def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists are of the same objects; equal ones may be others."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """A model's modules; one that is used twice is listed twice."""
+    found, waiting = [], [root]
+    while waiting:
+        child = waiting.pop()
+        found.append(child)
+        waiting += [inner for inner in child._modules.values() if inner is not None]
+    return found
+
+
+def _members(modules: Sequence[nn.Module]) -> list[object]:
+    """Modules with their parameters and buffers."""
+    found: list[object] = []
+    for child in modules:
+        found += [child, *child._parameters.values(), *child._buffers.values()]
+    return found
