@@ -123,7 +123,7 @@ class _Tags:
         return torch.device("cpu") if index < 0 else torch.device("cpu", index)
 
 
-class _Leaves:
+class _Leaves(devices.Onlooker):
     """Sees to it that a gradient lands where its parameter is; no operation meets the two before the optimizer does."""
 
     def __init__(self, tags: _Tags) -> None:
@@ -134,14 +134,15 @@ class _Leaves:
         """Look at every gradient that these tensors will be given, as far as they are leaves."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_leaf and tensor not in self._handles:
-                self._handles[tensor] = tensor.register_post_accumulate_grad_hook(self._check)  # type: ignore[no-untyped-call]
+                self._handles[tensor] = tensor.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Look no longer."""
         for handle in self._handles.values():  # type: ignore[no-untyped-call]
             handle.remove()
 
-    def _check(self, leaf: Tensor) -> None:
+    def __call__(self, leaf: Tensor) -> None:
+        """Raise if a gradient is not where its parameter is."""
         gradient = leaf.grad  # None where another who looks on took it, to add it to others in one operation
         if gradient is not None and not gradient.is_sparse:
             self._tags.expect(gradient, self._tags.device(leaf))

@@ -40,7 +40,7 @@ from placer.devices.recording import (
     replay_ms,
 )
 from placer.devices.routes import HOST, detour, has_detour, straight, take_detours
-from placer.devices.stand_ins import Registry, observed, registries, stand_ins, unobserved
+from placer.devices.stand_ins import Onlooker, Registry, observed, registries, stand_ins, unobserved
 from placer.devices.transfers import Shipment, copy_s, host_buffer
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Lane",
     "Mark",
     "NotRecordable",
+    "Onlooker",
     "Registry",
     "Repeated",
     "Shipment",

@@ -26,6 +26,17 @@ class Registry(Protocol):
         """Raise a MixedDevicesError if an operation inside meets tensors of another device."""
 
 
+class Onlooker:
+    """A hook on a parameter that looks at its gradient and changes nothing, so that no work has to be left out for it.
+
+    The user's own hooks may do anything, and run where autograd adds to the parameter itself.
+    """
+
+    def __call__(self, leaf: Tensor) -> None:
+        """Look at the gradient that a leaf was given."""
+        raise NotImplementedError
+
+
 # Set by placer.testing.logical_devices: how many stand-ins there are, innermost last, and who knows where tensors are.
 stand_ins: list[int] = []
 

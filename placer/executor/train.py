@@ -119,13 +119,14 @@ class TrainingPipeline:
         self.spread = [spread.intersection(name for step in part.steps for name in step.layer.state) for part in parts]
         self.trace: list[Issued] | None = None
         state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
-        self._buffers = [(item, item.data_ptr()) for item in state.values() if not isinstance(item, nn.Parameter)]
+        self._buffers = [item for item in state.values() if not isinstance(item, nn.Parameter)]
+        self._pointers = [item.data_ptr() for item in self._buffers]
         self._prepared = False
         self._scaled = False
 
     def is_stale(self) -> bool:
         """Whether a parameter or a buffer is elsewhere now than when the passes were made for it."""
-        return self.weights.stale() or any(buffer.data_ptr() != there for buffer, there in self._buffers)
+        return self.weights.stale() or [*map(Tensor.data_ptr, self._buffers)] != self._pointers
 
     def run(
         self, batch: Sequence[Any], targets: Sequence[Any], keep: bool = False, scale: Tensor | None = None

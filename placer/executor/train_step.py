@@ -21,13 +21,12 @@ from placer.executor.program import Capture
 from placer.executor.statistics import refuse_uncaptured
 from placer.executor.train import SCHEDULES, Loss, Order, Recipe, TrainingPipeline
 from placer.executor.update import Update
+from placer.executor.weights import Weights
 from placer.graph import arguments
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
 
-_TEST_BENCH = "placer.testing"
-"""Where the hooks are from that look on which stand-in a gradient lands."""
 _KEPT_SHAPES = 8
 """Shapes whose static tensors and recordings are kept, the latest that were used."""
 
@@ -185,8 +184,6 @@ class TrainStep:
         passes over aliases of them would not run.
         """
         flow = self.flow
-        if _hooked(flow.module):
-            return None
         if flow.assignment is not self._placed:
             self._pipelines.clear()
             self._placed = flow.assignment
@@ -199,9 +196,9 @@ class TrainStep:
         known = self._pipelines.pop(key, None)
         if known is not None and not known.is_stale():
             self._pipelines[key] = known
-            return known
+            return None if _hooked(known.weights) else known
         graph, places = flow.layers(capture)
-        if graph.passes_numbers_on:
+        if graph.passes_numbers_on or _hooked(Weights.of(graph)):
             return None
         if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
@@ -279,17 +276,15 @@ def _refuse_parameters(loss_fn: Loss) -> None:
         )
 
 
-def _hooked(module: nn.Module) -> bool:
-    """Whether the user has hooks on a parameter, which run when its gradient is made."""
-    for name, parameter in module.named_parameters():
-        hooks = (parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
-        if any(getattr(hook, "__module__", "") != _TEST_BENCH for each in hooks for hook in each.values()):
-            warnings.warn(
-                f"parameter {name!r} has hooks, which a pipeline would not run: micro-batches run one after another",
-                stacklevel=4,
-            )
-            return True
-    return False
+def _hooked(weights: Weights) -> bool:
+    """Whether the user has hooks on a parameter; says so."""
+    name = weights.hooked()
+    if name is not None:
+        warnings.warn(
+            f"parameter {name!r} has hooks, which a pipeline would not run: micro-batches run one after another",
+            stacklevel=4,
+        )
+    return name is not None
 
 
 def _kinds(goals: list[Any]) -> Hashable:

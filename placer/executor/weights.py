@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 from placer import devices
 from placer.devices import Lane, Mark
 from placer.graph.layers import LayerGraph
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass
@@ -79,10 +84,25 @@ class Weights:
 
     def stale(self) -> bool:
         """Whether a parameter's data is another tensor now than when its alias was made, or it is frozen or thawed."""
-        if any(self.parameters[name].requires_grad != alias.requires_grad for (name, _), alias in self.aliases.items()):
-            return True
-        return any(
-            parameter.data_ptr() != alias.data_ptr() for held in self._held.values() for parameter, alias in held.own
+        used, required, own, pointers = self._as_made
+        return [*map(_REQUIRES_GRAD, used)] != required or [*map(Tensor.data_ptr, own)] != pointers
+
+    def hooked(self) -> str | None:
+        """The name of a parameter on which the user has hooks, which run when its gradient is made; None if of none."""
+        if not any(chain.from_iterable(map(_HOOKS, self.parameters.values()))):
+            return None
+        return next((name for name, parameter in self.parameters.items() if _has_hooks(parameter)), None)
+
+    @cached_property
+    def _as_made(self) -> tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[int]]:
+        """The parameters that are used and whether they required gradients; those with an own alias and their data."""
+        used = [self.parameters[name] for name, _ in self.aliases]
+        pairs = [pair for held in self._held.values() for pair in held.own]
+        return (
+            used,
+            [alias.requires_grad for alias in self.aliases.values()],
+            [parameter for parameter, _ in pairs],
+            [alias.data_ptr() for _, alias in pairs],
         )
 
     @cached_property
@@ -138,8 +158,9 @@ class Weights:
             self._handles.pop().remove()
         for held in self._held.values():
             for parameter, alias in held.own:
-                if id(alias) in self._reached:
-                    parameter.grad = alias.grad
+                gradient = alias.grad
+                if id(alias) in self._reached and parameter.grad is not gradient:
+                    parameter.grad = gradient
         for held in self._held.values():
             for parameter, alias in held.replicas:
                 if id(alias) in self._reached and alias.grad is not None:
@@ -150,6 +171,10 @@ class Weights:
         """Leave no parameter with a gradient: a batch failed on its way."""
         for name, _ in self.aliases:
             self.parameters[name].grad = None
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return any(not isinstance(hook, devices.Onlooker) for hooks in _HOOKS(parameter) for hook in (hooks or {}).values())
 
 
 def _adopt(parameter: nn.Parameter, alias: Tensor) -> bool:
