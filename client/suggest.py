@@ -143,7 +143,7 @@ def suggest(
     elif devices is not None or memory_bytes is not None:
         raise InputError("a profile is given, so its cluster counts: leave devices and memory_bytes out")
     else:
-        profiles = [profile] if isinstance(profile, Profile) else sorted(profile, key=lambda one: one.batch_size)
+        profiles = _given(profile)
     if not profiles or (batch_sizes is not None and profile is not None):
         raise InputError(
             "batch_sizes are measured here, and a profile is given; give one or several profiles, or sizes"
@@ -169,6 +169,17 @@ def suggest(
     return _found(placement, time_limit_s)
 
 
+def _given(profile: Profile | Sequence[Profile]) -> list[Profile]:
+    """The profiles that were made before, the largest micro-batch last."""
+    found = [profile] if isinstance(profile, Profile) else profile
+    if not isinstance(found, Sequence) or not all(isinstance(one, Profile) for one in found):
+        raise InputError(
+            f"profile is a {type(profile).__name__}; give a Profile, which Profile.model_validate_json(text) makes of "
+            "JSON, or a list of them"
+        )
+    return sorted(found, key=lambda one: one.batch_size)
+
+
 def _measure(model: nn.Module | None, example_inputs: Any, devices: Any, **options: Any) -> list[Profile]:
     """The model's profile, or those of several micro-batch sizes, the largest last."""
     model = _checked(model)
@@ -183,12 +194,12 @@ def _measure(model: nn.Module | None, example_inputs: Any, devices: Any, **optio
 def _checked(model: Any) -> nn.Module:
     """The model, if it is one and torch is here."""
     try:
-        import torch
+        from placer.graph.given import refuse_no_module
     except ModuleNotFoundError as error:
         raise MissingExtraError("profiling needs torch: pip install 'torch-placer[torch]'") from error
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; give an nn.Module, or a profile made from one")
-    return model
+    refuse_no_module(model, "an nn.Module, or a profile made from one")
+    found: nn.Module = model
+    return found
 
 
 def _measures_there(wanted: bool | None, server: str | None, devices: Any, memory_bytes: Any) -> bool:

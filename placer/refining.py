@@ -24,6 +24,8 @@ from placer.correction import improve
 from placer.errors import InputError, ProfilingError
 from placer.executor.dataflow import DataFlow
 from placer.executor.segments import MicroBatch, Segment, segments
+from placer.graph.export import batch_size
+from placer.graph.given import refuse_no_loss, refuse_no_module
 from placer.graph.structure import flatten
 from placer.profiler import inputs
 from placer.profiler.loss import LossFunction
@@ -76,19 +78,27 @@ def refine(
         The best placement that was measured, the corrected profile, and every round's prediction and measurement.
 
     Raises:
-        InputError: there is no placement, or rounds or repeats are below 1.
+        InputError: there is no placement, or rounds or repeats are below 1; the profile is of other layers or another
+            batch; or a target is given without a loss.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
         raise InputError(f"placement is a {type(placement).__name__}; give one that suggest or solve returned")
     if not placement.layer_devices:
         raise InputError(f"the placement is {placement.status} and places no layer, so there is nothing to measure")
-    if rounds < 1 or repeats < 1:
-        raise InputError(f"rounds is {rounds} and repeats {repeats}; both must be at least 1")
+    if not all(isinstance(number, int) and number >= 1 for number in (rounds, repeats)):
+        raise InputError(f"rounds is {rounds!r} and repeats {repeats!r}; both must be at least 1")
+    refuse_no_module(model)
+    if loss_fn is not None:
+        refuse_no_loss(loss_fn)
+    elif target is not None:
+        raise InputError("target is given without loss_fn; give both to have the loss measured, or none")
+    _refuse_others(profile, request)
     if request is None:
         request = _request(placement, profile or _profile(placement, model, example_inputs, loss_fn, target))
     elif profile is not None:
         request = request.model_copy(update={"profile": profile})
+    _refuse_unlike(request.profile, placement, example_inputs)
     stages = _Stages(model, example_inputs, loss_fn, target, repeats, timer or device_times)
     return improve(placement, request, stages.measure, solve, rounds, tolerance)
 
@@ -244,6 +254,32 @@ class _Stages:
             )
 
 
+def _refuse_others(profile: Any, request: Any) -> None:
+    for name, given, kind in (("profile", profile, Profile), ("request", request, PlacementRequest)):
+        if not (given is None or isinstance(given, kind)):
+            wanted = kind.__name__
+            raise InputError(
+                f"{name} is a {type(given).__name__}; give a {wanted}, which {wanted}.model_validate_json(text) makes "
+                "of JSON"
+            )
+
+
+def _refuse_unlike(profile: Profile, placement: Placement, example_inputs: Any) -> None:
+    """A profile of other layers or of another micro-batch would be corrected by times that are not its own."""
+    known = {layer.name for layer in profile.layers}
+    unknown = next((name for name in placement.layer_devices if name not in known), None)
+    if unknown is not None:
+        raise InputError(
+            f"the placement has a layer {unknown!r}, and the profile has none; give the profile that it was solved from"
+        )
+    samples = batch_size(flatten(inputs.split(example_inputs))[0])
+    if profile.graph_hash and profile.batch_size != samples:  # one that was written by hand need not say its batch
+        raise InputError(
+            f"example_inputs are a micro-batch of {samples}, and the profile is of one of {profile.batch_size}; "
+            "give both of one size"
+        )
+
+
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Gives parameters their gradients, and buffers their values, back."""
@@ -306,4 +342,5 @@ def _request(placement: Placement, profile: Profile) -> PlacementRequest:
         training=placement.training,
         chunks=placement.chunks,
         schedule=placement.schedule,
+        steps="alone" if placement.step is None else placement.step.steps,
     )

@@ -108,11 +108,13 @@ def open_cache(cache: CacheLike = True) -> Cache | None:
         cache: as ``CacheLike`` says; ``PLACER_CACHE=off`` turns the one of True off.
 
     Raises:
-        InputError: the folder is a file.
+        InputError: the folder is a file, or it is none.
     """
     if cache is False:
         return None
     if cache is not True:
+        if not isinstance(cache, str | os.PathLike):
+            raise InputError(f"cache={cache!r}: give a folder, True for the usual one, or False for none")
         folder = Path(cache).expanduser()
     elif (named := os.environ.get("PLACER_CACHE")) is not None:
         if named.strip().lower() in _OFF:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -44,12 +45,17 @@ def resized(tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
     Raises:
         InputError: there is no size, or one is below 1 or listed twice, or the inputs have no batch dimension.
     """
-    if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
-        raise InputError(f"batch_sizes={list(sizes)}: give different numbers of samples, each at least 1")
+    wanted = list(sizes) if isinstance(sizes, Iterable) else []
+    if (
+        not wanted
+        or any(not isinstance(size, Integral) or size < 1 for size in wanted)
+        or len(set(wanted)) < len(wanted)
+    ):
+        raise InputError(f"batch_sizes={sizes!r}: give different whole numbers of samples, such as (8, 16)")
     if not any(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
         raise InputError("the example inputs have no dimension that could be the batch, so batch_sizes has no meaning")
     batch = batch_size(tensors)
-    return [[_resized(tensor, batch, size) for tensor in tensors] for size in sorted(sizes)]
+    return [[_resized(tensor, batch, size) for tensor in tensors] for size in sorted(wanted)]
 
 
 def _resized(tensor: Any, batch: int, size: int) -> Any:

@@ -10,15 +10,17 @@ with that layer. What is remembered of layers is without it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer import devices, schema
 from placer.errors import InputError, PlacerError, ProfilingError
+from placer.graph.given import refuse_no_loss
 from placer.graph.layers import Layer, LayerGraph, Value, tensor_bytes
 from placer.graph.structure import Structure, flatten
 from placer.profiler import inputs
@@ -73,7 +75,9 @@ class Loss:
         try:
             with devices.current(device):
                 goals = [bring_input(goal, device) for goal in self.target]
-                trial = Trial(self._layer(graph), device, goals, _results(graph, layers, device), graph.values, True)
+                trial = Trial(
+                    self._layer(graph, device), device, goals, _results(graph, layers, device), graph.values, True
+                )
                 measured = measure_trial(trial, True, repeats)
                 return as_run(measured, trial.reads, recorded=device.type == "cuda")
         except PlacerError:
@@ -82,12 +86,12 @@ class Loss:
             line = (str(error).splitlines() or [""])[0]
             raise ProfilingError(f"loss_fn failed on {device}: {type(error).__name__}: {line}") from error
 
-    def _layer(self, graph: LayerGraph) -> Layer:
+    def _layer(self, graph: LayerGraph, where: torch.device) -> Layer:
         assert graph.result is not None  # else it was captured anew
-        result = graph.result
+        result, function = graph.result, _there(self.function, where)
 
         def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
-            loss = self.function(result.unflatten(reads), self.structure.unflatten(state))
+            loss = function(result.unflatten(reads), self.structure.unflatten(state))
             _refuse_no_loss(loss)
             return (loss,)
 
@@ -104,17 +108,17 @@ def given_loss(loss_fn: LossFunction | None, target: Any, training: bool, batch:
         batch: samples in the example inputs.
 
     Raises:
-        InputError: one of the two is missing, or no training step is measured, or the target is of another batch.
+        InputError: one of the two is missing, or the loss has parameters, or no training step is measured, or the
+            target is of another batch.
     """
     if loss_fn is None and target is None:
         return None
     if loss_fn is None or target is None:
         there, missing = ("target", "loss_fn") if loss_fn is None else ("loss_fn", "target")
         raise InputError(f"{there} is given without {missing}; give both to have the loss measured, or none")
-    if not callable(loss_fn):
-        raise InputError(f"loss_fn is a {type(loss_fn).__name__}; give a function of the model's result and the target")
     if not training:
         raise InputError("loss_fn and target belong to training; leave them out with training=False")
+    refuse_no_loss(loss_fn)
     leaves, structure = flatten(target)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != batch:
@@ -209,10 +213,17 @@ def _result(value: Value, size_bytes: int | None, device: torch.device) -> Any:
     return made
 
 
+def _there(function: LossFunction, device: torch.device) -> LossFunction:
+    """The function; of a module a copy whose buffers, class weights say, are on the device."""
+    return copy.deepcopy(function).to(device) if isinstance(function, nn.Module) else function
+
+
 def _refuse_no_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.dim():
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
         raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
+    if loss.is_complex():
+        raise InputError(f"loss_fn gave a number of type {loss.dtype}, which cannot be made small; give its real part")
     if not loss.requires_grad:
         raise InputError("loss_fn gave a number that no gradient comes from: it depends on nothing that is trained")
 

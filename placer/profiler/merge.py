@@ -36,10 +36,16 @@ def merge_profiles(*profiles: Profile, network: Rate | Mapping[tuple[str, str], 
         One profile, its cluster that of all.
 
     Raises:
-        ProfileError: they are not of the same model, or one device is described in two ways.
+        ProfileError: one is no profile, or they are not of the same model, or one device is described in two ways.
     """
     if not profiles:
         raise ProfileError("there is no profile to merge")
+    for number, profile in enumerate(profiles, start=1):
+        if not isinstance(profile, Profile):
+            raise ProfileError(
+                f"profile {number} is a {type(profile).__name__}; give each as an argument of its own, a Profile, "
+                "which Profile.model_validate_json(text) makes of JSON"
+            )
     first, *others = profiles
     for number, other in enumerate(others, start=2):
         _refuse_another_model(first, other, number)

@@ -14,6 +14,7 @@ from placer.devices import DeviceLike, keep_random_state, resolve, type_name, un
 from placer.errors import InputError, ProfilingError
 from placer.graph.capture import capture
 from placer.graph.export import batch_size
+from placer.graph.given import refuse_no_module
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.profiler import inputs
@@ -121,8 +122,9 @@ def profile(
         CaptureError: the model's layers could not be had.
         ProfilingError: a layer, a link or the loss could not be measured.
     """
-    if repeats < 1:
-        raise InputError(f"repeats is {repeats}; time each layer at least once")
+    refuse_no_module(model)
+    if not isinstance(repeats, int) or repeats < 1:
+        raise InputError(f"repeats is {repeats!r}; give a whole number: each layer is timed at least once")
     args, kwargs = inputs.split(example_inputs)
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)

@@ -171,6 +171,12 @@ def test_an_argument_that_cannot_be_used_is_an_input_error_that_names_it(profile
         suggest(profile=profile, **wrong)
 
 
+@pytest.mark.parametrize("given", ["profile.json", {"layers": []}, ["profile.json"], 3])
+def test_what_is_no_profile_is_refused_with_how_to_make_one_of_json(given):
+    with pytest.raises(InputError, match=r"profile is a \w+; give a Profile, which Profile.model_validate_json"):
+        suggest(profile=given)
+
+
 def test_a_profile_and_devices_together_are_refused(profile):
     with pytest.raises(InputError, match="leave devices"):
         suggest(profile=profile, devices=2)

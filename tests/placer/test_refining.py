@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -159,6 +160,32 @@ def test_a_placement_of_nothing_is_refused() -> None:
         placer.refine(empty, nn.Linear(2, 2), torch.randn(2, 2))
     with pytest.raises(InputError, match="placement is a dict; give one that suggest or solve returned"):
         placer.refine(empty.model_dump(), nn.Linear(2, 2), torch.randn(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"model": _gpt}, "give an nn.Module"),
+        ({"model": nn.Linear}, r"model is the class Linear; give an instance, such as Linear\(\)"),
+        ({"profile": "profile.json"}, "profile is a str; give a Profile, which Profile.model_validate_json"),
+        ({"request": "request.json"}, "request is a str; give a PlacementRequest"),
+        ({"rounds": "3"}, "rounds is '3' and repeats 7; both must be at least 1"),
+        ({"target": TOKENS}, "target is given without loss_fn"),
+        ({"loss_fn": nn.CrossEntropyLoss, "target": TOKENS}, r"such as CrossEntropyLoss\(\)"),
+        ({"example_inputs": TOKENS[:1]}, "a micro-batch of 1, and the profile is of one of 2"),
+        ({"placement": "of another model"}, "a layer '0', and the profile has none"),
+    ],
+)
+def test_what_cannot_be_refined_is_named_and_the_model_left_alone(wrong: dict[str, Any], told: str) -> None:
+    model = _gpt()
+    found, placement = _placed(model, TOKENS, training=True)
+    if wrong.get("placement"):
+        wrong = {"placement": placement.model_copy(update={"layer_devices": {"0": "cpu:0"}})}
+    given = {"placement": placement, "model": model, "example_inputs": TOKENS, "profile": found, "timer": flops_clock}
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError, match=told):
+        placer.refine(**given | wrong)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
 def test_a_model_that_runs_through_hooks_is_refused_with_the_reason() -> None:

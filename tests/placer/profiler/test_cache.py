@@ -86,6 +86,11 @@ def test_a_given_folder_counts_more_than_the_environment(tmp_path: Path) -> None
     assert found is not None and found.folder == tmp_path / "own"
 
 
+def test_what_names_no_folder_is_refused() -> None:
+    with pytest.raises(InputError, match="cache=3: give a folder, True for the usual one, or False for none"):
+        open_cache(3)  # type: ignore[arg-type]
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="is a file; name a folder"):

@@ -153,6 +153,17 @@ def test_a_loss_that_wants_probabilities_gets_some() -> None:
     _profiled(_model(), functional.binary_cross_entropy, torch.rand(BATCH, CLASSES))
 
 
+class _Weighted(nn.Module):
+    """A loss with a weight that could be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.weight * output.mean()
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -163,11 +174,41 @@ def test_a_loss_that_wants_probabilities_gets_some() -> None:
         ({"loss_fn": functional.mse_loss, "target": torch.zeros(BATCH), "training": False}, "belong to training"),
         ({"loss_fn": lambda y, _: y, "target": torch.zeros(BATCH)}, r"shape \(8, 32\); let it give one number"),
         ({"loss_fn": lambda _, goal: goal.sum(), "target": torch.zeros(BATCH)}, "no gradient comes from"),
+        ({"loss_fn": lambda y, _: y.mean() * 1j, "target": torch.zeros(BATCH)}, "torch.complex64, which cannot be"),
+        ({"loss_fn": nn.MSELoss, "target": torch.zeros(BATCH)}, r"is the class MSELoss; give an instance, such as M"),
+        ({"loss_fn": _Weighted(), "target": torch.zeros(BATCH)}, "a parameter of its own, 'weight'"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         _profiled(_model(), **given)
+
+
+class _Counts(nn.CrossEntropyLoss):
+    """Class weights, and a buffer that each call changes."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(torch.rand(CLASSES))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(output, target)
+
+
+def test_a_loss_is_left_as_it_was() -> None:
+    loss = _Counts()
+    _profiled(_model(), loss, _batch()[1])
+    assert loss.calls == 0
+
+
+@pytest.mark.gpu
+def test_class_weights_are_where_the_loss_is_measured() -> None:
+    loss = _Counts()
+    found = profile(_model(), _batch()[0], ["cuda:0"], progress=False, loss_fn=loss, target=_batch()[1])
+    assert found.with_loss and loss.weight is not None and loss.weight.device.type == "cpu"
 
 
 def test_what_a_loss_raises_is_told() -> None:

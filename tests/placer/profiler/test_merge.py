@@ -52,6 +52,13 @@ def profile(kind: str = "H200", host: str = "node1", factor: float = 1.0, **chan
     return Profile(**fields | changes)
 
 
+def test_what_is_no_profile_is_named() -> None:
+    with pytest.raises(ProfileError, match="profile 2 is a str; give each as an argument of its own, a Profile"):
+        merge_profiles(profile(), "b.json")  # type: ignore[arg-type]
+    with pytest.raises(ProfileError, match="profile 1 is a list"):
+        merge_profiles([profile(), profile()])  # type: ignore[arg-type]
+
+
 def test_unlike_devices_have_their_own_times() -> None:
     merged = merge_profiles(profile("H200"), profile("A100", "node2", 3.0))
     assert merged.layers[1].forward_ms == {"A100": 6.0, "H200": 2.0}

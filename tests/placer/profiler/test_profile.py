@@ -313,6 +313,19 @@ def test_a_model_without_operations_has_nothing_to_place() -> None:
         _profile(nn.Identity(), torch.randn(2))
 
 
-def test_layers_must_be_timed_at_least_once() -> None:
-    with pytest.raises(InputError, match="repeats is 0"):
-        _profile(nn.Linear(4, 4), torch.randn(2, 4), repeats=0)
+@pytest.mark.parametrize("repeats", [0, -1, 1.5, "3"])
+def test_layers_must_be_timed_at_least_once(repeats: Any) -> None:
+    with pytest.raises(InputError, match=f"repeats is {repeats!r}"):
+        _profile(nn.Linear(4, 4), torch.randn(2, 4), repeats=repeats)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (nn.Linear, r"model is the class Linear; give an instance, such as Linear\(\)"),
+        ([nn.Linear(4, 4)], "is a list; g"),
+    ],
+)
+def test_what_is_no_model_is_refused(given: Any, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        _profile(given, torch.randn(2, 4))

@@ -91,8 +91,8 @@ def test_only_what_has_the_batch_as_its_first_dimension_is_resized() -> None:
     assert (found.batch_size, len(found.layers)) == (6, 1)
 
 
-@pytest.mark.parametrize("sizes", [(), (0, 2), (2, 2)])
-def test_batch_sizes_that_cannot_be_are_refused(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(), (0, 2), (2, 2), (2.5,), ("2", "4"), 8])
+def test_batch_sizes_that_cannot_be_are_refused(sizes: Any) -> None:
     with pytest.raises(InputError, match="batch_sizes"):
         _profile(nn.Linear(4, 4), torch.randn(2, 4), batch_sizes=sizes)
 

@@ -1,0 +1,47 @@
+"""What a user gives beside inputs: a model, a loss function. What is no such thing is named before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from placer.errors import InputError
+
+
+def refuse_no_module(model: Any, wanted: str = "an nn.Module") -> None:
+    """Refuse what is no model.
+
+    Args:
+        model: what was given as such.
+        wanted: what to give, for the message.
+
+    Raises:
+        InputError: it is no module, or is the class of one.
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InputError(f"model is the class {model.__name__}; give an instance, such as {model.__name__}()")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; give {wanted}")
+
+
+def refuse_no_loss(loss_fn: Any) -> None:
+    """Refuse what is no loss function, or one that has parameters, which no step trains.
+
+    Raises:
+        InputError: it cannot be called, or is a class whose instances can, or has a parameter.
+    """
+    if isinstance(loss_fn, type):
+        raise InputError(f"loss_fn is the class {loss_fn.__name__}; give an instance, such as {loss_fn.__name__}()")
+    if not callable(loss_fn):
+        raise InputError(f"loss_fn is a {type(loss_fn).__name__}; give a function of the model's result and the target")
+    own = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
+    name = next((name for name, parameter in own if parameter.requires_grad), None)
+    if name is not None:
+        raise InputError(
+            f"loss_fn has a parameter of its own, {name!r}, which would not be trained; "
+            "make it a part of the model, and let the model take what it needs of the target"
+        )
+
+
+__all__ = ["refuse_no_loss", "refuse_no_module"]
