@@ -7,7 +7,7 @@ mark = lane.mark()         stands for all that was issued so far
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from time import perf_counter
 from types import TracebackType
@@ -119,6 +119,23 @@ class Courier:
         self.trace: list[Delivery] | None = None
         self._lanes: dict[tuple[torch.device, torch.device, str], tuple[Lane, Lane]] = {}
         self._stopovers: dict[tuple[Lane, torch.Size, torch.dtype], tuple[Tensor, Mark]] = {}
+        self._landings: dict[tuple[Hashable, torch.device], Tensor] = {}
+
+    def landing(self, key: Hashable, like: Tensor, place: torch.device) -> Tensor:
+        """Memory on a device for a tensor like this one, the same for the same key again.
+
+        The courier keeps it: memory that were let go while copies into it are under way could be given back to the
+        device, by an allocator that runs short or by ``torch.cuda.empty_cache()``, and they would fail.
+
+        Args:
+            key: what the tensor is to the caller, who uses the memory again only when all have read it.
+            like: of this shape, type and strides.
+            place: the device.
+        """
+        known = self._landings.get((key, place))
+        if known is None or known.shape != like.shape or known.dtype != like.dtype:
+            known = self._landings[key, place] = torch.empty_like(like, device=place)
+        return known
 
     @torch.no_grad()
     def send(
@@ -158,6 +175,16 @@ class Courier:
         if self.trace is not None:
             self.trace.append(Delivery(here, there, began, ended, incoming.device, label))
         return ended
+
+    def mark(self, source: torch.device, target: torch.device, channel: str) -> Mark:
+        """A mark behind all copies of a channel so far.
+
+        Args:
+            source: the device that they leave.
+            target: the device that they come to.
+            channel: as for ``send``.
+        """
+        return self._pair(source, target, channel)[1].mark()
 
     def _send_through_host(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
         """Copy to the host's memory and on; the buffer there is used again once what was in it has left."""

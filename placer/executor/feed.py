@@ -72,8 +72,9 @@ class Feed:
         """The micro-batches of a tensor on another device, and when they are there."""
         if (key, place) not in self._brought:
             given = self._given[key].detach()
-            whole = torch.empty_like(given, device=place)
-            free = Lane(place, caller=True).mark()
+            whole = self._courier.landing(key, given, place)
+            # It is the caller's when it is new, and else when all have left it that went on from there.
+            free = Lane(place, caller=True).mark(), self._courier.mark(place, place, "batch")
             mark = self._courier.send(given, self._ready[here], whole, free, "batch", label)
             self._brought[key, place] = [part for (part,) in cut([whole], self._sizes)], mark
             self.read[here, place] = mark
