@@ -56,18 +56,14 @@ def _case(case: Case, folder: Path) -> Iterator[Sample]:
         found.append((measured, solve(request(case, measured))))
         return values
 
-    def run_step() -> Values:
-        measured, placement = found[0]
-        with_loss = _with_loss(case, model, inputs, target, folder) if case.training else measured
-        return stepped(case, model, with_loss, placement)
-
     yield _part(case, "profile", run_profile)
     if not found:
         return
-    known = found[0]
-    yield _part(case, "stages", lambda: staged(case, model, *known, inputs, target))
-    yield _part(case, "memory", lambda: memory(case, model, *known))
-    yield _part(case, "step", run_step)
+    alone, placement = found[0]
+    whole = _with_loss(case, model, inputs, target, folder) if case.training else alone
+    yield _part(case, "stages", lambda: staged(case, model, alone, whole, placement, inputs, target))
+    yield _part(case, "memory", lambda: memory(case, model, alone, placement))
+    yield _part(case, "step", lambda: stepped(case, model, whole, placement))
     model.to(cases.home())
     values, missing = peers.estimates(case, model, inputs)
     for name, why in missing.items():
@@ -137,18 +133,37 @@ def request(case: Case, found: Profile, **changes: Any) -> PlacementRequest:
 
 
 def staged(
-    case: Case, model: nn.Module, found: Profile, placement: Placement, inputs: Tensor, target: Tensor
+    case: Case, model: nn.Module, alone: Profile, whole: Profile, placement: Placement, inputs: Tensor, target: Tensor
 ) -> Values:
-    """Each stage's pass as predicted, and as measured, without the loss; and the step by the corrected profile."""
-    refined = refine(placement, model, inputs, request=request(case, found), loss_fn=case.loss, target=target, rounds=1)
+    """Each stage's pass as predicted, and as measured, with the loss in the last; and the step as corrected by that.
+
+    Args:
+        case: what is run.
+        model: on its first device.
+        alone: the profile without the loss, which others do not tell either.
+        whole: the profile with it.
+        placement: what is measured.
+        inputs: one micro-batch.
+        target: of it.
+    """
+    asked = request(case, whole)
+    refined = refine(placement, model, inputs, request=asked, loss_fn=case.loss, target=target, rounds=1)
     stages = refined.rounds[0].stages
-    losses = [stage.loss_forward_ms + stage.loss_backward_ms for stage in stages]
     return {
         "predicted_ms": [stage.predicted_ms for stage in stages],
-        "measured_ms": [stage.measured_ms - loss for stage, loss in zip(stages, losses, strict=True)],
-        "loss_ms": [sum(losses)],
+        "measured_ms": [stage.measured_ms for stage in stages],
+        "loss_ms": [sum(stage.loss_forward_ms + stage.loss_backward_ms for stage in stages)],
+        "predicted_loss_ms": [_pass_ms(whole, placement) - _pass_ms(alone, placement)],
         "refined_step_ms": [predicted_step_ms(case, refined.profile, placement)],
     }
+
+
+def _pass_ms(found: Profile, placement: Placement) -> float:
+    """A micro-batch through all layers, and back in training."""
+    assert found.cluster is not None
+    types = {device.name: device.type for device in found.cluster.devices}
+    kinds = [(layer, types[placement.layer_devices[layer.name]]) for layer in found.layers]
+    return sum(layer.forward_ms[kind] + layer.backward_ms.get(kind, 0.0) for layer, kind in kinds)
 
 
 def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:

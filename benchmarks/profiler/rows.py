@@ -117,13 +117,15 @@ def _stages(
     case: cases.Case, values: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]
 ) -> Iterator[Row]:
     predicted, measured = values["predicted_ms"], values["measured_ms"]
-    errors = _errors(predicted, measured)  # of a stage with nothing but the loss there is none
+    errors = _errors(predicted, measured)
     worst = max(errors, key=abs)
     yield row(
         case.label, STAGE, "%", _rounded(worst), spread=_spread(errors), target=_target(6.0), met=_met(worst, 6.0)
     )
-    shown = {"Placer": sum(predicted)} | _of_peers(others, "pass_ms")
-    yield row(case.label, PASS, "ms", _rounded(sum(measured)), peers=_all_rounded(shown))
+    # The loss is in none of the others' predictions.
+    predicted_loss_ms, loss_ms = (values.get(name, [0.0])[0] for name in ("predicted_loss_ms", "loss_ms"))
+    shown = {"Placer": sum(predicted) - predicted_loss_ms} | _of_peers(others, "pass_ms")
+    yield row(case.label, PASS, "ms", _rounded(sum(measured) - loss_ms), peers=_all_rounded(shown))
 
 
 def _step(
