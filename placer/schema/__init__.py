@@ -17,6 +17,7 @@ from placer.schema.base import (
     Schedule,
     ScheduleChoice,
     Status,
+    Steps,
     Transfers,
 )
 from placer.schema.batch import Batch, BatchAnswer, BatchAnswers
@@ -80,6 +81,7 @@ __all__ = [
     "Status",
     "Step",
     "StepChoice",
+    "Steps",
     "Summary",
     "Ties",
     "Timeline",

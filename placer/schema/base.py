@@ -43,6 +43,10 @@ Schedule = Literal["fill-drain", "1f1b", "zero-bubble", "interleaved"]
 ScheduleChoice = Literal["auto", Schedule]
 """``auto``: the best for the batch, under objective ``step``."""
 
+Steps = Literal["alone", "in-a-row"]
+"""Which step objective ``step`` makes short: one from idle devices to idle devices, or one of many, as in a training
+loop: a device begins the next step when its own part of this one is over, its optimizer included."""
+
 Transfers = Literal["added", "overlapped"]
 Recompute = Literal["never", "auto", "always"]
 """Whether a device runs forwards once more before each backward pass; ``auto``: where memory would not do otherwise."""

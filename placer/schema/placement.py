@@ -16,6 +16,7 @@ from placer.schema.base import (
     Objective,
     Schedule,
     Status,
+    Steps,
     Wire,
 )
 
@@ -196,8 +197,12 @@ class Step(Wire):
     Attributes:
         batch_size: samples in a whole batch.
         samples_per_s: that, over the step.
-        bubble: the share of the used devices' time that is idle while micro-batches run, from 0 to 1.
-        optimizer_ms: of the step, the optimizer's part at its end.
+        bubble: the share of the used devices' time that is idle, from 0 to 1: of a step alone while micro-batches run,
+            of one in a row from its begin to that of the next.
+        optimizer_ms: of a step alone, the optimizer's part at its end.
+        steps: which step was made short, and is the objective: alone, or in a row.
+        alone_ms: what the step takes alone, from idle devices to idle devices.
+        in_a_row_ms: what each of many takes.
         choices: all that were looked at.
     """
 
@@ -205,6 +210,9 @@ class Step(Wire):
     samples_per_s: Annotated[float, Field(ge=0)] | None
     bubble: Annotated[float, Field(ge=0, le=1)]
     optimizer_ms: Milliseconds = 0.0
+    steps: Steps = "alone"
+    alone_ms: Annotated[float, Field(ge=0)] | None = None
+    in_a_row_ms: Annotated[float, Field(ge=0)] | None = None
     choices: tuple[StepChoice, ...] = ()
 
 

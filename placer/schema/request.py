@@ -17,6 +17,7 @@ from placer.schema.base import (
     Objective,
     Recompute,
     ScheduleChoice,
+    Steps,
     Transfers,
     Wire,
     refuse_duplicates,
@@ -78,6 +79,8 @@ class PlacementRequest(Wire):
         schedule: how micro-batches are ordered, which sets how many are in flight at a stage in training: all of them
             for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` and ``interleaved``, and ``2 * stages - 1`` for
             ``zero-bubble`` (contiguous placements; else all of them). Objective ``step`` also knows ``auto``.
+        steps: objective ``step``: whether the step that is made short is ``alone``, from idle devices to idle devices,
+            or ``in-a-row``, one of many, each begun by a device when its own part of the one before is over.
         transfers: ``added``: a device computes and transfers one after the other; ``overlapped``: its load is the
             largest of its compute, its sends and its receives.
         time_limit_s: after this the best answer so far and its bound are returned.
@@ -103,6 +106,7 @@ class PlacementRequest(Wire):
     chunks: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     batch_size: Annotated[int, Field(ge=1, le=2**31)] | None = None
     schedule: ScheduleChoice = "1f1b"
+    steps: Steps = "alone"
     transfers: Transfers = "added"
     time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     work_limit: Annotated[float, Field(gt=0, le=86_400)] | None = None
@@ -148,7 +152,7 @@ class PlacementRequest(Wire):
         """What only objective ``step`` knows, and that its profiles are of the same layers and fill a batch."""
         if self.objective != "step":
             only = {"profiles": self.profiles, "batch_size": self.batch_size, "schedule": self.schedule == "auto"}
-            for name, given in only.items():
+            for name, given in {**only, "steps": self.steps != "alone"}.items():
                 if given:
                     raise ValueError(f"{name}: only objective 'step' chooses it; the objective is {self.objective!r}")
             return

@@ -57,7 +57,9 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     _check_single_device(request, placement)
     _check_ties(request, placement)
     _check_limits(request, placement)
-    _check_step(request, placement)
+    require((placement.step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
+    if placement.step is not None:
+        check_step.check_said(request, check_step.StepReading(asked, where, placement.stages), placement)
 
 
 def _check_header(request: PlacementRequest, placement: Placement) -> None:
@@ -346,22 +348,6 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
             alone_as[kind] = (max(0, need - device.usable_bytes), value)
         choices.append((*alone_as[kind], device.name))
     return choices
-
-
-def _check_step(request: PlacementRequest, placement: Placement) -> None:
-    """What is said of a whole batch: the best of the choices, and a bound that holds for each."""
-    step, value = placement.step, placement.objective_value or 0.0
-    require((step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
-    if step is None:
-        return
-    size = request.batch_size or request.chunks * request.profile.batch_size
-    equal("step.batch_size", step.batch_size, size)
-    if step.samples_per_s is not None:
-        near("step.samples_per_s", step.samples_per_s * value, 1e3 * size)
-    found = [one.objective_value for one in step.choices if one.objective_value is not None]
-    equal("the best of step.choices", min(found), placement.objective_value)
-    bounds = [one.bound for one in step.choices if one.bound is not None]
-    require((placement.bound or 0.0) <= min(bounds), f"bound {placement.bound} is above that of a choice")
 
 
 def _check_ties(request: PlacementRequest, placement: Placement) -> None:

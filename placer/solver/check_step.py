@@ -1,7 +1,8 @@
 """The referee's own reading of a step: every pass and transfer an event, the step the longest path through them.
 
-The order of passes is ``placer.schedule``'s, which is data that execution follows too; nothing else here is shared with
-the solver. The formulas are those of the docstrings of ``costs.py`` and ``placer.schedule``, read a second time.
+A step in a row is the longest chain of events that each of them repeats (see ``check_in_a_row``). The order of passes
+is ``placer.schedule``'s, which is data that execution follows too; nothing else here is shared with the solver. The
+formulas are those of the docstrings of ``costs.py`` and ``placer.schedule``, read a second time.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import TopologicalSorter
+from math import inf
 from typing import Any
 
 from placer.schedule import Plan, plan
 from placer.schema import Edge, Placement, PlacementRequest
-from placer.solver import check_recompute
+from placer.solver import check_in_a_row, check_recompute
+from placer.solver.check_claims import equal, near, require
 
 Where = Mapping[str, str]
 Event = tuple[Any, ...]
@@ -64,6 +67,10 @@ class StepReading:
         self._passes = {kind: self._sums(kind) for kind in ("forward", "backward", "weights")}
         self.plan = self._plan()
         self._values, self._gradients = self._crossings()
+        self._optimizer_ms: dict[str, float] = defaultdict(float)
+        for layer in request.profile.layers if request.is_training else ():
+            device = where[layer.name]
+            self._optimizer_ms[device] += layer.optimizer_ms.get(self._types[device], 0.0)
 
     def _stages(self, stages: Sequence[str]) -> tuple[dict[str, int], list[str]]:
         if self._request.constraints.contiguous:
@@ -115,7 +122,16 @@ class StepReading:
         return {layer: self.plan.in_flight[stage] for layer, stage in self.stage_of.items()}
 
     def step_ms(self) -> float:
-        """How long the whole batch takes, with the optimizer."""
+        """How long the whole batch takes, with the optimizer: alone or in a row, as is asked."""
+        return self.in_a_row_ms() if self._request.steps == "in-a-row" else self.alone_ms()
+
+    def in_a_row_ms(self) -> float:
+        """How long it takes after another."""
+        waits, carried = self._waits(), self._carried()
+        return check_in_a_row.longest_mean(waits | self._optimizers(), carried, self._duration)
+
+    def alone_ms(self) -> float:
+        """How long it takes from idle devices to idle devices."""
         end: dict[Event, float] = {}
         waits = self._waits()
         for event in TopologicalSorter(waits).static_order():
@@ -125,13 +141,11 @@ class StepReading:
 
     def optimizer_ms(self) -> float:
         """The device whose optimizer takes longest."""
-        total: dict[str, float] = defaultdict(float)
-        for layer in self._request.profile.layers if self._request.is_training else ():
-            device = self._where[layer.name]
-            total[device] += layer.optimizer_ms.get(self._types[device], 0.0)
-        return max(total.values(), default=0.0)
+        return max(self._optimizer_ms.values(), default=0.0)
 
     def _duration(self, event: Event) -> float:
+        if event[0] == "optimizer":
+            return self._optimizer_ms.get(event[1], 0.0)
         if event[0] == "values":
             return self._values[event[1]]
         if event[0] == "gradients":
@@ -140,36 +154,100 @@ class StepReading:
         whole = self._passes[phase][stage]
         return whole - self._passes["weights"][stage] if self.plan.split and phase == "backward" else whole
 
-    def _waits(self) -> dict[Event, set[Event]]:
-        """By event, those that it waits for."""
-        waits: dict[Event, set[Event]] = defaultdict(set)
+    def _lanes(self) -> list[list[Event]]:
+        """What goes through each lane, in order."""
         lanes: dict[Event, list[Event]] = defaultdict(list)
+        for stage, phase, batch in self.plan.issue:
+            for pair in sorted(pair for pair in self._values if pair[1] == stage):
+                other, here = self._devices[pair[0]], self._devices[stage]
+                if phase == "forward":
+                    lanes["values", other, here].append(("values", pair, batch))
+                elif phase == "backward" and pair in self._gradients:
+                    lanes["gradients", here, other].append(("gradients", pair, batch))
+        return list(lanes.values())
+
+    def _waits(self) -> dict[Event, set[Event]]:
+        """By event, those of its step that it waits for."""
+        waits: dict[Event, set[Event]] = defaultdict(set)
         before: dict[str, Event] = {}
         for stage, phase, batch in self.plan.issue:
             item, here = (stage, phase, batch), self._devices[stage]
             waits[item] |= {before[here]} if here in before else set()
             before[here] = item
             for pair in sorted(pair for pair in self._values if pair[1] == stage):
-                other = self._devices[pair[0]]
                 if phase == "forward":
                     sent: Event = ("values", pair, batch)
                     waits[sent] |= {(pair[0], "forward", batch)} | self._room(stage, batch)
                     waits[item].add(sent)
-                    lanes["values", other, here].append(sent)
                 elif phase == "backward" and pair in self._gradients:
                     sent = ("gradients", pair, batch)
                     waits[sent].add(item)
                     waits[pair[0], "backward", batch].add(sent)
-                    lanes["gradients", here, other].append(sent)
             if phase == "backward" and all(pair[0] != stage for pair in self._gradients):
                 waits[item].add((len(self._devices) - 1, "forward", batch))
-        for lane in lanes.values():
+        for lane in self._lanes():
             for first, second in itertools.pairwise(lane):
                 waits[second].add(first)
         return waits
+
+    def _of_device(self) -> dict[str, list[Event]]:
+        """By device, its passes in order."""
+        passes: dict[str, list[Event]] = defaultdict(list)
+        for stage, phase, batch in self.plan.issue:
+            passes[self._devices[stage]].append((stage, phase, batch))
+        return passes
+
+    def _optimizers(self) -> dict[Event, set[Event]]:
+        """The optimizer of each device, which waits for the last of its passes."""
+        return {("optimizer", device): {passes[-1]} for device, passes in self._of_device().items()}
+
+    def _carried(self) -> dict[Event, set[Event]]:
+        """By event, those of the step before that it waits for: its device, its lane, and what had its buffer."""
+        carried: dict[Event, set[Event]] = defaultdict(set)
+        for device, passes in self._of_device().items():
+            carried[passes[0]].add(("optimizer", device))
+        last = "weights" if self.plan.split else "backward"
+        for lane in self._lanes():
+            carried[lane[0]].add(lane[-1])
+        for pair in self._values if self.plan.training else ():
+            held = self.plan.in_flight[pair[1]]
+            for batch in range(held):
+                same = [other for other in range(self._request.chunks) if other % held == batch]
+                carried["values", pair, batch].add((pair[1], last, same[-1]))
+        return carried
 
     def _room(self, stage: int, batch: int) -> set[Event]:
         """The pass that makes room for a micro-batch."""
         older = batch - self.plan.in_flight[stage]
         last = "weights" if self.plan.split else "backward"
         return {(stage, last, older)} if self.plan.training and older >= 0 else set()
+
+
+def check_said(request: PlacementRequest, reading: StepReading, placement: Placement) -> None:
+    """Raise on what is said of a whole batch and is not so: the best of the choices, bounds of all, both times.
+
+    Args:
+        request: the question.
+        reading: of the placement's step.
+        placement: the answer.
+
+    Raises:
+        PlacementError: what is claimed, and what is true.
+    """
+    step, value = placement.step, placement.objective_value or 0.0
+    assert step is not None  # check() has looked
+    size = request.batch_size or request.chunks * request.profile.batch_size
+    equal("step.batch_size", step.batch_size, size)
+    if step.samples_per_s is not None:
+        near("step.samples_per_s", step.samples_per_s * value, 1e3 * size)
+    equal("step.steps", step.steps, request.steps)
+    for name, claimed, true in (
+        ("alone_ms", step.alone_ms, reading.alone_ms()),
+        ("in_a_row_ms", step.in_a_row_ms, reading.in_a_row_ms()),
+    ):
+        near(f"step.{name}", inf if claimed is None else claimed, true)
+    near("step.optimizer_ms", step.optimizer_ms, reading.optimizer_ms())
+    found = [one.objective_value for one in step.choices if one.objective_value is not None]
+    equal("the best of step.choices", min(found), placement.objective_value)
+    bounds = [one.bound for one in step.choices if one.bound is not None]
+    require((placement.bound or 0.0) <= min(bounds), f"bound {placement.bound} is above that of a choice")

@@ -20,7 +20,7 @@ from placer.solver.problem import Problem
 def step_ms(
     problem: Problem, assignment: Sequence[int], stages: Sequence[int], again: frozenset[int] = frozenset()
 ) -> float:
-    """How long a whole batch takes, in milliseconds, the optimizer's step at its end included.
+    """How long a whole batch takes, in milliseconds, the optimizer's step included: alone or in a row, as is asked.
 
     Args:
         problem: what is asked; its chunks and schedule are those of the batch.
@@ -29,7 +29,18 @@ def step_ms(
         again: the devices that recompute.
     """
     pipeline = pipeline_of(problem, assignment, stages, again)
-    return schedule.step_ms(pipeline, plan_of(problem, pipeline)) + optimizer_ms(problem, assignment)
+    plan = plan_of(problem, pipeline)
+    return schedule.in_a_row_ms(pipeline, plan) if in_a_row(problem) else alone_ms(pipeline, plan)
+
+
+def in_a_row(problem: Problem) -> bool:
+    """Whether a step is asked for that follows another."""
+    return problem.request.steps == "in-a-row"
+
+
+def alone_ms(pipeline: Pipeline, plan: Plan) -> float:
+    """How long a step takes from idle devices to idle devices, in milliseconds, the longest optimizer at its end."""
+    return schedule.step_ms(pipeline, plan) + max(pipeline.optimizer_by_device().values(), default=0.0)
 
 
 def pipeline_of(
@@ -37,15 +48,16 @@ def pipeline_of(
 ) -> Pipeline:
     """The stages of an assignment, with their times and transfers."""
     stage_of, places = staged(problem, assignment, stages)
-    forward, backward, weights = ([0.0] * len(places) for _ in range(3))
+    forward, backward, weights, optimizer = ([0.0] * len(places) for _ in range(4))
     for layer, stage in enumerate(stage_of):
         device = places[stage]
         forward[stage] += problem.forward_ms[layer][device]
         backward[stage] += problem.backward_ms[layer][device]
         backward[stage] += problem.again_ms(layer, device) if device in again else 0.0
         weights[stage] += weights_ms(problem, layer, device)
+        optimizer[stage] += optimizer_ms(problem, layer, device)
     transfers = _transfers(problem, stage_of, places)
-    return Pipeline(places, tuple(forward), tuple(backward), tuple(weights), transfers)
+    return Pipeline(places, tuple(forward), tuple(backward), tuple(weights), transfers, tuple(optimizer))
 
 
 def plan_of(problem: Problem, pipeline: Pipeline) -> Plan:
@@ -84,14 +96,9 @@ def weights_ms(problem: Problem, layer: int, device: int) -> float:
     return problem.layers[layer].weight_half_ms(problem.devices[device].type) if problem.training else 0.0
 
 
-def optimizer_ms(problem: Problem, assignment: Sequence[int]) -> float:
-    """The longest time that any device takes for the optimizer's step."""
-    if not problem.training:
-        return 0.0
-    time_ms = [0.0] * len(problem.devices)
-    for layer, device in zip(problem.layers, assignment, strict=True):
-        time_ms[device] += layer.optimizer_ms.get(problem.devices[device].type, 0.0)
-    return max(time_ms)
+def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
+    """What the optimizer's step takes for a layer on a device."""
+    return problem.layers[layer].optimizer_ms.get(problem.devices[device].type, 0.0) if problem.training else 0.0
 
 
 def further_bytes(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> list[int]:

@@ -1,7 +1,8 @@
 r"""Lower bounds on the step of every placement, for one number of micro-batches and one schedule.
 
-With n micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through
-in the stages before it (behind it)::
+These are of a step alone; ``step_in_a_row`` says what becomes of them where steps follow one another. With n
+micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through in the
+stages before it (behind it)::
 
     any placement       n * c of every device; one micro-batch's way to any layer and back; if contiguous, what filling
                         the pipeline takes (see ``step_fill``)
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.solver import exact, pipelines, step_fill
+from placer.solver import exact, pipelines, step_fill, step_in_a_row
 from placer.solver.bounds import fastest_ms, longest_paths
 from placer.solver.exact import Counts, CutTable
 from placer.solver.problem import Problem
@@ -47,6 +48,8 @@ ROUNDING = 1 - 1e-9
 
 def any_placement(problem: Problem, nodes: Reduction) -> float:
     """No step is shorter than the busiest device's work, nor than one micro-batch's way, in milliseconds."""
+    if pipelines.in_a_row(problem):
+        return step_in_a_row.any_placement(problem, nodes, _awaited_ms(problem)) * ROUNDING
     work = [
         min(sum(problem.compute_ms(layer, device) for layer in layers) for device in nodes.allowed[node])
         for node, layers in enumerate(nodes.nodes)
@@ -58,14 +61,8 @@ def any_placement(problem: Problem, nodes: Reduction) -> float:
 
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:
     """No placement's optimizer takes less, in milliseconds."""
-    if not problem.training:
-        return 0.0
-    devices = [device.type for device in problem.devices]
     time_ms = [
-        min(
-            sum(problem.layers[layer].optimizer_ms.get(devices[device], 0.0) for layer in layers)
-            for device in nodes.allowed[node]
-        )
+        min(sum(pipelines.optimizer_ms(problem, layer, device) for layer in layers) for device in nodes.allowed[node])
         for node, layers in enumerate(nodes.nodes)
     ]
     return max(max(time_ms), sum(time_ms) / problem.most_devices)
@@ -117,7 +114,9 @@ class StepTable(CutTable):
     def __init__(self, problem: Problem, nodes: Reduction, bottleneck: Problem, classes: list[list[int]]) -> None:
         super().__init__(bottleneck, nodes, [[node] for node in range(len(nodes.nodes))], classes)
         self._asked = problem
-        self._extra = least_optimizer(problem, nodes)
+        self._extra = 0.0 if pipelines.in_a_row(problem) else least_optimizer(problem, nodes)
+        devices, layers = range(len(problem.devices)), range(len(problem.layers))
+        self._optimizer = self._sums([[pipelines.optimizer_ms(problem, i, d) for d in devices] for i in layers])
         self._forward = self._sums(problem.forward_ms)
         self._backward = self._sums(problem.backward_ms)
         self._awaited = self._sums(_awaited_ms(problem))
@@ -173,16 +172,30 @@ class StepTable(CutTable):
         whole = whole + cut[:, None] + cut[None, :]
         way = whole + (chunks - 1) * np.maximum(forward, awaited)
         work = chunks * (forward + backward)
+        wait = self._wait(stages_left, behind, forward, backward)
+        if pipelines.in_a_row(self._asked):
+            own = work + wait + self._optimizer[device][None, :] - self._optimizer[device][:, None]
+            lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
+            return np.maximum(own, np.maximum(lanes, way if self._asked.training else 0.0))
         if schedule == "zero-bubble" and self._asked.training:
-            room = min(chunks, 2 * self.problem.most_devices - 1)
-            wait = np.maximum(0.0, behind - (room - 1) * forward)
             return np.maximum(np.maximum(way, there + work + wait), there + back + chunks * (forward + awaited) + wait)
         if schedule == "fill-drain" or not self._asked.training:
             return whole + (chunks - 1) * (forward + backward)
+        return np.maximum(way, there + back + work + wait)
+
+    def _wait(self, stages_left: int, behind: Table, forward: Table, backward: Table) -> Any:
+        """By first node and end, how long a stage there has nothing to do between its first pass and its last."""
+        chunks, schedule = self._asked.request.chunks, self._asked.request.schedule
+        if not self._asked.training:
+            return 0.0
+        if schedule == "fill-drain":
+            return behind
+        if schedule == "zero-bubble":
+            room = min(chunks, 2 * self.problem.most_devices - 1)
+            return np.maximum(0.0, behind - (room - 1) * forward)
         held = min(chunks, stages_left)
         first, last = (np.maximum(0.0, behind - (held - 1) * time) for time in (forward, backward))
-        wait = first + last if chunks > stages_left else np.maximum(first, last)
-        return np.maximum(way, there + back + work + wait)
+        return first + last if chunks > stages_left else np.maximum(first, last)
 
     def cuts(self) -> Iterator[tuple[float, list[int]]]:
         """Every cut, the lowest bound first.

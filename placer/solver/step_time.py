@@ -285,12 +285,21 @@ class StepSearch:
         result = costs.evaluate(problem, best.devices)
         assert result is not None
         pipeline = pipelines.pipeline_of(problem, best.devices, result.stages, result.recompute)
-        timeline = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline))
+        plan = pipelines.plan_of(problem, pipeline)
+        optimizer = pipeline.optimizer_by_device()
+        timeline = schedule.simulate(pipeline, plan)
+        in_a_row_ms, bubble = schedule.in_a_row_ms(pipeline, plan), timeline.bubble
+        if pipelines.in_a_row(problem) and in_a_row_ms > 0:
+            busy = sum(timeline.busy_ms.values()) + sum(optimizer.values())
+            bubble = 1 - busy / (in_a_row_ms * len(timeline.busy_ms))
         return Step(
             batch_size=self.request.whole_batch_size,
             samples_per_s=1e3 * self.request.whole_batch_size / best.value if best.value > SHORTEST_MS else None,
-            bubble=min(1.0, max(0.0, timeline.bubble)),
-            optimizer_ms=pipelines.optimizer_ms(problem, best.devices),
+            bubble=min(1.0, max(0.0, bubble)),
+            optimizer_ms=max(optimizer.values(), default=0.0),
+            steps=self.request.steps,
+            alone_ms=pipelines.alone_ms(pipeline, plan),
+            in_a_row_ms=in_a_row_ms,
             choices=tuple(map(said, self.choices)),
         )
 

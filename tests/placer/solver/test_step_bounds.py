@@ -16,7 +16,9 @@ SETTINGS = examples(80)
 MS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.25])
 
 
-def asked(forward, backward, devices, chunks, schedule, weights=None, edges=None, kinds=None):
+def asked(
+    forward, backward, devices, chunks, schedule, weights=None, edges=None, kinds=None, optimizer=None, **options
+):
     """A step of layers in a row, or with other edges; bytes take 1 ms each."""
     names = [f"l{i}" for i in range(len(forward))]
     kinds = kinds or ["a"] * devices
@@ -26,6 +28,7 @@ def asked(forward, backward, devices, chunks, schedule, weights=None, edges=None
             forward_ms={"a": there, "b": 2 * there},
             backward_ms={"a": back, "b": back},
             weights_ms={} if weights is None else {"a": weights[index], "b": weights[index]},
+            optimizer_ms={} if optimizer is None else {"a": optimizer[index], "b": 1.0},
         )
         for index, (name, there, back) in enumerate(zip(names, forward, backward, strict=True))
     ]
@@ -47,6 +50,7 @@ def asked(forward, backward, devices, chunks, schedule, weights=None, edges=None
         chunks=chunks,
         schedule=schedule,
         constraints=Constraints(contiguous=True),
+        **options,
     )
 
 
@@ -65,6 +69,9 @@ def rows(draw):
         weights=draw(st.one_of(st.none(), times)),
         edges=edges,
         kinds=draw(st.lists(st.sampled_from("ab"), min_size=devices, max_size=devices)),
+        optimizer=draw(st.one_of(st.none(), times)),
+        steps=draw(st.sampled_from(["alone", "in-a-row"])),
+        training=draw(st.sampled_from([True, True, False])),
     )
 
 

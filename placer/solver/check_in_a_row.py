@@ -1,0 +1,89 @@
+"""The referee's reading of steps in a row: the chain of events that each step repeats, the longest one.
+
+Events wait for others of their step, and for some of the step before. A chain of events, each of which waits for the
+next, that comes back to where it began after k steps holds each step up by a k-th of its time, and the longest one does
+so in fact. It is found by improvement: from a mean that some chain has, the longest ways are followed, a step forward
+costing that mean; where they grow for ever they go round a longer chain, whose mean is the next. When they do not,
+there is none.
+
+Source: Lawler, "Combinatorial Optimization: Networks and Matroids", 1976, section 3.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from graphlib import TopologicalSorter
+from typing import Any
+
+Event = tuple[Any, ...]
+Waits = Mapping[Event, Set[Event]]
+
+ROUNDING = 1e-12
+"""Ways count as longer if they are by this share of all that there is to do in a step."""
+
+
+def longest_mean(waits: Waits, carried: Waits, duration: Callable[[Event], float]) -> float:
+    """The most time a step of all chains that repeat.
+
+    Args:
+        waits: by event, those of the same step that it waits for.
+        carried: by event, those of the step before that it waits for.
+        duration: of an event.
+    """
+    search = _Search(waits, carried, duration)
+    mean, longer = 0.0, search.longer_than(0.0)
+    while longer is not None and longer > mean:
+        mean, longer = longer, search.longer_than(longer)
+    return mean
+
+
+class _Search:
+    def __init__(self, waits: Waits, carried: Waits, duration: Callable[[Event], float]) -> None:
+        order = list(TopologicalSorter(waits).static_order())
+        self._time = {event: duration(event) for event in order}
+        self._before = {
+            event: [*((one, 0) for one in waits.get(event, ())), *((one, 1) for one in carried.get(event, ()))]
+            for event in order
+        }
+        self._way = dict.fromkeys(order, 0.0)
+        self._least = ROUNDING * sum(self._time.values())
+
+    def longer_than(self, mean: float) -> float | None:
+        """The mean of a chain that has a larger one; None if there is none."""
+        came: dict[Event, tuple[Event, int]] = {}
+        while self._extend(mean, came):
+            found = self._round(came)
+            if found is not None:
+                return found
+        return None
+
+    def _extend(self, mean: float, came: dict[Event, tuple[Event, int]]) -> bool:
+        """Follow the ways for a step; whether any is longer than was known."""
+        longer = False
+        for event, before in self._before.items():
+            for other, steps in before:
+                way = self._way[other] + self._time[other] - steps * mean
+                if way > self._way[event] + self._least:
+                    self._way[event], came[event] = way, (other, steps)
+                    longer = True
+        return longer
+
+    def _round(self, came: Mapping[Event, tuple[Event, int]]) -> float | None:
+        """The mean of a chain that a way goes round."""
+        seen: dict[Event, int] = {}
+        for number, start in enumerate(came):
+            event = start
+            while event in came and event not in seen:
+                seen[event] = number
+                event = came[event][0]
+            if seen.get(event) == number and event in came:
+                return self._mean(event, came)
+        return None
+
+    def _mean(self, start: Event, came: Mapping[Event, tuple[Event, int]]) -> float:
+        total, steps, event = 0.0, 0, start
+        while True:
+            event, passed = came[event]
+            total, steps = total + self._time[event], steps + passed
+            if event == start:
+                return total / steps
