@@ -1,13 +1,14 @@
 """Small questions for objective ``step``, and every answer that there could be, each played by a clock."""
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
+from dataclasses import replace
 
 from enumeration import Enumeration
 from hypothesis import strategies as st
 from step_clock import StepClock
 
-from placer.schedule import Pipeline, Transfer, plan
+from placer.schedule import Pipeline, Transfer, in_a_row_ms, plan
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 
 MS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.25])
@@ -72,6 +73,7 @@ def requests(draw, row=False, contiguous=None):
         cluster=Cluster(devices=devices, links=links),
         objective="step",
         schedule=draw(st.sampled_from(["auto", "auto", "1f1b", "zero-bubble", "fill-drain", "interleaved"])),
+        steps=draw(st.sampled_from(["alone", "in-a-row"])),
         batch_size=draw(st.sampled_from([2, 4])),
         constraints=Constraints(contiguous=contiguous),
         workers=1,
@@ -116,7 +118,16 @@ class Steps:
         for again in self.recomputed(every, where):
             for pipeline, stage_of, found in self.plans(every, where, again):
                 if self.fits(every, where, stage_of, found, again):
-                    yield StepClock(pipeline, found).play() + self.optimizer(every, where)
+                    yield self.step(pipeline, found)
+
+    def step(self, pipeline, found):
+        """What it takes, alone with the longest optimizer at its end, or in a row."""
+        if self.request.steps == "in-a-row":
+            return in_a_row_ms(pipeline, found)
+        optimizer = Counter()
+        for place, time in zip(pipeline.places, pipeline.optimizer_ms, strict=True):
+            optimizer[place] += time
+        return StepClock(replace(pipeline, optimizer_ms=()), found).play() + max(optimizer.values())
 
     def rule(self, device):
         """Whether a device recomputes: never, always, or as it likes."""
@@ -155,7 +166,7 @@ class Steps:
 
     def pipeline(self, every, where, stages, stage_of, again):
         kind = {device.name: device.type for device in every.devices}
-        totals = {"forward": [0.0] * len(stages), "backward": [0.0] * len(stages), "weights": [0.0] * len(stages)}
+        totals = {name: [0.0] * len(stages) for name in ("forward", "backward", "weights", "optimizer")}
         for layer in every.layers:
             here, back = kind[where[layer.name]], layer.backward_ms.get(kind[where[layer.name]], 0.0)
             totals["forward"][stage_of[layer.name]] += layer.forward_ms[here]
@@ -164,6 +175,7 @@ class Steps:
             totals["weights"][stage_of[layer.name]] += min(
                 back, layer.weights_ms.get(here, back / 2 if layer.grad_bytes else 0)
             )
+            totals["optimizer"][stage_of[layer.name]] += layer.optimizer_ms.get(here, 0.0) if every.training else 0.0
         there, back = Counter(), Counter()
         for number, a, b in every.sends(where):
             edge = every.request.profile.edges[number]
@@ -173,15 +185,8 @@ class Steps:
                 back[stage_of[edge.source], first] += every.hop(b, a, edge.gradient_bytes)
         transfers = tuple(Transfer(*pair, time, back.get(pair)) for pair, time in sorted(there.items()))
         places = tuple([device.name for device in every.devices].index(name) for name in stages)
-        return Pipeline(places, *(tuple(totals[name]) for name in ("forward", "backward", "weights")), transfers)
-
-    @staticmethod
-    def optimizer(every, where):
-        kind = {device.name: device.type for device in every.devices}
-        total = defaultdict(float)
-        for layer in every.layers:
-            total[where[layer.name]] += layer.optimizer_ms.get(kind[where[layer.name]], 0.0)
-        return max(total.values())
+        forward, backward, weights, optimizer = (tuple(total) for total in totals.values())
+        return Pipeline(places, forward, backward, weights, transfers, optimizer)
 
     @classmethod
     def fits(cls, every, where, stage_of, found, again=frozenset()):
