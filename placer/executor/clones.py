@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from placer import devices
 from placer.errors import InputError
+from placer.executor.census import Census, are_same
 from placer.executor.segments import StateLookup
 from placer.graph.layers import LayerGraph, named_state
+
+_VERSION = attrgetter("_version")
 
 
 class Clones:
@@ -23,20 +27,27 @@ class Clones:
     def __init__(self, module: nn.Module, places: Sequence[torch.device]) -> None:
         self._module = module
         self._places = list(places)
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._census: Census | None = None
+        self._state: dict[str, Tensor] = {}
+        self._versions: list[int] = []
         self._copies: dict[torch.device, dict[str, Tensor]] = {}
         self.refresh()
 
     def refresh(self) -> bool:
         """Copy again if the module's state has changed since; says whether it had."""
-        state = named_state(self._module)
-        versions = {name: (id(tensor), tensor._version) for name, tensor in state.items()}
-        if versions == self._versions:
+        if self._census is None or not self._census.holds():
+            self._census = Census(self._module)
+            state = named_state(self._module)
+            if [*state] != [*self._state] or not are_same([*state.values()], [*self._state.values()]):
+                self._versions = []
+            self._state = state
+        versions = [*map(_VERSION, self._state.values())]
+        if self._versions and versions == self._versions:
             return False
         self._versions = versions
         with torch.no_grad():
             self._copies = {
-                place: {name: _twin(tensor, place) for name, tensor in state.items()} for place in self._places
+                place: {name: _twin(tensor, place) for name, tensor in self._state.items()} for place in self._places
             }
         return True
 
@@ -53,7 +64,7 @@ class Clones:
         """The copy of a parameter or buffer on a device."""
         if place not in self._copies:
             self._places.append(place)
-            self._versions = {}
+            self._versions = []
             self.refresh()
         return self._copies[place][name]
 
