@@ -71,8 +71,8 @@ Objective ``memory``: the largest use. Objective ``devices``: how many devices h
 stage with the sums of its layers' times, between each two stages the sums of the t and g that go between them, on lanes
 of their own beside computations; plus, in training, the longest time that a device takes for its layers' optimizer_ms.
 Stages are the devices in pipeline order, or, where placements need not be contiguous, segments: maximal runs of layers
-on one device in the profile's order. Objective ``step``: that; for steps in a row ``placer.schedule.in_a_row_ms``, where
-each device has its optimizer behind its last pass.
+on one device in the profile's order. Objective ``step``: that; for steps in a row
+``placer.schedule.in_a_row_ms``, where each device has its optimizer behind its last pass.
 
 **Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A layer starts when its
 device is free and every value that it reads is there::
