@@ -25,6 +25,7 @@ from placer.executor.assignment import Assignment, layer_names, placing, refuse_
 from placer.graph import arguments
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export
+from placer.graph.given import refuse_no_loss, refuse_no_module
 from placer.graph.layers import LayerGraph
 from placer.schema import Placement
 
@@ -61,7 +62,8 @@ def build(
         The stages, the schedule, and ``step``, which runs both.
 
     Raises:
-        InputError: no process group was made; chunks or the schedule are not possible; or the processes' models differ.
+        InputError: no process group was made; chunks or the schedule are not possible; the processes' models differ; or
+            there is nothing to train.
         PlacementError: the placement does not fit the model or the processes.
         CaptureError: the model cannot be captured, so that it cannot be cut apart.
     """
@@ -69,9 +71,10 @@ def build(
         raise InputError("start with torchrun, and call torch.distributed.init_process_group() before build()")
     if dist.get_rank(group) < 0:
         raise InputError(f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone")
+    refuse_no_module(model)
     placed = _Placed.of(placement, chunks, schedule, recompute)
-    if loss_fn is not None and not model.training:
-        raise InputError("the model is in eval mode: call model.train() to build a pipeline that trains")
+    if loss_fn is not None:
+        _refuse_untrained(model, loss_fn)
     exported = _captured(model, example_inputs)
     refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
     graph = layer_graph(exported, model, tuple(placed.layer_devices))
@@ -99,6 +102,11 @@ class _Placed:
         schedule: str | None,
         recompute: Collection[str] | None,
     ) -> _Placed:
+        if not isinstance(given, Placement | Mapping):
+            raise PlacementError(
+                f"the placement is a {type(given).__name__}; give a Placement, which "
+                "Placement.model_validate_json(text) makes of JSON, or a map {layer: device}"
+            )
         if not isinstance(given, Placement) and "layer_devices" not in given:
             if not given:
                 raise PlacementError("the map places no layer; give {layer: device}")
@@ -116,6 +124,18 @@ class _Placed:
         """What all processes must agree in, beside the model and its places."""
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
         return f"{self.chunks} micro-batches, {self.schedule}, {'training' if training else 'forwards alone'}{again}"
+
+
+def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
+    """What a training step needs beside a placement."""
+    refuse_no_loss(loss_fn)
+    if not model.training:
+        raise InputError("the model is in eval mode: call model.train() to build a pipeline that trains")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
+            "requires_grad_() on what is to be trained, or build without loss_fn to run forwards alone"
+        )
 
 
 def _captured(model: nn.Module, example_inputs: Any) -> Exported:
@@ -173,7 +193,7 @@ def _assemble(
         if index % len(cut.devices) == position
     }
     stages = [_stage(module, index, len(cut.stages), training, group) for index, module in modules.items()]
-    head = Head(loss_fn, exported.outputs, modules[max(modules)].plan.leaves, placed.chunks)
+    head = Head(loss_fn, exported.outputs, modules[max(modules)].plan.leaves, placed.chunks, device)
     schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
     owned = nn.Module()
     plant(owned, weights.own, names)
@@ -270,6 +290,7 @@ def _shape(exported: Exported, graph: LayerGraph, placed: _Placed) -> Shape:
     return Shape(
         inputs=exported.inputs,
         shapes=tuple(value.shape for value in inputs),
+        dtypes=tuple(value.dtype for value in inputs),
         samples=graph.batch_size,
         chunks=placed.chunks,
     )

@@ -10,14 +10,15 @@ wrote two can read, and so can the unsplit model::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -90,11 +91,16 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write what all processes hold."""
+    """Write what all processes hold.
+
+    Raises:
+        InputError: it cannot be written there.
+    """
     state: dict[str, Any] = {"model": module.state_dict()}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_FLAT)
-    state_dict_saver.save(state, checkpoint_id=path, process_group=group)
+    with _explained("written", path):
+        state_dict_saver.save(state, checkpoint_id=path, process_group=group)
 
 
 def load(
@@ -103,14 +109,33 @@ def load(
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Read what this process holds."""
+    """Read what this process holds.
+
+    Raises:
+        InputError: there is none, or it is of another model.
+    """
     state: dict[str, Any] = {"model": module.state_dict()}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_FLAT)
-    state_dict_loader.load(state, checkpoint_id=path, process_group=group)
+    with _explained("read", path):
+        state_dict_loader.load(state, checkpoint_id=path, process_group=group)
     module.load_state_dict(state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_FLAT)
+
+
+@contextmanager
+def _explained(done: str, path: str | PathLike[str]) -> Iterator[None]:
+    """Say in one line what every process is told when one of them fails."""
+    try:
+        yield
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        line = (str(reason).splitlines() or [""])[0]
+        raise InputError(
+            f"the checkpoint {str(path)!r} cannot be {done}: {type(reason).__name__}: {line}; give a folder that all "
+            "processes see, and the model that it is of"
+        ) from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from placer.distributed.parcels import Parcel
+from placer.errors import InputError
+from placer.executor.faults import Place, explain
 from placer.executor.pipeline import gather
 from placer.graph.structure import Structure
 
@@ -22,13 +25,22 @@ class Head:
         outputs: the structure of the model's result.
         parcels: the model's flat outputs.
         chunks: micro-batches in a batch.
+        device: of this process.
 
     Attributes:
         targets: of each micro-batch; None where the library was given the target itself.
     """
 
-    def __init__(self, loss_fn: Loss | None, outputs: Structure, parcels: Sequence[Parcel], chunks: int) -> None:
+    def __init__(
+        self,
+        loss_fn: Loss | None,
+        outputs: Structure,
+        parcels: Sequence[Parcel],
+        chunks: int,
+        device: torch.device,
+    ) -> None:
         self._loss_fn, self._outputs, self._parcels, self._chunks = loss_fn, outputs, parcels, chunks
+        self._device = device
         self.targets: Sequence[Any] | None = None
 
     def loss(self, output: Any, target: Any) -> Tensor:
@@ -37,10 +49,21 @@ class Head:
         Args:
             output: of the last stage.
             target: the number of the micro-batch, or, where a user drives the schedule, its part of the target.
+
+        Raises:
+            InputError: the loss is no number.
+            StageError: it failed.
         """
         assert self._loss_fn is not None
-        goal = target if self.targets is None else self.targets[int(target)]
-        return self._loss_fn(self.result(output), goal) / self._chunks
+        number, goal = (0, target) if self.targets is None else (int(target), self.targets[int(target)])
+        try:
+            loss = self._loss_fn(self.result(output), goal)
+        except Exception as error:  # whatever a user's function raises
+            raise explain(error, Place(number, "forward", 0, 0, self._device, "(loss)")) from error
+        if not isinstance(loss, Tensor) or loss.dim():
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+            raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
+        return loss / self._chunks
 
     def result(self, output: Any) -> Any:
         """What the model returns, from the last stage's output."""

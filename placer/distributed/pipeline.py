@@ -37,12 +37,14 @@ class Shape:
     Attributes:
         inputs: the structure of the model's arguments.
         shapes: of the flat inputs of one micro-batch.
+        dtypes: of the same.
         samples: in a micro-batch.
         chunks: micro-batches in a batch.
     """
 
     inputs: Structure
     shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
     samples: int
     chunks: int
 
@@ -114,7 +116,9 @@ class Pipeline:
             The mean loss over the batch, detached, where ``is_last``; else None.
 
         Raises:
-            InputError: the pipeline was built without a loss; or the batch is not like the example.
+            InputError: the pipeline was built without a loss; the batch is not like the example; or the loss is no
+                number.
+            StageError: the loss failed.
         """
         if self.schedule._loss_fn is None:
             raise InputError("this pipeline was built without a loss: give build(..., loss_fn=...) to train")
@@ -236,6 +240,9 @@ class Pipeline:
         tensors, structure = flatten(arguments.split(inputs))
         if structure.key != self._shape.inputs.key:
             raise InputError("the inputs are not nested as the example was; give them as build was given the example")
+        for tensor, dtype in zip(tensors, self._shape.dtypes, strict=True):
+            if tensor.dtype != dtype:  # what is sent on is received as what the example was
+                raise InputError(f"an input is of {tensor.dtype}, and the example's was of {dtype}; give both alike")
         return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, strict=True))
 
     def _cut(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

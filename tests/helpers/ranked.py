@@ -350,7 +350,12 @@ def different_chunks(make: Make, places: Mapping[str, str]) -> str:
 def step_refusals(make: Make, places: Mapping[str, str]) -> dict[str, str]:
     """The errors of batches that do not fit, in the processes that are given them; no other process waits for them."""
     pipeline, inputs, target, _ = built(make, places, 2)
-    wrong = {"nothing": (None, None), "too small": (inputs[:4], target[:4]), "nested": ({"x": inputs}, (target[:2],))}
+    wrong = {
+        "nothing": (None, None),
+        "too small": (inputs[:4], target[:4]),
+        "nested": ({"x": inputs}, (target[:2],)),
+        "other type": (inputs.float(), None),
+    }
     found = {}
     for name, (batch, goal) in wrong.items():
         if pipeline.is_first or (pipeline.is_last and goal is not None):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ranked
 import ranked_models as models
+import refused
 import torch
 import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
@@ -197,6 +198,8 @@ def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> Non
         (CHAIN, {"schedule": "spiral"}, "InputError: schedule 'spiral' is not known; give one of fill-drain"),
         (CHAIN, {"schedule": "interleaved"}, "InputError: schedule 'interleaved' needs several stages on a device"),
         (NOTHING_FITS, {}, "PlacementError: the placement is infeasible and places no layer"),
+        ("placement.json", {}, "PlacementError: the placement is a str; give a Placement, which Placement.model_val"),
+        (CHAIN, {"recompute": ["cpu:7"]}, "InputError: recompute names 'cpu:7', which has no layers; there are cpu:0"),
     ],
 )
 def test_what_cannot_be_built_is_refused_everywhere(ranks: RankPool, places: Any, options: Any, message: str) -> None:
@@ -212,6 +215,43 @@ def test_batches_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Rank
     assert "not nested as the example was" in first["nested"]
     assert "a target of shape (4, 6) goes with a batch of 8 samples" in last["too small"]
     assert "a target of shape (2, 6) goes with a batch of 8 samples" in last["nested"]
+    assert "an input is of torch.float32, and the example's was of torch.float64" in first["other type"]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("class of a model", r"InputError: model is the class Sequential; give an instance, such as Sequential\(\)"),
+        ("class of a loss", r"InputError: loss_fn is the class MSELoss; give an instance, such as MSELoss\(\)"),
+        (
+            "loss with a parameter",
+            "InputError: loss_fn has a parameter of its own, 'weight', which would not be trained",
+        ),
+        (
+            "frozen model",
+            "InputError: no parameter of this Sequential requires a gradient, so there is nothing to train",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_everywhere(ranks: RankPool, what: str, message: str) -> None:
+    for found in ranks.run(refused.untrained, models.chain, CHAIN, what):
+        assert re.match(message, found), found
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("vector", r"InputError: loss_fn gave a tensor of shape \(4, 6\); let it give one number"),
+        ("failure", r"StageError: micro-batch 0 failed in the forward pass on cpu, layer '\(loss\)': KeyError: 'late'"),
+    ],
+)
+def test_a_loss_that_is_none_is_named_where_it_is_computed(ranks: RankPool, what: str, message: str) -> None:
+    assert re.match(message, reported(ranks.run(refused.loss, models.chain, what)))
+
+
+def test_a_checkpoint_that_is_not_there_is_named_everywhere(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(refused.checkpoint, models.chain, CHAIN, str(tmp_path / "none")):
+        assert re.match("InputError: the checkpoint '.*none' cannot be read: .*; give a folder that all", found), found
 
 
 @pytest.mark.parametrize(("chunks", "devices", "rounds"), [(7, 3, 1), (9, 2, 1), (11, 4, 2)])

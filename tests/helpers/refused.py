@@ -1,0 +1,56 @@
+"""What placer.distributed refuses, as the processes of a pool tell it; functions here travel by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from ranked import Make, built
+from torch import Tensor, nn
+
+from placer import distributed
+from placer.errors import PlacerError
+
+
+def _refusal(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except PlacerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def untrained(make: Make, places: Mapping[str, str], what: str) -> str:
+    """The error of a build whose model or loss cannot be trained."""
+    model, inputs, _, loss_fn = make()
+    given: dict[str, tuple[Any, Any]] = {
+        "class of a model": (type(model), loss_fn),
+        "class of a loss": (model, nn.MSELoss),
+        "loss with a parameter": (model, nn.Linear(6, 1)),
+        "frozen model": (copy.deepcopy(model).requires_grad_(False), loss_fn),
+    }
+    wrong, loss = given[what]
+    return _refusal(lambda: distributed.build(wrong, places, inputs[:4], loss, chunks=2))
+
+
+def loss(make: Make, what: str) -> str | None:
+    """The error of a loss that gives no number, or fails: in a pipeline of one process, as no other may wait for it."""
+    group = dist.new_group([0])
+    if dist.get_rank():
+        return None
+    losses: dict[str, Callable[[Any, Any], Tensor]] = {
+        "vector": lambda output, target: output - target,
+        "failure": lambda output, target: {}["late"],
+    }
+    model, inputs, target, _ = make()
+    places = dict.fromkeys([name for name, _ in model.named_children()], "cpu:0")
+    pipeline = distributed.build(model, places, inputs[:4], losses[what], chunks=2, group=group)
+    return _refusal(lambda: pipeline.step(inputs, target))
+
+
+def checkpoint(make: Make, places: Mapping[str, str], path: str) -> str:
+    """The error of a checkpoint that is not there."""
+    pipeline, *_ = built(make, places, 2)
+    return _refusal(lambda: pipeline.load(path))
