@@ -16,7 +16,16 @@ from placer.errors import (
     SolveLimitError,
     UnreachableError,
 )
-from placer.schema import Constraints, Objective, Placement, PlacementRequest, Profile, ScheduleChoice, Transfers
+from placer.schema import (
+    Constraints,
+    Objective,
+    Placement,
+    PlacementRequest,
+    Profile,
+    ScheduleChoice,
+    Steps,
+    Transfers,
+)
 from placer.schema.graph import Graph, Optimizer, ProfileRequest
 
 from .client import Client
@@ -45,6 +54,7 @@ def suggest(
     batch_size: int | None = None,
     batch_sizes: Sequence[int] | None = None,
     schedule: ScheduleChoice | None = None,
+    steps: Steps | None = None,
     transfers: Transfers = "added",
     time_limit_s: float = 30.0,
     work_limit: float | None = None,
@@ -80,6 +90,9 @@ def suggest(
             the example alone if None.
         schedule: how they are ordered: ``fill-drain``, ``1f1b``, ``zero-bubble`` or ``interleaved``; if None, or
             ``auto``, it is chosen under objective ``step``; else None is ``1f1b``.
+        steps: objective ``step``: whether the step that is made short is ``alone``, from idle devices to idle devices,
+            or ``in-a-row``, one of many that overlap; if None, as a training loop has them: in a row, in inference
+            alone.
         transfers: whether transfers add to a device's time, or overlap with its compute.
         time_limit_s: after so many seconds the best answer so far is returned.
         work_limit: after so much work in the solver's own measure, too: the same answer on every machine.
@@ -148,15 +161,17 @@ def suggest(
         raise InputError(
             "batch_sizes are measured here, and a profile is given; give one or several profiles, or sizes"
         )
+    trains = training and profiles[-1].training
     request = PlacementRequest(
         profile=profiles[-1],
         profiles=profiles[:-1],
         batch_size=batch_size,
         objective=objective,
         constraints=constraints or Constraints(),
-        training=training and profiles[-1].training,
+        training=trains,
         chunks=chunks,
         schedule=schedule or ("auto" if objective == "step" else "1f1b"),
+        steps=steps or ("in-a-row" if objective == "step" and trains else "alone"),
         transfers=transfers,
         time_limit_s=time_limit_s,
         work_limit=work_limit,

@@ -19,6 +19,7 @@ from placer.schema import (
     Profile,
     Recompute,
     ScheduleChoice,
+    Steps,
     Transfers,
 )
 
@@ -138,14 +139,17 @@ def request_for(
     break_ties: bool = False,
     bottleneck_ms: float | None = None,
     work_limit: float | None = None,
+    steps: str | None = None,
 ) -> PlacementRequest:
     """The request; its fields are those of ``PlacementRequest``.
 
-    Where the schedule is None it is chosen under objective ``step``, else 1F1B.
+    Where the schedule is None it is chosen under objective ``step``, else 1F1B. Where ``steps`` is None training steps
+    are in a row, under objective ``step``; else they are alone.
 
     Raises:
         InputError: a word is not known, or the parts contradict each other.
     """
+    loop = objective == "step" and profile.training
     return PlacementRequest(
         profile=profile,
         profiles=tuple(profiles),
@@ -155,6 +159,7 @@ def request_for(
         objective=cast(Objective, objective),  # pydantic refuses what is none
         chunks=chunks,
         schedule=cast(ScheduleChoice, schedule or ("auto" if objective == "step" else "1f1b")),
+        steps=cast(Steps, steps or ("in-a-row" if loop else "alone")),
         transfers=cast(Transfers, transfers),
         time_limit_s=time_limit_s,
         explain=explain,

@@ -57,6 +57,14 @@ ScheduleOption = Annotated[
         show_default="1f1b; auto under objective step",
     ),
 ]
+StepsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--steps",
+        help="objective step: alone, from idle devices to idle devices; or in-a-row, as in a training loop",
+        show_default="in-a-row; alone in inference",
+    ),
+]
 TransfersOption = Annotated[
     str, typer.Option("--transfers", help="added: computes, then transfers; or overlapped: the larger of the two")
 ]

@@ -39,6 +39,7 @@ from placer.cli.options import (
     ScheduleOption,
     Server,
     Sizes,
+    StepsOption,
     TimeLimit,
     TransfersOption,
     WorkLimit,
@@ -64,6 +65,7 @@ def solve(
     batch_size: BatchSize = None,
     also: AlsoProfiles = [],  # noqa: B006
     schedule: ScheduleOption = None,
+    steps: StepsOption = None,
     transfers: TransfersOption = "added",
     pin: Pins = [],  # noqa: B006
     forbid: Forbidden = [],  # noqa: B006
@@ -93,7 +95,7 @@ def solve(
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
     others = [load_profile(name) for name in also]
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
-    request = request_for(subject, target, limits, *given, break_ties, bottleneck, work_limit)
+    request = request_for(subject, target, limits, *given, break_ties, bottleneck, work_limit, steps)
     answer(request, server, output, json)
 
 
@@ -113,6 +115,7 @@ def suggest(
     batch_size: BatchSize = None,
     micro_batches: Sizes = None,
     schedule: ScheduleOption = None,
+    steps: StepsOption = None,
     transfers: TransfersOption = "added",
     pin: Pins = [],  # noqa: B006
     forbid: Forbidden = [],  # noqa: B006
@@ -140,7 +143,7 @@ def suggest(
     assert target is not None  # profile() measures the devices
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
-    request = request_for(measured, target, limits, *given, break_ties, bottleneck, work_limit)
+    request = request_for(measured, target, limits, *given, break_ties, bottleneck, work_limit, steps)
     answer(request, server, output, json)
 
 

@@ -156,6 +156,9 @@ def _step(placement: Placement, step: Step) -> list[str]:
     lines = [
         f"batch       {step.batch_size} samples: {_choice_text(placement)}{rate}, devices idle {step.bubble:.0%}",
     ]
+    if step.alone_ms is not None and step.in_a_row_ms is not None:
+        row = ms_text(step.in_a_row_ms)
+        lines.append(f"a step      {row} in a row, as in a training loop; {ms_text(step.alone_ms)} alone")
     others = [choice for choice in step.choices if choice.objective_value not in (None, placement.objective_value)]
     for choice in sorted(others, key=lambda choice: choice.objective_value or 0.0)[:MOST_OTHERS]:
         lines.append(f"instead     {_choice_text(choice)}: {ms_text(choice.objective_value or 0.0)}")

@@ -138,6 +138,17 @@ def test_a_step_takes_the_micro_batch_and_the_schedule_that_are_best(profile):
     assert (placement.batch_size, placement.chunks) == (2, 4)
 
 
+def test_a_step_is_one_of_many_in_training_and_alone_in_inference(profile):
+    layers = [layer.model_copy(update={"backward_ms": layer.forward_ms}) for layer in profile.layers]
+    trained = profile.model_copy(update={"training": True, "layers": tuple(layers)})
+
+    def steps(profile, **asked):
+        return suggest(profile=profile, objective="step", chunks=4, **asked).step.steps
+
+    assert (steps(trained), steps(trained, training=False), steps(profile)) == ("in-a-row", "alone", "alone")
+    assert (steps(trained, steps="alone"), steps(profile, steps="in-a-row")) == ("alone", "in-a-row")
+
+
 def test_micro_batches_are_measured_at_the_sizes_that_are_asked_for():
     placement = suggest(
         Block(), torch.ones(4, 8), devices=["cpu:0", "cpu:1"], objective="step", batch_size=8, batch_sizes=[2, 4]

@@ -59,6 +59,16 @@ def test_a_step_is_chosen_among_the_profiles_that_are_given(run: Run, tmp_path: 
     assert answer.placement.step is not None and answer.placement.step.batch_size == 8
 
 
+def test_training_steps_are_in_a_row_unless_it_is_said_otherwise(run: Run) -> None:
+    profile = chain([1.0, 2.0])
+    layers = [layer.model_copy(update={"backward_ms": layer.forward_ms}) for layer in profile.layers]
+    trained = profile.model_copy(update={"training": True, "layers": tuple(layers)}).to_json()
+    for options, steps in (((), "in-a-row"), (("--steps", "alone"), "alone")):
+        answer = run("solve", "-", "--objective", "step", "--chunks", "4", *options, stdin=trained)
+        assert answer.placement.step is not None and answer.placement.step.steps == steps
+    assert run("solve", "-", "--steps", "in-a-row", stdin=trained).code == 2
+
+
 def test_solve_reads_stdin(run: Run, chain_file: Path) -> None:
     assert run("solve", "-", stdin=chain_file.read_text()).placement.status == "optimal"
     assert run("solve", stdin=chain_file.read_text()).placement.status == "optimal"

@@ -135,6 +135,8 @@ def test_a_whole_batch_is_shown_with_the_best_that_was_not_chosen() -> None:
         batch_size=64,
         samples_per_s=4571.4,
         bubble=0.25,
+        alone_ms=15.0,
+        in_a_row_ms=14.0,
         choices=(
             choice(4, 14.0),
             choice(8, 15.5),
@@ -147,6 +149,7 @@ def test_a_whole_batch_is_shown_with_the_best_that_was_not_chosen() -> None:
     text = explain(placement(objective="step", chunks=4, schedule="1f1b", step=step))
     assert "a whole batch 14.00 ms" in row(text, "objective ")
     assert "64 samples: 4 micro-batches of 16, 1f1b, 4571 samples/s, devices idle 25%" in row(text, "batch       ")
+    assert "14.00 ms in a row, as in a training loop; 15.00 ms alone" in row(text, "a step      ")
     others = [line for line in text.splitlines() if "instead " in line]
     assert len(others) == 3 and "8 micro-batches of 8, 1f1b: 15.50 ms" in others[0]
 
