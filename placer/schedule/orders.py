@@ -22,7 +22,9 @@ def in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) ->
     if schedule == "fill-drain":
         return chunks
     if schedule == "zero-bubble":
-        return min(chunks, 2 * stages - 1)
+        # One step alone would do with one less. Of steps in a row, the next one's first pass reaches the last stage when
+        # the last gradients have gone all the way to the first stage, and so many weight halves fill that time.
+        return min(chunks, 2 * stages)
     return min(chunks, stages - stage)
 
 

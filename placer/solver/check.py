@@ -276,7 +276,7 @@ def _flight(request: PlacementRequest, where: Where, stages: tuple[str, ...], co
         return check_step.StepReading(request, where, stages).flights()
     if not contiguous or device not in stages or request.schedule == "fill-drain":
         return request.chunks
-    room = 2 * len(stages) - 1 if request.schedule == "zero-bubble" else len(stages) - stages.index(device)
+    room = 2 * len(stages) if request.schedule == "zero-bubble" else len(stages) - stages.index(device)
     return min(request.chunks, room)
 
 

@@ -56,6 +56,13 @@ def test_under_zero_bubble_equal_stages_never_wait(stages, chunks):
     assert in_a_row_ms(pipeline, planned(pipeline, "zero-bubble", chunks)) == 3 * chunks + 0.5
 
 
+@pytest.mark.parametrize(("forward", "backward", "weights"), [(19.0, 30.0, 16.0), (7.5, 9.5, 7.0)])
+def test_under_zero_bubble_two_stages_hardly_wait_though_their_passes_take_unlike_times(forward, backward, weights):
+    """The weight halves that are left for the end of a step fill the time until the next one has come so far."""
+    pipeline = Pipeline.chain([forward] * 2, [backward + weights] * 2, weights_ms=[weights] * 2)
+    assert in_a_row_ms(pipeline, planned(pipeline, "zero-bubble", 4)) <= 1.02 * 4 * (forward + backward + weights)
+
+
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 4), (4, 8), (8, 8), (4, 3)])
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain"])
 def test_under_1f1b_and_fill_drain_nothing_is_won(schedule, stages, chunks):
