@@ -176,7 +176,8 @@ class StepTable(CutTable):
         if pipelines.in_a_row(self._asked):
             own = work + wait + self._optimizer[device][None, :] - self._optimizer[device][:, None]
             lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
-            return np.maximum(own, np.maximum(lanes, way if self._asked.training else 0.0))
+            first = np.maximum(way, there + back + chunks * (forward + awaited) + wait)
+            return np.maximum(own, np.maximum(lanes, first if self._asked.training else 0.0))
         if schedule == "zero-bubble" and self._asked.training:
             return np.maximum(np.maximum(way, there + work + wait), there + back + chunks * (forward + awaited) + wait)
         if schedule == "fill-drain" or not self._asked.training:

@@ -6,14 +6,13 @@ optimizer, c = f + b, and behind what a micro-batch has to go through in the sta
 
     any placement       n * c + o of every device; one micro-batch's way from a layer that reads nothing to any other
                         and back, after which the first one's device has its next step
-    a row of stages     the whole way + (n - 1) * f, and the same with b: between the passes of the first stage
+    a row of stages     n * c + o + wait, the stage's own passes
+                        before + n * c + wait, without weight halves that run apart; the whole way + (n - 1) * f, and
+                        the same with b: all of this between the first pass of the first stage and its last
                         n * a transfer at a cut, which follow one another on a lane
-      fill-drain        n * c + o + behind
-      1f1b              n * c + o + wait(f) + wait(b)
-      zero-bubble       n * c + o + wait(f)
 
-What a stage waits for is as in a step alone (see ``step_bounds``). What comes before it is not waited for: the stages
-before it work on the next step meanwhile.
+where a stage waits as in a step alone (see ``step_bounds``): for what is behind it under fill-drain, wait(f) + wait(b)
+under 1f1b, wait(f) under zero-bubble. In inference nothing comes back, and stages wait for nothing.
 """
 
 from __future__ import annotations
