@@ -175,7 +175,7 @@ class _Stages:
             )
         step = flow.train_step(self._loss_fn, None)
         step(batch, self._target, chunks=1)
-        (pipeline,) = step._pipelines.values()
+        (pipeline,) = step.pipelines
         loss = self._loss_ms(flow)
         measured = []
         for stage in pipeline.stages:

@@ -17,7 +17,7 @@ from . import cases, memory, timing
 from .cases import Loss, Training
 from .sample import Sample, attempt, release
 
-SOLVER_S = 10.0
+SOLVER_S = 20.0
 """The solver's time for one placement."""
 
 COMPARED = 3
@@ -65,17 +65,16 @@ def _profiles(case: Training, model: nn.Module, inputs: Tensor, target: Tensor) 
 def _suggested(
     case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profiles: Sequence[Profile], count: int
 ) -> dict[str, list[float]]:
-    """What a user gets: the micro-batches and the map with the smallest bottleneck, refined, and run."""
+    """What a user gets: micro-batches, schedule and map of the shortest step of many in a row, refined, and run."""
     size = len(batch[0])
-    enough = [found for found in profiles if size // found.batch_size >= 2 * count - 1]
-    placement = min((steady(found, count, size) for found in enough), key=_batch_ms)
+    placement = solve(_question(profiles, count, size))
     taken = next(found for found in profiles if found.batch_size == placement.batch_size)
     part, goal = (tensor[: placement.batch_size] for tensor in batch)
     refinement = refine(
         placement,
         copy.deepcopy(model),
         part,
-        request=_question(taken, count, size),
+        request=_question([taken], count, size),
         loss_fn=case.loss,
         target=goal,
     )
@@ -87,8 +86,8 @@ def _suggested(
     differences = [abs(a - b) for a, b in zip(values.pop("losses"), unsplit, strict=True)]
     return values | {
         "chunks": [best.chunks],
-        "first_predicted_ms": [_batch_ms(placement)],
-        "predicted_ms": [_batch_ms(best)],
+        "first_predicted_ms": [_step_ms(placement)],
+        "predicted_ms": [_step_ms(best)],
         "loss_difference": [max(differences)],
     }
 
@@ -144,31 +143,25 @@ def placed(found: Profile, count: int, chunks: int) -> Placement:
     )
 
 
-def steady(found: Profile, count: int, size: int) -> Placement:
-    """The placement with the smallest bottleneck on the first so many of a profile's devices, for steps in a row.
-
-    Under zero-bubble no device waits for others from 2 * count - 1 micro-batches on: what the slowest has to do is the
-    time of a step.
-    """
-    return solve(_question(found, count, size))
-
-
-def _question(found: Profile, count: int, size: int) -> PlacementRequest:
+def _question(profiles: Sequence[Profile], count: int, size: int) -> PlacementRequest:
+    """For the shortest of many steps in a row, of a batch of this size, on the first so many of a profile's devices."""
     return PlacementRequest(
-        profile=found,
-        cluster=_of_first(found, count),
-        chunks=size // found.batch_size,
-        schedule="zero-bubble",
-        transfers="overlapped",
+        profile=profiles[0],
+        profiles=tuple(profiles[1:]),
+        cluster=_of_first(profiles[0], count),
+        objective="step",
+        steps="in-a-row",
+        batch_size=size,
+        schedule="auto",
         constraints=Constraints(contiguous=True),
         time_limit_s=SOLVER_S,
     )
 
 
-def _batch_ms(placement: Placement) -> float:
-    """What the slowest device has to do for a batch."""
+def _step_ms(placement: Placement) -> float:
+    """What a step takes by the placement, one of many."""
     assert placement.objective_value is not None
-    return placement.objective_value * placement.chunks
+    return placement.objective_value
 
 
 def _of_first(found: Profile, count: int) -> Cluster:
@@ -210,6 +203,5 @@ def timed(
     if used is not None:
         used.forget_peak()
     values: dict[str, Any] = timing.in_a_row(lambda: step(*batch), cases.places())
-    pipelines = step._pipelines.values()
-    eager_stages = sum(bool(stage.not_recorded_because) for pipeline in pipelines for stage in pipeline.stages)
+    eager_stages = sum(bool(stage.not_recorded_because) for pipeline in step.pipelines for stage in pipeline.stages)
     return values | {"losses": losses, "eager_stages": [eager_stages], "stages": [len(placement.stages)]}

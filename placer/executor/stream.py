@@ -12,7 +12,7 @@ until it looks into a result.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from placer.errors import InputError, StageError
 from placer.executor import autocast
 from placer.executor.assignment import Assignment
 from placer.executor.inference import InferencePipeline, Passage
+from placer.executor.latest_shapes import LatestShapes
 from placer.executor.program import Capture, shapes
 from placer.executor.segments import StateLookup
 from placer.graph.layers import LayerGraph
@@ -34,8 +35,6 @@ from placer.graph.structure import Structure, flatten
 
 _AHEAD = 2
 """Batches beyond those that fill the pipeline: what the devices have to do while the caller looks into a result."""
-_KEPT_SHAPES = 8
-"""Shapes whose static tensors and recordings are kept, the latest that were used."""
 
 
 class Known(NamedTuple):
@@ -113,7 +112,7 @@ class Streams:
         self._flow = flow
         self.lanes: dict[torch.device, Lane] = {}
         self.courier = Courier()
-        self._pipelines: OrderedDict[Hashable, tuple[LayerGraph, InferencePipeline]] = OrderedDict()
+        self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(lambda: self.lanes)
         self._moving: list[_Ticket] = []
 
     def open(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
@@ -204,37 +203,29 @@ class Streams:
     def _send_off(self, batch: Known, number: int, is_flat: bool) -> _Ticket:
         capture, tensors = batch
         key = (capture, self._flow.assignment, shapes(tensors), autocast.state())
-        if key not in self._pipelines:
-            self._add(key, capture)
-        self._pipelines.move_to_end(key)
-        pipeline = self._pipelines[key][1]
+        known = self._pipelines.used(key)
+        pipeline = self._add(key, capture) if known is None else known[1]
         ticket = _Ticket(pipeline, is_flat=is_flat)
         try:
             ticket.passage = pipeline.enter(number, tensors)
         except BaseException:
-            self._remove(key)  # it may be half recorded
+            self._pipelines.let_go(key)  # it may be half recorded
             raise
         self._moving.append(ticket)
         if not pipeline.is_known:  # the first batch of a shape makes the static tensors as it goes
             self._drain()
         return ticket
 
-    def _add(self, key: Hashable, capture: Capture) -> None:
+    def _add(self, key: Hashable, capture: Capture) -> InferencePipeline:
         """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""
-        while len(self._pipelines) >= _KEPT_SHAPES:
-            self._remove(next(iter(self._pipelines)))
+        self._pipelines.make_room()
         graph, places = self._flow.layers(capture)
         outputs, target = capture.exported.outputs, self._flow.output_device
         weights = self._flow.weights(graph)
         pipeline = InferencePipeline(graph, places, outputs, target, weights, self.lanes, self.courier)
         self._pipelines[key] = (graph, pipeline)
         self._wait_for_callers()
-
-    def _remove(self, key: Hashable) -> None:
-        """Let go of a shape, once the devices are done with it."""
-        for place in self.lanes:
-            devices.synchronise(place)
-        del self._pipelines[key]
+        return pipeline
 
     def _tick(self) -> None:
         """Issue one segment of every batch that is on its way, the oldest first."""

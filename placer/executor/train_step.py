@@ -16,6 +16,7 @@ from placer.executor.assignment import Assignment
 from placer.executor.compiled import Backend
 from placer.executor.faults import Place, explain, failed_module
 from placer.executor.kept import Kept
+from placer.executor.latest_shapes import LatestShapes
 from placer.executor.pipeline import cut, micro_batch_sizes
 from placer.executor.program import Capture
 from placer.executor.statistics import refuse_uncaptured
@@ -26,9 +27,6 @@ from placer.graph import arguments
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
-
-_KEPT_SHAPES = 8
-"""Shapes whose static tensors and recordings are kept, the latest that were used."""
 
 
 class Flow(Protocol):
@@ -89,7 +87,7 @@ class TrainStep:
         self.update = update
         self.schedule = schedule
         self.compile = compile
-        self._pipelines: dict[Any, TrainingPipeline] = {}
+        self._pipelines: LatestShapes[TrainingPipeline] = LatestShapes(self._places)
         self._placed: Any = None
         self._keep = False
 
@@ -150,6 +148,14 @@ class TrainStep:
         _refuse_other_sizes(goals, size)
         return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
 
+    def _places(self) -> set[torch.device]:
+        return {place for item in self._pipelines.values() for place in item.lanes}
+
+    @property
+    def pipelines(self) -> list[TrainingPipeline]:
+        """What batches went through so far: one for each shape that is kept, the latest used last."""
+        return list(self._pipelines.values())
+
     @property
     def not_recorded_because(self) -> dict[str, str]:
         """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them, and why."""
@@ -193,10 +199,10 @@ class TrainStep:
             return None
         recompute = flow.recomputed()
         key = (capture, tuple(sizes), target.key, _kinds(goals), flow.deferred_batch_norm, recompute)
-        known = self._pipelines.pop(key, None)
+        known = self._pipelines.used(key)
         if known is not None and not known.is_stale():
-            self._pipelines[key] = known
             return None if _hooked(known.weights) else known
+        self._pipelines.pop(key, None)
         graph, places = flow.layers(capture)
         if graph.passes_numbers_on or _hooked(Weights.of(graph)):
             return None
@@ -214,10 +220,7 @@ class TrainStep:
             self.compile,
             capture.exported.checkpoints,
         )
-        while len(self._pipelines) >= _KEPT_SHAPES:
-            oldest = self._pipelines.pop(next(iter(self._pipelines)))
-            for place in oldest.lanes:
-                devices.synchronise(place)
+        self._pipelines.make_room()
         self._pipelines[key] = TrainingPipeline(graph, places, recipe)
         return self._pipelines[key]
 

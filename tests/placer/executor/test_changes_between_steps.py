@@ -132,4 +132,4 @@ def test_the_latest_eight_shapes_are_kept() -> None:
         inputs = torch.randn(2, 1, size)
         loss = step(inputs, None)
         torch.testing.assert_close(loss, model(inputs).square().mean().detach())
-    assert len(step._pipelines) == 8
+    assert len(step.pipelines) == 8

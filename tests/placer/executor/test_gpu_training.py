@@ -70,7 +70,7 @@ def test_three_recorded_steps_equal_the_unsplit_models(name: str, schedule: Orde
         torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
     for key, value in whole.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key].cpu(), value.cpu(), atol=1e-7, rtol=1e-7, msg=key)
-    reasons = [stage.not_recorded_because for pipeline in step._pipelines.values() for stage in pipeline.stages]
+    reasons = [stage.not_recorded_because for pipeline in step.pipelines for stage in pipeline.stages]
     assert reasons == [""] * len(reasons)  # every stage really ran as CUDA graphs
 
 
@@ -107,7 +107,7 @@ def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(name
     step = flow.train_step(loss_fn, None, schedule)
     step(inputs.double() if inputs.is_floating_point() else inputs, target, chunks=CHUNKS)
     sent = 0
-    for stage in next(iter(step._pipelines.values())).stages:
+    for stage in step.pipelines[0].stages:
         for slot in stage.slots:
             for run in (slot.forward, slot.backward):
                 run()

@@ -13,8 +13,8 @@ from splitting import scatter_layers, twins
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
-from placer.executor import stream
-from placer.executor.stream import Streams
+from placer.executor import latest_shapes
+from placer.executor.latest_shapes import LatestShapes
 from placer.testing import logical_devices
 from placer.zoo import unet
 
@@ -37,17 +37,17 @@ def _stream(
     model, _ = twins(make, training=False)
     with logical_devices(3) as places, watched(monkeypatch, deaf) as races:
         flow = _flow(model, seed)
-        remove = Streams._remove
+        let_go = LatestShapes.let_go
 
-        def removed(self: Streams, key: Any) -> None:
-            pipeline = self._pipelines[key][1]
-            remove(self, key)
+        def watched_let_go(self: LatestShapes[Any], key: Any) -> None:
+            pipeline = self[key][1]
+            let_go(self, key)
             for stage in pipeline.stages:
                 for slot in stage.slots:
                     made = [*slot.inputs.values(), *slot.outputs.values()]
                     touch("next use of memory that a shape gave back", stage.device, *made)
 
-        monkeypatch.setattr(Streams, "_remove", removed)
+        monkeypatch.setattr(LatestShapes, "let_go", watched_let_go)
 
         def touch(what: str, place: torch.device, *tensors: Any) -> None:
             races.run([("caller", place)], [], tensors, f"the caller's {what}")
@@ -96,7 +96,7 @@ def test_every_two_accesses_to_one_tensor_have_an_order(
 def test_shapes_that_give_way_to_others_give_their_memory_back_when_nothing_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream, "_KEPT_SHAPES", 2)
+    monkeypatch.setattr(latest_shapes, "KEPT_SHAPES", 2)
     races = _stream(monkeypatch, "skips", 0, batches=10, rows=(6, 5, 4, 3, 2))
     assert races.found == []
 
