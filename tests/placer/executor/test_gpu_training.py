@@ -32,44 +32,59 @@ def _tokens_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _case(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
+    """A model in double precision, a batch, its target and the loss."""
     torch.manual_seed(0)
     if name == "resnet18":
-        return resnet18(), torch.randn(16, 3, 64, 64), torch.randint(1000, (16,)), functional.cross_entropy
+        images, classes = torch.randn(16, 3, 64, 64).double(), torch.randint(1000, (16,))
+        return resnet18().double(), images, classes, functional.cross_entropy
     if name == "unet":
-        return unet(width=8), torch.randn(16, 3, 64, 64), torch.randint(2, (16, 64, 64)), functional.cross_entropy
-    model = gpt(layers=4, width=32, heads=4, context=16, vocabulary=64, tied=True)
+        images, classes = torch.randn(16, 3, 64, 64).double(), torch.randint(2, (16, 64, 64))
+        return unet(width=8).double(), images, classes, functional.cross_entropy
+    model = gpt(layers=4, width=32, heads=4, context=16, vocabulary=64, tied=True).double()
     return model, torch.randint(64, (16, 16)), torch.randint(64, (16, 16)), _tokens_loss
+
+
+def _spread(flow: DataFlow) -> None:
+    """Over all GPUs, as many layers on each, in their order."""
+    count, names = torch.cuda.device_count(), list(flow.layer_gpus)
+    for index, layer in enumerate(names):
+        flow.layer_gpus[layer] = index * count // len(names)
+    flow.update_flow()
+
+
+def _unsplit_step(whole: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A step of the model on one GPU over the same micro-batches; its loss."""
+    optimizer.zero_grad()
+    total = torch.zeros((), dtype=torch.float64, device="cuda:0")
+    for part, goal in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
+        loss = loss_fn(whole(part), goal) / CHUNKS
+        loss.backward()
+        total += loss.detach()
+    optimizer.step()
+    return total
+
+
+def _assert_same_state(model: nn.Module, whole: nn.Module) -> None:
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key].cpu(), value.cpu(), atol=1e-7, rtol=1e-7, msg=key)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
 def test_three_recorded_steps_equal_the_unsplit_models(name: str, schedule: Order) -> None:
-    count = torch.cuda.device_count()
     model, inputs, target, loss_fn = _case(name)
-    model = model.double()
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
     whole = copy.deepcopy(model).cuda(0)
     ours = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     theirs = torch.optim.SGD(whole.parameters(), lr=0.01, momentum=0.9)
     flow = DataFlow(model)
-    names = list(flow.layer_gpus)
-    for index, layer in enumerate(names):
-        flow.layer_gpus[layer] = index * count // len(names)
-    flow.update_flow()
+    _spread(flow)
     step = flow.train_step(loss_fn, ours, schedule)
     for _ in range(3):
         loss = step(inputs, target, chunks=CHUNKS)
-        theirs.zero_grad()
-        expected = torch.zeros((), dtype=torch.float64, device="cuda:0")
-        for part, goal in zip(inputs.cuda(0).chunk(CHUNKS), target.cuda(0).chunk(CHUNKS), strict=True):
-            part_loss = loss_fn(whole(part), goal) / CHUNKS
-            part_loss.backward()
-            expected += part_loss.detach()
-        theirs.step()
+        expected = _unsplit_step(whole, theirs, loss_fn, inputs.cuda(0), target.cuda(0))
         torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
-    for key, value in whole.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key].cpu(), value.cpu(), atol=1e-7, rtol=1e-7, msg=key)
+    _assert_same_state(model, whole)
     reasons = [stage.not_recorded_because for pipeline in step.pipelines for stage in pipeline.stages]
     assert reasons == [""] * len(reasons)  # every stage really ran as CUDA graphs
 
@@ -97,15 +112,11 @@ def test_dropout_differs_between_micro_batches_and_steps_under_replay() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
 def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(name: str, schedule: Order) -> None:
-    count = torch.cuda.device_count()
     model, inputs, target, loss_fn = _case(name)
-    flow = DataFlow(model.double())
-    names = list(flow.layer_gpus)
-    for index, layer in enumerate(names):
-        flow.layer_gpus[layer] = index * count // len(names)
-    flow.update_flow()
+    flow = DataFlow(model)
+    _spread(flow)
     step = flow.train_step(loss_fn, None, schedule)
-    step(inputs.double() if inputs.is_floating_point() else inputs, target, chunks=CHUNKS)
+    step(inputs, target, chunks=CHUNKS)
     sent = 0
     for stage in step.pipelines[0].stages:
         for slot in stage.slots:
@@ -130,9 +141,7 @@ def test_a_batch_may_be_overwritten_as_soon_as_a_step_returns(memory: str) -> No
     model = nn.Sequential(nn.Flatten(), nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 4)).double()
     whole = copy.deepcopy(model).cuda(0)
     flow = DataFlow(model)
-    for index, layer in enumerate(flow.layer_gpus):
-        flow.layer_gpus[layer] = index * count // len(flow.layer_gpus)
-    flow.update_flow()
+    _spread(flow)
     step = flow.train_step(functional.mse_loss, None)
     for number in range(4):
         batch = [torch.randn(4096, 512, dtype=torch.float64), torch.randn(4096, 4, dtype=torch.float64)]
@@ -161,16 +170,11 @@ def test_steps_that_overlap_since_one_device_is_late_equal_the_unsplit_models(
 ) -> None:
     count = torch.cuda.device_count()
     model, inputs, target, loss_fn = _case(name)
-    model = model.double()
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
     batches = [(inputs.roll(turn, 0).cuda(0), target.roll(turn, 0).cuda(0)) for turn in range(6)]
     whole = copy.deepcopy(model).cuda(0)
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, whole))
     flow = DataFlow(model)
-    names = list(flow.layer_gpus)
-    for index, layer in enumerate(names):
-        flow.layer_gpus[layer] = index * count // len(names)
-    flow.update_flow()
+    _spread(flow)
     step = flow.train_step(loss_fn, ours, schedule)
     losses = []
     for batch in batches:
@@ -178,13 +182,6 @@ def test_steps_that_overlap_since_one_device_is_late_equal_the_unsplit_models(
         with torch.cuda.device(range(count)[late]):
             torch.cuda._sleep(20_000_000)  # some 10 ms: all others go on with the next step
     for loss, (x, y) in zip(losses, batches, strict=True):
-        theirs.zero_grad()
-        expected = torch.zeros((), dtype=torch.float64, device="cuda:0")
-        for part, goal in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
-            part_loss = loss_fn(whole(part), goal) / CHUNKS
-            part_loss.backward()
-            expected += part_loss.detach()
-        theirs.step()
+        expected = _unsplit_step(whole, theirs, loss_fn, x, y)
         torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
-    for key, value in whole.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key].cpu(), value.cpu(), atol=1e-7, rtol=1e-7, msg=key)
+    _assert_same_state(model, whole)
