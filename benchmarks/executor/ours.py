@@ -67,14 +67,14 @@ def _suggested(
 ) -> dict[str, list[float]]:
     """What a user gets: micro-batches, schedule and map of the shortest step of many in a row, refined, and run."""
     size = len(batch[0])
-    placement = solve(_question(profiles, count, size))
+    placement = solve(question(profiles, count, size))
     taken = next(found for found in profiles if found.batch_size == placement.batch_size)
     part, goal = (tensor[: placement.batch_size] for tensor in batch)
     refinement = refine(
         placement,
         copy.deepcopy(model),
         part,
-        request=_question([taken], count, size),
+        request=question([taken], count, size),
         loss_fn=case.loss,
         target=goal,
     )
@@ -143,8 +143,8 @@ def placed(found: Profile, count: int, chunks: int) -> Placement:
     )
 
 
-def _question(profiles: Sequence[Profile], count: int, size: int) -> PlacementRequest:
-    """For the shortest of many steps in a row, of a batch of this size, on the first so many of a profile's devices."""
+def question(profiles: Sequence[Profile], count: int, size: int) -> PlacementRequest:
+    """What is asked: the shortest of many steps in a row, of a batch of this size, on the first so many devices."""
     return PlacementRequest(
         profile=profiles[0],
         profiles=tuple(profiles[1:]),

@@ -64,7 +64,7 @@ def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
     yield row(case, "micro-batches of the fastest step", "", ours.chunks)
     yield row_of(case, "a training step alone, from idle devices to idle devices", values["alone_ms"])
     predicted = rounded(time_of(ours, "predicted_ms"))
-    yield row(case, "training step, what the slowest device has to do by the placement's prediction", "ms", predicted)
+    yield row(case, "training step, as the placement predicts it", "ms", predicted)
     host = values["host_ms"]
     yield row_of(case, "host issues a step; at most a quarter of it is wanted", host, rounded(step_ms / 4))
     yield from memory_row(case, ours)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from placer import DataFlow, Profile, profile, zoo
+from placer import DataFlow, Profile, profile, solve, zoo
 
 from . import cases, ours, parts
 from .cases import Loss
@@ -75,7 +75,7 @@ def _profiles(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list
 
 
 def _ours(flow: DataFlow, found: Profile, data: tuple[Tensor, Tensor], loss: Loss) -> dict[str, list[float]]:
-    placement = ours.steady(found, DEVICES, len(data[0]))
+    placement = solve(ours.question([found], DEVICES, len(data[0])))
     return ours.timed(flow, placement, data, loss)
 
 
