@@ -1,13 +1,13 @@
 """Dynamic programming over ideals, where they are few: exact for any graph, not for one linear order alone.
 
-An ideal is a set of nodes that holds all that its nodes depend on. What the first stages of a contiguous placement hold
-is an ideal, so a placement is a chain of ideals, and a stage is what one has more than the one before::
+What the first stages of a contiguous placement hold is an ideal, so a placement is a chain of ideals, and a stage is
+what one has more than the one before::
 
     {} < {0, 1} < {0, 1, 2, 4} < all        best(devices, J) = min over ideals I within J and a class c of devices of
      stage  a         b         c                              max(best(devices less one of c, I), load_c(J less I))
 
-The load of J less I grows node by node: where v joins J, the k-th pin of a net to do so, the net becomes touched
-if I has all the others that J has, and is no longer cut if v was its last and I has none of its pins.
+Only chains within a bottleneck count, so few ideals are left of each front (``fronts.py``): those that stages so far
+can hold, and whose rest the other devices can.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5.
 """
@@ -15,24 +15,32 @@ Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Grap
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from functools import cached_property
+from math import inf, log2, prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from placer.solver import memory_rules
+from placer.solver.cpsat import Meter
 from placer.solver.exact import Counts, Cut, kinds_left, one_less
-from placer.solver.nets import Net, joined_nets
+from placer.solver.fronts import MOST_IDEALS, Between, Bools, Front, Graph, Range, Table, Vector, front
 from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import Reduction
-from placer.solver.windows import members
+from placer.solver.reach import narrowed_windows
+from placer.solver.reduce import SLACK, Reduction
 
-Table = NDArray[np.float64]
-
-MOST_IDEALS = 1_500
 MOST_STATES = 64
 """The most numbers of devices that a placement may take from their classes."""
+
+MOST_PAIRS = 3_500_000
+"""More than so many pairs of ideals, one a stage after the other, are too many."""
+
+PAIRS_A_WORK = 5_000_000
+"""Pairs that are looked at in a unit of work, in the measure of ``cpsat.Meter``."""
+
+ROWS = 64
+"""So many ideals of a front are looked at together."""
 
 ROUNDING = 1e-9
 
@@ -50,160 +58,291 @@ def applies(problem: Problem) -> bool:
     )
 
 
-def best_chain(problem: Problem, nodes: Reduction) -> Cut | None:
+def best_chain(
+    problem: Problem,
+    nodes: Reduction,
+    upper: float = inf,
+    meter: Meter | None = None,
+    over: Callable[[], bool] = lambda: False,
+) -> Cut | None:
     """The best chain of ideals; None where they are too many.
 
     Args:
         problem: what is asked, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
+        upper: only chains with a bottleneck of no more than this count, in milliseconds.
+        meter: counts the work.
+        over: asked stage by stage; ends the search as if there were too many.
 
     Returns:
         The placement of the best chain, and a bound that holds for all: it counts of memory the state alone, and a
-        value once for all stages that read it.
+        value once for all stages that read it. No placement and an infinite bound if no chain counts.
     """
-    lattice = _lattice(problem, nodes)
-    return None if lattice is None else _Chains(problem, nodes, lattice).best()
+    if not all(nodes.allowed):
+        return Cut(None, inf)
+    if _strays(problem, nodes) > log2(MOST_IDEALS):
+        return None
+    chains = _Chains(problem, nodes, upper)
+    found = chains.best(over)
+    if meter is not None:
+        meter.done += chains.pairs / PAIRS_A_WORK
+    return found
+
+
+def _strays(problem: Problem, nodes: Reduction) -> int:
+    """How many nodes nothing orders; an ideal may have any of them."""
+    return len(nodes.nodes) - len({node for arc in nodes.arcs(arcs_of(problem.values)) for node in arc})
 
 
 @dataclass(frozen=True)
-class _Lattice:
-    """All ideals, smaller ones first.
+class _Class:
+    """Devices that may be swapped.
 
     Attributes:
-        ideals: their nodes as bits.
-        steps: for each but the first, the ideals that it comes from by one node more, and that node.
+        members: the devices.
+        taxed: whether they pay for transfers.
+        work: by node, its time there; infinite if it may not be there.
+        room: what a device holds of state, in bytes.
+        most: the work that a device does within the bottleneck at the most, by each node's fastest class.
+        slope: and by how much less for each millisecond of transfers, at the least.
+        most_bytes: the state that it holds at the most, with what takes no longer.
     """
 
-    ideals: list[int]
-    steps: list[list[tuple[int, int]]]
+    members: list[int]
+    taxed: bool
+    work: Vector
+    room: float
+    most: float
+    slope: float
+    most_bytes: float
 
 
-def _lattice(problem: Problem, nodes: Reduction) -> _Lattice | None:
-    count = len(nodes.nodes)
-    needs, readers = [0] * count, [0] * count
-    for source, reader in nodes.arcs(arcs_of(problem.values)):
-        needs[reader] |= 1 << source
-        readers[source] |= 1 << reader
-    ideals, steps = [0], [list[tuple[int, int]]()]
-    place = {0: 0}
-    ready = [sum(1 << node for node in range(count) if not needs[node])]
-    for index, ideal in enumerate(ideals):  # grows as it goes
-        for node in members(ready[index]):
-            larger = ideal | 1 << node
-            if larger not in place:
-                if len(ideals) == MOST_IDEALS:
-                    return None
-                place[larger] = len(ideals)
-                ideals.append(larger)
-                steps.append([])
-                freed = sum(1 << reader for reader in members(readers[node]) if not needs[reader] & ~larger)
-                ready.append(ready[index] & ~(1 << node) | freed)
-            steps[place[larger]].append((index, node))
-    return _Lattice(ideals, steps)
+def _classes(problem: Problem, nodes: Reduction, state: Vector, upper: float) -> tuple[list[_Class], Vector]:
+    """The classes of devices, and by node, its work on its fastest."""
+    groups = problem.alike_devices()
+    works = np.array([[_work(problem, nodes, node, alike[0]) for node in range(len(nodes.nodes))] for alike in groups])
+    fastest: Vector = works.min(axis=0)
+    found = []
+    for alike, work in zip(groups, works, strict=True):
+        taxed = alike[0] not in problem.untaxed
+        most, slope = _most_within(fastest, work, upper)
+        room = problem.devices[alike[0]].usable_bytes * (1 + ROUNDING)
+        held = min(room, _most_within(state, work, upper)[0])
+        found.append(_Class(alike, taxed, work, room, most, slope if taxed else 0.0, held))
+    return found, fastest
+
+
+def _work(problem: Problem, nodes: Reduction, node: int, device: int) -> float:
+    if device not in nodes.allowed[node]:
+        return inf
+    return sum(problem.compute_ms(layer, device) for layer in nodes.nodes[node])
+
+
+def _most_within(worth: Vector, work: Vector, upper: float) -> tuple[float, float]:
+    """The most worth that takes no longer than ``upper`` on a device, parts of nodes allowed, and its slope there."""
+    able = work <= upper * (1 + SLACK)
+    value, time_ms = worth[able], work[able]
+    share = np.divide(value, time_ms, out=np.full(len(value), inf), where=time_ms > 0)
+    order = np.argsort(-share, kind="stable")
+    done = np.cumsum(time_ms[order])
+    fit = int(np.searchsorted(done, upper, side="right"))
+    most = float(value[order[:fit]].sum())
+    if fit == len(order):
+        return most, 0.0
+    left = upper - (float(done[fit - 1]) if fit else 0.0)
+    slope = float(share[order[fit]])
+    return most + left * slope, slope
 
 
 class _Chains:
-    """The tables of the dynamic program."""
+    """The tables of the dynamic program, front by front."""
 
-    def __init__(self, problem: Problem, nodes: Reduction, lattice: _Lattice) -> None:
-        self.problem, self.nodes, self.lattice = problem, nodes, lattice
-        self.classes = problem.alike_devices()
-        self.transfers = self._transfers()
-        self.load = [self._load(members[0]) for members in self.classes]
-        self.reached: dict[Counts, Table] = {}
+    def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
+        self.problem, self.nodes, self.upper = problem, nodes, upper
+        self.within = upper * (1 + SLACK)
+        self.state_bytes = np.array(
+            [
+                float(sum(memory_rules.state_bytes(problem, problem.layers[layer]) for layer in layers))
+                for layers in nodes.nodes
+            ]
+        )
+        self.classes, self.fastest = _classes(problem, nodes, self.state_bytes, upper)
+        ranges = [range(len(one.members) + 1) for one in self.classes]
+        self.states: list[list[Counts]] = [[] for _ in range(problem.most_devices + 1)]
+        for counts in itertools.product(*ranges):
+            if sum(counts) <= problem.most_devices:
+                self.states[sum(counts)].append(counts)
+        self.limited = memory_rules.can_bind(problem)
 
-    def best(self) -> Cut:
-        """The smallest bottleneck, and a placement that has it, or about it."""
-        ideals = len(self.lattice.ideals)
-        start = np.full(ideals, inf)
-        start[0] = 0.0
-        ranges = [range(len(members) + 1) for members in self.classes]
-        for counts in sorted(itertools.product(*ranges), key=sum):
-            if sum(counts) <= self.problem.most_devices:
-                kinds = kinds_left(counts)
-                self.reached[counts] = np.min([self._through(counts, kind).min(axis=1) for kind in kinds] or [start], 0)
-        chosen = min(self.reached, key=lambda counts: (float(self.reached[counts][-1]), sum(counts)))
-        value = float(self.reached[chosen][-1])
+    @cached_property
+    def graph(self) -> Graph:
+        """The nodes, with what is known of their stages."""
+        return Graph(self.problem, self.nodes, narrowed_windows(self.problem, self.nodes, self.upper))
+
+    def best(self, over: Callable[[], bool]) -> Cut | None:
+        """The smallest bottleneck, and a placement that has it, or about it; None if there are too many ideals."""
+        nothing = np.zeros(self.graph.count, np.bool_)
+        self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
+        self.reached: dict[Counts, Vector] = {self.states[0][0]: np.zeros(1)}
+        self.pairs = 0
+        value, chosen = inf, self.states[0][0]
+        for stage in range(1, self.problem.most_devices + 1):
+            if over() or not self._go_on(stage):
+                return None
+            if not len(self.fronts[stage]):
+                break
+            whole = self.fronts[stage].whole
+            for counts in self.states[stage] if whole is not None else ():
+                if self.reached[counts][whole] < value:
+                    value, chosen = float(self.reached[counts][whole]), counts
         if value == inf:
             return Cut(None, inf)
         return Cut(self._read(chosen), value * (1 - ROUNDING), value)
 
-    def _through(self, counts: Counts, kind: int) -> Table:
-        """By ideal and the one before it, the bottleneck where a device of a class holds what is between."""
-        joined: Table = np.maximum(self.load[kind], self.reached[one_less(counts, kind)][None, :])
-        return joined
+    def _go_on(self, stage: int) -> bool:
+        """The next front, with what is reached there; whether it has not too many ideals."""
+        states = self.states[stage]
+        every = front(self.fronts[-1], stage, self._ranges(stage))
+        if every is None:
+            return False
+        every = every.some(np.argsort(every.sums(self.fastest), kind="stable"))
+        able = [self._can_be(counts, every) for counts in states]
+        some = np.any(able, axis=0)
+        behind = every.some(some)
+        values = {counts: np.full(len(behind), inf) for counts in states}
+        if not self._all_through(self.fronts[-1], behind, values):
+            return False
+        for counts, fits in zip(states, able, strict=True):
+            values[counts][~fits[some] | (values[counts] > self.within)] = inf
+        self._keep(behind, values)
+        return True
+
+    def _keep(self, behind: Front, values: dict[Counts, Vector]) -> None:
+        """Keep the ideals that are reached."""
+        alive = np.any([value < inf for value in values.values()], axis=0)
+        self.fronts.append(behind.some(alive))
+        self.reached.update({counts: value[alive] for counts, value in values.items()})
+
+    def _all_through(self, before: Front, behind: Front, values: dict[Counts, Vector]) -> bool:
+        """Take all chains into account, ideals of about the same work together; whether the pairs are not too many."""
+        blocks = list(self._blocks(before.sums(self.fastest), behind.sums(self.fastest)))
+        self.pairs += sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in blocks)
+        if self.pairs > MOST_PAIRS:
+            return False
+        between = Between(before, behind)
+        for rows, columns in blocks:
+            self._through(rows, columns, between, values)
+        return True
+
+    def _blocks(self, begins: Vector, ends: Vector) -> Iterator[tuple[slice, slice]]:
+        """Some ideals in a row, and those with no more work beyond them than a device can do; both by their work."""
+        longest = max(one.most for one in self.classes) + self._slack
+        for start in range(0, len(begins), ROWS):
+            stop = min(start + ROWS, len(begins))
+            first = int(np.searchsorted(ends, begins[start] - self._slack))
+            last = int(np.searchsorted(ends, begins[stop - 1] + longest, side="right"))
+            if last > first:
+                yield slice(start, stop), slice(first, last)
+
+    def _through(self, rows: slice, columns: slice, between: Between, values: dict[Counts, Vector]) -> None:
+        """Take into account the chains from some ideals of a front to some of the next."""
+        loads = self._loads(rows, columns, between)
+        for counts, value in values.items():
+            for kind in kinds_left(counts):
+                known = self.reached[one_less(counts, kind)][rows]
+                if (known < inf).any():
+                    through = np.maximum(loads[kind], known[:, None]).min(axis=0)
+                    value[columns] = np.minimum(value[columns], through)
+
+    def _loads(self, rows: slice, columns: slice, between: Between) -> list[Table]:
+        """By class, some ideals and some later ones, the load of a device that holds what is between, or infinity."""
+        moved = between.transfers(rows, columns)
+        unable = between.weight(rows, columns, self.state_bytes) if self.limited else None
+        found = []
+        for one in self.classes:
+            banned = one.work == inf
+            load = moved.copy() if one.taxed else np.where(moved < inf, 0.0, inf)
+            load += between.weight(rows, columns, np.where(banned, 0.0, one.work))
+            if unable is not None:
+                load[unable > one.room] = inf
+            if banned.any():
+                load[between.weight(rows, columns, banned.astype(np.float64)) > 0.5] = inf
+            found.append(load)
+        return found
+
+    def _can_be(self, counts: Counts, every: Front) -> Bools:
+        """By ideal, whether devices so many of each class can hold it, and those that are left the rest.
+
+        Every net that is cut keeps a device busy on either side.
+        """
+        here = min((self.classes[kind].slope for kind in kinds_left(counts)), default=0.0)
+        there = min((self.classes[kind].slope for kind in self._left(counts)), default=0.0)
+        works, each = every.sums(self.fastest), self._work_each
+        fits: Bools = works + here * every.cut_ms <= self._most(counts, each) + self._slack
+        fits &= works - there * every.cut_ms >= self._least(counts, self.fastest, each) - self._slack
+        if self.limited:
+            state, each = every.sums(self.state_bytes), self._bytes_each
+            fits &= state <= self._most(counts, each) * (1 + ROUNDING)
+            fits &= state >= self._least(counts, self.state_bytes, each) - ROUNDING * float(self.state_bytes.sum())
+        return fits
+
+    @cached_property
+    def _work_each(self) -> list[float]:
+        return [one.most for one in self.classes]
+
+    @cached_property
+    def _bytes_each(self) -> list[float]:
+        return [one.most_bytes for one in self.classes]
+
+    @cached_property
+    def _slack(self) -> float:
+        return SLACK * float(self.fastest.sum())
+
+    def _ranges(self, stage: int) -> list[Range]:
+        """The work and the state of what the first stages hold."""
+        found = []
+        for weights, each in ((self.fastest, self._work_each), (self.state_bytes, self._bytes_each)):
+            before, states = self.fronts[-1].sums(weights), self.states[stage]
+            least = min(self._least(counts, weights, each) for counts in states)
+            most = max(self._most(counts, each) for counts in states)
+            found.append(Range(weights, max(least, before.min()), min(most, before.max() + max(each))))
+        return found
+
+    def _most(self, counts: Counts, each: Sequence[float]) -> float:
+        """The most that so many devices of each class hold, from what one does."""
+        return sum(number * one for number, one in zip(counts, each, strict=True))
+
+    def _least(self, counts: Counts, weights: Vector, each: Sequence[float]) -> float:
+        """The least that they must hold, as the others hold no more."""
+        left = sorted((each[kind] for kind in self._left(counts)), reverse=True)
+        return float(weights.sum()) - sum(left[: self.problem.most_devices - sum(counts)])
+
+    def _left(self, counts: Counts) -> list[int]:
+        """By device that is left, its class; none if no more may be used."""
+        if sum(counts) == self.problem.most_devices:
+            return []
+        lefts = (len(one.members) - number for number, one in zip(counts, self.classes, strict=True))
+        return [kind for kind, number in enumerate(lefts) for _ in range(number)]
 
     def _read(self, counts: Counts) -> list[int]:
         """By layer, its device, following the best choices from the last ideal."""
-        left = [list(members) for members in self.classes]
-        devices = [0] * len(self.nodes.nodes)
-        ideal = len(self.lattice.ideals) - 1
-        while ideal:
-            options = [(self._through(counts, kind)[ideal], kind) for kind in kinds_left(counts)]
+        left = [list(one.members) for one in self.classes]
+        devices = [0] * self.graph.count
+        stage = sum(counts)
+        place = self.fronts[stage].whole
+        while stage:
+            assert place is not None
+            before, behind = self.fronts[stage - 1], self.fronts[stage]
+            last = Between(before, behind.some(slice(place, place + 1)))
+            loads = self._loads(slice(None), slice(None), last)
+            options = [
+                (np.maximum(loads[kind][:, 0], self.reached[one_less(counts, kind)]), kind)
+                for kind in kinds_left(counts)
+            ]
             row, kind = min(options, key=lambda option: float(option[0].min()))
-            before = int(row.argmin())
+            held, place = behind.ideal(place), int(row.argmin())
             device = left[kind].pop()
-            for node in members(self.lattice.ideals[ideal] & ~self.lattice.ideals[before]):
+            for node in np.flatnonzero(held & ~before.ideal(place)):
                 devices[node] = device
-            ideal, counts = before, one_less(counts, kind)
+            stage, counts = stage - 1, one_less(counts, kind)
         return self.nodes.spread(devices)
-
-    def _load(self, device: int) -> Table:
-        """By ideal and one within it, the load of a device that holds what is between; infinite if it cannot."""
-        problem = self.problem
-        work = [sum(problem.compute_ms(layer, device) for layer in layers) for layers in self.nodes.nodes]
-        load = np.where(self.transfers < inf, 0.0, inf) if device in problem.untaxed else self.transfers
-        load = load + self._between(work)
-        banned = self._between([float(device not in devices) for devices in self.nodes.allowed])
-        state = [
-            float(sum(memory_rules.state_bytes(problem, problem.layers[layer]) for layer in layers))
-            for layers in self.nodes.nodes
-        ]
-        limit = problem.devices[device].usable_bytes * (1 + ROUNDING)
-        return np.where((banned > 0.5) | (self._between(state) > limit), inf, load)
-
-    def _between(self, weights: list[float]) -> Table:
-        """By ideal and another, the weight of the one less that of the other."""
-        total = np.zeros(len(self.lattice.ideals))
-        for index, steps in enumerate(self.lattice.steps[1:], 1):
-            before, node = steps[0]
-            total[index] = total[before] + weights[node]
-        return np.subtract.outer(total, total)
-
-    def _transfers(self) -> Table:
-        """By ideal and one within it, the transfers of a device that holds what is between; infinite elsewhere."""
-        nets = joined_nets(self.problem, self.nodes)
-        nets_of: list[list[int]] = [[] for _ in self.nodes.nodes]
-        for index, net in enumerate(nets):
-            for node in _pins(net):
-                nets_of[node].append(index)
-        pins = self._pins_within(nets_of)
-        size = [len(_pins(net)) for net in nets]
-        time_ms = [net.there_ms + net.back_ms for net in nets]
-        table = np.full((len(self.lattice.ideals), len(self.lattice.ideals)), inf)
-        table[0, 0] = 0.0
-        for index, steps in enumerate(self.lattice.steps[1:], 1):
-            for before, node in steps:
-                row = table[before].copy()
-                for place in nets_of[node]:
-                    has = pins[place, before]
-                    row += time_ms[place] * (pins[place] == has)
-                    if has + 1 == size[place]:
-                        row -= time_ms[place] * (pins[place] == 0)
-                np.minimum(table[index], row, out=table[index])
-            table[index, index] = 0.0
-        return table
-
-    def _pins_within(self, nets_of: list[list[int]]) -> NDArray[np.int32]:
-        """By net and ideal, how many pins of the net the ideal has."""
-        count = 1 + max((place for places in nets_of for place in places), default=-1)
-        pins = np.zeros((count, len(self.lattice.ideals)), dtype=np.int32)
-        for index, steps in enumerate(self.lattice.steps[1:], 1):
-            before, node = steps[0]
-            pins[:, index] = pins[:, before]
-            pins[nets_of[node], index] += 1
-        return pins
-
-
-def _pins(net: Net) -> tuple[int, ...]:
-    return (net.source, *net.readers)

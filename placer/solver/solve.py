@@ -197,6 +197,7 @@ class Search:
         enough: a bottleneck that will do: the search ends with a placement within it, or the proof that none is; None
             for the smallest.
         meter: counts the work, and ends the search when all is done that may be.
+        too_many: a bottleneck of which there are too many ideals, as far as is known.
         began: when, by the monotonic clock.
     """
 
@@ -210,6 +211,7 @@ class Search:
     method: str = ""
     enough: float | None = None
     meter: Meter = field(default_factory=Meter)
+    too_many: float = inf
     began: float = field(default_factory=monotonic)
 
     def answer(self) -> Placement:

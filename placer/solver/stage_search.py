@@ -30,6 +30,9 @@ STEP = 0.01
 """Thresholds of a sweep are this share of the best known apart, at the least."""
 
 
+MOST_TRIES = 2
+"""So many thresholds of which ideals are too many are tried in a row."""
+
 CUT_SHORT = 0.9
 """The share of its work that a question did at the least if it was cut short."""
 
@@ -41,13 +44,31 @@ BETTER_SHARE = 0.3
 
 
 def few_ideals(search: Search) -> None:
-    """Solve a problem whose ideals are few; leave others as they are."""
-    if search.best is None or search.better() <= 0 or not search.open() or not ideals.applies(search.problem):
-        return
-    chain = ideals.best_chain(search.problem, nodes_within(search))
-    if chain is not None:
-        search.prove(min(chain.bound, search.nothing_below()))
-        search.offer(chain.devices, "ideals")
+    """Solve a problem whose ideals are few; leave others as they are.
+
+    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are asked for. A chain
+    that is found is the best of all, one that is not raises the bound.
+    """
+    threshold, tries = search.better(), 0
+    while _worth_chains(search, threshold) and tries < MOST_TRIES and not search.over(1.0):
+        nodes = nodes_within(search, threshold)
+        chain = ideals.best_chain(search.problem, nodes, threshold, search.meter, lambda: search.over(1.0))
+        if chain is None:
+            search.too_many, tries = threshold, tries + 1
+        elif chain.devices is None:
+            search.prove(search.nothing_below() if threshold == search.better() else threshold)
+        else:
+            search.prove(min(chain.bound, search.nothing_below()))
+            search.offer(chain.devices, "ideals")
+            search.too_many = 0.0  # what is left open is more than ideals know
+        threshold = (search.bound + search.too_many) / 2
+
+
+def _worth_chains(search: Search, threshold: float) -> bool:
+    """Whether ideals may tell more about a threshold than is known."""
+    if search.best is None or not search.open() or not ideals.applies(search.problem):
+        return False
+    return search.bound < threshold < search.too_many * (1 - STEP)
 
 
 def sweep(search: Search) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from small_graphs import best_of
 
-from placer.solver import ideals
+from placer.solver import fronts, ideals
 from placer.solver.merges import merged
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -39,8 +39,30 @@ def test_too_many_ideals_are_left_alone(chain):
     problem = Problem.from_request(chain([1.0] * 3))
     apart = replace(problem, values=())
     assert ideals.best_chain(apart, reduced(apart)).bound == pytest.approx(2.0)
-    many = replace(Problem.from_request(chain([1.0] * 12)), values=(), contiguous=True)
+    many = replace(Problem.from_request(chain([1.0] * 16)), values=(), contiguous=True)
     assert ideals.best_chain(many, reduced(many)) is None
+
+
+def test_ideals_of_a_front_that_are_too_many_are_left_alone(chain, monkeypatch):
+    problem = Problem.from_request(chain([1.0] * 8, devices=3))
+    monkeypatch.setattr(fronts, "MOST_IDEALS", 2)
+    assert ideals.best_chain(problem, reduced(problem)) is None
+
+
+def test_pairs_of_ideals_that_are_too_many_are_left_alone(chain, monkeypatch):
+    problem = Problem.from_request(chain([1.0] * 8, devices=3))
+    monkeypatch.setattr(ideals, "MOST_PAIRS", 2)
+    assert ideals.best_chain(problem, reduced(problem)) is None
+
+
+def test_only_chains_within_the_bottleneck_count(enumerated):
+    for problem, nodes, _ in enumerated:
+        best = ideals.best_chain(problem, nodes)
+        if best.devices is None:
+            continue
+        for share in (1.0, 1.1, 2.0):
+            assert ideals.best_chain(problem, nodes, share * best.value).value == pytest.approx(best.value, rel=1e-9)
+        assert ideals.best_chain(problem, nodes, 0.999 * best.value).devices is None
 
 
 def test_a_layer_goes_with_the_one_that_it_exchanges_most_with(chain):
