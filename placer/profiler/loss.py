@@ -162,6 +162,11 @@ def _joined(layer: schema.Layer, measured: Mapping[str, Measurement], target_byt
             "host_ms": _sum(layer.host_ms, {kind: time.host_ms for kind, time in times.items()}),
             "saved_bytes": layer.saved_bytes + saved + target_bytes,
             "forward_workspace_bytes": max(layer.forward_workspace_bytes - saved, forward),
+            "input_workspace_bytes": max(
+                layer.input_workspace_bytes or layer.backward_workspace_bytes,
+                *(memory.input_workspace_bytes or memory.backward_workspace_bytes for memory in memories),
+            ),
+            "rounding_bytes": layer.rounding_bytes + max(memory.rounding_bytes for memory in memories),
             "backward_workspace_bytes": max(
                 layer.backward_workspace_bytes, *(memory.backward_workspace_bytes for memory in memories)
             ),

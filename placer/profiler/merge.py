@@ -18,7 +18,15 @@ __all__ = ["merge_profiles", "on_hosts", "through_network"]
 
 _TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "host_ms", "spread")
 _OWN = ("param_bytes", "grad_bytes", "optimizer_bytes", "buffer_bytes")
-_NEEDED = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "deferred_bytes")
+_NEEDED = (
+    "saved_bytes",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+    "deferred_bytes",
+    "input_workspace_bytes",
+    "weights_workspace_bytes",
+    "rounding_bytes",
+)
 
 
 def merge_profiles(*profiles: Profile, network: Rate | Mapping[tuple[str, str], Rate] | None = None) -> Profile:

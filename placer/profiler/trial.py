@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from placer import devices
 from placer.graph.layers import Layer, Value
@@ -101,6 +102,24 @@ class Trial:
             self._forget_read_gradients()
             arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
             torch.autograd.backward(arrival, torch.empty_like(arrival), inputs=self._leaves)
+
+    def backward_by_input(self, edges: Sequence[GradientEdge], left_out: Collection[int]) -> tuple[Tensor | None, ...]:
+        """As ``accumulate_alone``, without some parameters; where there are edges, another backward pass may follow.
+
+        Args:
+            edges: of operations inside the layer.
+            left_out: the ``id`` of each parameter that has no gradient yet.
+
+        Returns:
+            The gradients that came to the edges, and then those of the other parameters and of the reads.
+        """
+        wanted = [*edges, *(leaf for leaf in self._leaves if id(leaf) not in left_out)]
+        if not self.flows or not wanted:
+            return (None,) * len(wanted)
+        arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
+        return torch.autograd.grad(
+            arrival, wanted, torch.empty_like(arrival), retain_graph=bool(edges), allow_unused=True
+        )
 
     def set_gradients(self, present: bool) -> None:
         """Give the parameters gradients of zeros, or take all gradients away."""

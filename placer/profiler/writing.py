@@ -16,8 +16,10 @@ import torch
 from placer import schema
 from placer.graph.layers import Layer, LayerGraph
 from placer.profiler.measurement import Measurement
+from placer.profiler.memory import LayerMemory
 from placer.profiler.optimizer import OptimizerState
 from placer.profiler.state import owned_shares, state_bytes
+from placer.profiler.storages import rounding_bytes
 from placer.profiler.timing import significant
 
 __all__ = ["fragmented_bytes", "write"]
@@ -49,7 +51,8 @@ def write(
     edges = _edges(graph, kept, sizes, training)
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
-    unsent = _unsent(graph, kept, sizes, {edge.name for edge in edges})
+    first_kept = _first_kept(graph, kept)
+    sent = {edge.name for edge in edges}
     layers = []
     for index, layer in enumerate(graph.layers):
         rows = {kind: found[index] for kind, found in measured.items()}
@@ -67,12 +70,16 @@ def write(
                 ),
                 spread=_beyond(0.01, {kind: significant(row.time.spread, 2) for kind, row in rows.items()}),
                 host_ms={kind: significant(row.time.host_ms) for kind, row in rows.items()},
-                saved_bytes=max(memory.saved_bytes for memory in memories) + unsent[layer.name],
+                saved_bytes=max(memory.saved_bytes for memory in memories)
+                + sum(sizes[name] for name in first_kept[layer.name] - sent),
                 forward_workspace_bytes=max(
                     0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)
                 ),
                 backward_workspace_bytes=max(memory.backward_workspace_bytes for memory in memories),
                 deferred_bytes=max(memory.deferred_bytes for memory in memories),
+                input_workspace_bytes=_input_workspace(memories),
+                weights_workspace_bytes=_material(max(memory.weights_workspace_bytes for memory in memories)),
+                rounding_bytes=_rounding(memories, [sizes[name] for name in first_kept[layer.name]]),
                 **held[layer.name],
             )
         )
@@ -188,17 +195,33 @@ def _edges(graph: LayerGraph, kept: Mapping[str, set[str]], sizes: Mapping[str, 
     return edges
 
 
-def _unsent(
-    graph: LayerGraph, kept: Mapping[str, set[str]], sizes: Mapping[str, int], sent: set[str]
-) -> dict[str, int]:
-    """The bytes of kept values that no edge carries, inputs and outputs of the model, counted where first kept."""
+def _first_kept(graph: LayerGraph, kept: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """By layer, the values that it keeps and none before it does."""
     counted: set[str] = set()
-    unsent = {}
+    first = {}
     for layer in graph.layers:
-        here = kept[layer.name] - sent - counted
-        counted |= here
-        unsent[layer.name] = sum(sizes[name] for name in here)
-    return unsent
+        first[layer.name] = kept[layer.name] - counted
+        counted |= kept[layer.name]
+    return first
+
+
+def _material(size_bytes: int) -> int:
+    """Without what is too little to tell, which keeps profiles small."""
+    return size_bytes if size_bytes >= 2**20 else 0
+
+
+def _input_workspace(memories: Sequence[LayerMemory]) -> int:
+    """What the half by input holds; 0, which stands for what all of the backward pass does, where that is about it."""
+    half = max(memory.input_workspace_bytes for memory in memories)
+    whole = max(memory.backward_workspace_bytes for memory in memories)
+    return half if _material(abs(half - whole)) else 0
+
+
+def _rounding(memories: Sequence[LayerMemory], value_bytes: Sequence[int]) -> int:
+    """What the allocator takes beyond what a layer keeps, the values that it is the first to keep among that."""
+    if not any(memory.in_segments for memory in memories):
+        return 0
+    return max(memory.rounding_bytes for memory in memories) + sum(map(rounding_bytes, value_bytes))
 
 
 def _placer_version() -> str:

@@ -53,6 +53,14 @@ class Layer(Wire):
         deferred_bytes: what the half of a backward pass by input leaves to the half by weight, where a schedule lets
             the two run apart, beside what was kept already: gradients of results of linear layers and convolutions.
             Under ``zero-bubble`` a device has them of every micro-batch in flight.
+        input_workspace_bytes: the most that the half by input holds beside all that was kept, where the two run apart:
+            what it leaves included, gradients of the parameters that wait left out. 0: it was not told apart, or is
+            within 1 MiB of ``backward_workspace_bytes``, and is taken to be those.
+        weights_workspace_bytes: the most that the half by weight holds beside what it waits with, of one of its
+            operations: they run one after another, and all micro-batches take the same memory for it. Left out below
+            1 MiB.
+        rounding_bytes: what the device's allocator takes beyond all that a micro-batch keeps for both halves, where
+            passes are recorded, so that each has memory of its own: segments are of whole numbers of 2 MiB.
     """
 
     name: Name
@@ -72,6 +80,9 @@ class Layer(Wire):
     forward_workspace_bytes: Bytes = 0
     backward_workspace_bytes: Bytes = 0
     deferred_bytes: Bytes = 0
+    input_workspace_bytes: Bytes = 0
+    weights_workspace_bytes: Bytes = 0
+    rounding_bytes: Bytes = 0
 
     def weight_half_ms(self, kind: str) -> float:
         """The part of the backward pass that gradients of parameters take, on this type of device, in milliseconds.

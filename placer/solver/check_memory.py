@@ -49,23 +49,19 @@ class Memory:
         """The activations and the workspace at each of the worst moments."""
         if not self._training:
             return _largest(self._inference(device))
+        if self._apart and not again and isinstance(flight, int):
+            return {self._in_halves(device, flight)}
         further = self._further(device, flight, again)
         moments = [*self._forwards(device), *self._backwards(device)]
         return {(held + further, workspace) for held, workspace in _largest(moments)}
 
     def _further(self, device: str, flight: Flight, again: bool) -> int:
-        """What micro-batches beside the first keep; what comes from other devices, if all else is computed again.
-
-        Where weight passes run apart, also what every micro-batch, the first too, leaves to them, and a workspace each.
-        """
+        """What micro-batches beside the first keep; what comes from other devices, if all else is computed again."""
         if again and isinstance(flight, int):
             foreign = [edge for edge in self._edges[device] if self._where[edge.source] != device]
             return (flight - 1) * sum(edge.bytes for edge in foreign)
         if isinstance(flight, int):
-            mine = self._layers[device] if self._apart else []
-            left = sum(layer.deferred_bytes for layer in mine)
-            beside = max((layer.backward_workspace_bytes for layer in mine), default=0)
-            return (flight - 1) * (sum(self._kept_at(device).values()) + beside) + flight * left
+            return (flight - 1) * sum(self._kept_at(device).values())
         kept = sum((flight[layer.name] - 1) * layer.saved_bytes for layer in self._layers[device])
         for edge in self._edges[device]:
             keepers = [flight[name] for name in edge.saved_by if self._where[name] == device]
@@ -126,6 +122,38 @@ class Memory:
                 waiting -= sent[step]
                 kept -= kept_at[step]
             waiting += arriving[step]
+
+    def _in_halves(self, device: str, flight: int) -> Split:
+        """Passes that each have memory of their own, for each micro-batch; and what all weight passes work in."""
+        mine = self._layers[device]
+        forwards = max((held + workspace for held, workspace in self._forwards(device)), default=0)
+        rounding = sum(layer.rounding_bytes for layer in mine)
+        shared = max((layer.weights_workspace_bytes for layer in mine), default=0)
+        return flight * (forwards + rounding + self._input_half(device)), shared
+
+    def _input_half(self, device: str) -> int:
+        """Play the input half of a backward pass: what it leaves stays, and so do gradients that are to be sent."""
+        arriving: dict[int, int] = defaultdict(int)
+        used: dict[int, int] = defaultdict(int)
+        for edge in self._edges[device]:
+            if self._where[edge.source] == device:
+                arriving[max(self._order[name] for name in edge.targets)] += edge.gradient_bytes
+                used[self._order[edge.source]] += edge.gradient_bytes
+            else:
+                readers = self._here(edge.targets, device)
+                arriving[readers[-1]] += edge.gradient_bytes
+                used[self._order[edge.source]] += edge.gradient_bytes
+        layer_at = self._layer_at(device)
+        left = waiting = most = 0
+        for step in sorted({*arriving, *used, *layer_at}, reverse=True):
+            waiting -= used[step]
+            if step in layer_at:
+                layer = layer_at[step]
+                works_in = layer.input_workspace_bytes or layer.backward_workspace_bytes
+                most = max(most, left + waiting + works_in)
+                left += layer.deferred_bytes
+            waiting += arriving[step]
+        return max(most, left)
 
     def _inference(self, device: str) -> Iterator[Split]:
         """Play a forward pass alone: values are there from when they are made to their last reader.

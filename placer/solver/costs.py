@@ -26,12 +26,8 @@ that saves it, a keeper, is on d; it counts once per device. What a layer makes,
 the gradients of both are in its workspaces, so only what waits for another layer counts beside them::
 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + (in_flight(d) - 1) * (kept(d) + apart(d)) + in_flight(d) * deferred(d)
-                + max over t on d of max(F(d, t), B(d, t))
+                + (in_flight(d) - 1) * kept(d) + max over t on d of max(F(d, t), B(d, t))
     kept(d)   = sum of saved(l) over l on d  +  sum of bytes(v) kept on d
-    deferred(d) = sum of deferred(l) over l on d under zero-bubble, whose weight passes run apart; else 0
-    apart(d)    = max of backward_workspace(l) over l on d under zero-bubble: what one micro-batch leaves to its weight
-                  pass lies among that, so that no other one may work there meanwhile; else 0
     kept(d,t) = sum of saved(l) over l <= t on d  +  sum of bytes(v) over v with a keeper <= t on d
     F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later reader:
                 v made before t, read on d after t, without a keeper <= t on d
@@ -43,6 +39,18 @@ the gradients of both are in its workspaces, so only what waits for another laye
                  = min(chunks, stages - stage(d))       1F1B and interleaved, contiguous
                  = min(chunks, 2 stages - 1)            zero-bubble, contiguous
 
+Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that no other one
+may work there meanwhile: as they are recorded, the passes of each micro-batch in flight have memory of their own, and
+weight passes, of which nothing is left, the same for all. Then::
+
+    use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
+                + in_flight(d) * (max over t of F(d, t) + max(deferred(d), max over t of I(d, t)) + rounding(d))
+                + max of weights_workspace(l) over l on d
+    I(d,t)    = input_workspace(t) + sum of deferred(l) over l > t on d + sum of gradient_bytes(v) that wait or stay:
+                v made on d before t and read after t, on any device; or
+                v made elsewhere before t and read on d after t: it stays until it was sent, after the pass
+    deferred(d), rounding(d) = sums of deferred(l) and rounding(l) over l on d
+
 Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
 ``placer.schedule`` has in flight, segment by segment. (in_flight(d) - 1) * kept(d) becomes the sum of
 (in_flight(segment) - 1) * saved(l) over l on d, and of (in_flight - 1) * bytes(v) over v kept on d, with the largest
@@ -53,7 +61,7 @@ backward(l) + forward(l) everywhere below and above, of further micro-batches it
 weight passes do not run apart::
 
     use(d)      = ... + (in_flight(d) - 1) * entering(d) + ...
-                  in place of (in_flight(d) - 1) * (kept(d) + apart(d)) + in_flight(d) * deferred(d)
+                  in place of (in_flight(d) - 1) * kept(d)
     entering(d) = sum of bytes(v) over v made elsewhere and read on d
 
 With ``recompute = "always"`` all devices that hold layers do so; with ``"auto"`` those that would be over their limits

@@ -8,6 +8,9 @@ that joins makes values, and gradients, wait at the steps before it, back to the
           |------|  |-----|      r2 joins: it waits from r1 on, as does its gradient where s is in another stage
 
 Where the order is not the profile's, the moment is about that of the placement.
+
+Where weight halves run apart, every pass has memory of its own: forwards and backwards have a worst moment each, what
+is kept does not count backwards, but what layers have yet to leave to weight passes does, as less than nothing.
 """
 
 from __future__ import annotations
@@ -49,15 +52,17 @@ class TrainingMoments:
     Args:
         problem: what is asked.
         blocks: the layers of each block, in order.
+        apart: whether weight halves run apart.
 
     Attributes:
         kept: what one micro-batch leaves for its backward pass, in bytes.
-        moment: what it needs at its worst moment; all that it kept until then included.
+        moment: what it needs at its worst moment; all that it kept until then included. Where weight halves run apart:
+            at that forwards and that backwards together, without what is left to weight passes.
         follows: whether the order is the profile's; only then is ``moment`` exact.
     """
 
-    def __init__(self, problem: Problem, blocks: Sequence[Sequence[int]]) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, blocks: Sequence[Sequence[int]], apart: bool = False) -> None:
+        self._problem, self._apart = problem, apart
         order = [layer for block in blocks for layer in block]
         self.follows = order == sorted(order)
         self._step = {layer: step for step, layer in enumerate(order)}
@@ -65,14 +70,23 @@ class TrainingMoments:
         self._starts = [0, *np.cumsum([len(block) for block in blocks]).tolist()]
         kept = self._kept_until()
         layers = [problem.layers[layer] for layer in order]
-        needs = ([la.forward_workspace_bytes for la in layers], [la.backward_workspace_bytes for la in layers])
-        self._held = tuple(kept + np.array(need, dtype=np.float64) for need in needs)
+        forwards = np.array([la.forward_workspace_bytes for la in layers], dtype=np.float64)
+        backwards = np.array([la.backward_workspace_bytes for la in layers], dtype=np.float64)
+        if apart:
+            backwards = np.array([problem.input_workspace_bytes[layer] for layer in order], dtype=np.float64)
+        self._held = (kept + forwards, (-self._to_leave(order) if apart else kept) + backwards)
         for held in self._held:
             for block, start in enumerate(self._starts[:-1]):
                 held[block, :start] = -np.inf  # steps before the stage
         self.kept = np.zeros((len(blocks) + 1, len(blocks) + 1))
         self.kept[:-1, 1:] = kept[:, np.array(self._starts[1:]) - 1]
-        self.moment = self._grown()
+        forwards, backwards = self._grown()
+        self.moment = forwards + backwards if apart else np.maximum(forwards, backwards)
+
+    def _to_leave(self, order: Sequence[int]) -> Table:
+        """By first block and step, what the layers from one to the other leave to weight passes."""
+        sums = np.cumsum([0.0, *(self._problem.deferred_bytes[layer] for layer in order)])
+        return sums[None, 1:] - sums[np.array(self._starts[:-1]), None]
 
     def _kept_until(self) -> Table:
         """By first block and step, what is kept of the layers from one to the other."""
@@ -95,27 +109,29 @@ class TrainingMoments:
             change[until, step] -= size
             before = until
 
-    def _grown(self) -> Table:
-        """The worst moment, block by block."""
+    def _grown(self) -> tuple[Table, Table]:
+        """The worst moment forwards, and that backwards, block by block."""
         count = len(self._starts) - 1
         waits: list[list[_Wait]] = [[] for _ in range(count)]
         for wait in self._waits():
             if wait.firsts[0] < wait.firsts[1] and wait.steps[0] < wait.steps[1]:
                 waits[wait.joined].append(wait)
-        moment = np.zeros((count + 1, count + 1))
+        moments = np.zeros((count + 1, count + 1)), np.zeros((count + 1, count + 1))
         for block in range(count):
-            worst, end = moment[:-1, block + 1], self._starts[block + 1]
-            np.copyto(worst, moment[:-1, block])
+            end = self._starts[block + 1]
+            worsts = [moment[:-1, block + 1] for moment in moments]
+            for worst, moment in zip(worsts, moments, strict=True):
+                np.copyto(worst, moment[:-1, block])
             for wait in waits[block]:
                 rows, begin = slice(*wait.firsts), wait.steps[0]
-                held = self._held[wait.backwards]
+                held, worst = self._held[wait.backwards], worsts[wait.backwards]
                 held[rows, slice(*wait.steps)] += wait.size
                 if begin < end:  # steps of blocks that are yet to join count when they do
                     changed = held[rows, begin : min(wait.steps[1], end)]
                     np.maximum(worst[rows], changed.max(axis=1), out=worst[rows])
-            for held in self._held:
+            for held, worst in zip(self._held, worsts, strict=True):
                 np.maximum(worst, held[:, self._starts[block] : end].max(axis=1), out=worst)
-        return moment
+        return moments
 
     def _waits(self) -> Iterator[_Wait]:
         for value in self._problem.values:
@@ -124,7 +140,8 @@ class TrainingMoments:
             if value.held_bytes:
                 yield from self._values(value, source, readers)
             if value.gradient_bytes:
-                yield from self._gradients(value.gradient_bytes, source, readers)
+                waits = self._staying if self._apart else self._gradients
+                yield from waits(value.gradient_bytes, source, readers)
 
     def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
         """Forwards, from the source or the reader before, in stages without a keeper until then."""
@@ -143,3 +160,11 @@ class TrainingMoments:
         yield _Wait(here, 1, (0, here + 1), (source + 1, readers[-1]), size)
         for before, reader in pairwise(readers):
             yield _Wait(self._block[reader], 1, (here + 1, self._block[before] + 1), (before, reader), size)
+
+    def _staying(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
+        """Backwards: where the source is, for it; elsewhere, from the last reader there on, to be sent later."""
+        here = self._block[source]
+        yield _Wait(here, 1, (0, here + 1), (source + 1, readers[-1]), size)
+        for before, reader in pairwise((source + 1, *readers)):
+            joined = self._block[reader]
+            yield _Wait(joined, 1, (here + 1, joined + 1), (before, reader), size)

@@ -135,20 +135,21 @@ class Intervals:
         )
 
     def _memory(self, flight: int) -> Table:
-        return self._fixed + self._further(flight) + self._moment
+        return self._fixed + self._passing(flight)
 
-    def _further(self, flight: int) -> Table:
-        """What further micro-batches keep, and what all of them leave to their weight passes."""
-        return (flight - 1) * (self._kept + self._apart) + flight * self._deferred
+    def _passing(self, flight: int) -> Table:
+        """What micro-batches in flight keep, and the worst moment of one; or what each of them has for itself."""
+        if self.problem.weights_apart:
+            return flight * self._each + self._shared
+        return (flight - 1) * self._kept + self._moment
 
     def _least_memory(self, device: int, flight: int) -> Table:
         """The same, recomputed where it must be, or that is less and allowed."""
         rule = self.problem.recompute[device]
         if rule == "never":
             return self._memory(flight)
-        entering = (flight - 1) * self._entering
-        further = entering if rule == "always" else np.minimum(self._further(flight), entering)
-        return self._fixed + further + self._moment
+        again = (flight - 1) * self._entering + self._moment
+        return self._fixed + (again if rule == "always" else np.minimum(self._passing(flight), again))
 
     @cached_property
     def _entering(self) -> Table:
@@ -168,11 +169,14 @@ class Intervals:
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
         self._fixed = self._summed([memory_rules.state_bytes(problem, layer) for layer in problem.layers])
-        self._deferred = self._summed(problem.deferred_bytes)
-        self._apart = self._largest(problem.apart_bytes)
-        if problem.training:
+        if problem.weights_apart:
+            apart = TrainingMoments(problem, self._layers, apart=True)
+            self._each = apart.moment + self._summed(problem.left_bytes)
+            self._shared, self.exact = self._largest(problem.weights_workspace_bytes), apart.follows
+        if problem.training and (problem.may_recompute or not problem.weights_apart):
             moments = TrainingMoments(problem, self._layers)
             self._kept, self._moment, self.exact = moments.kept, moments.moment, moments.follows
+        if problem.training:
             return
         self._kept, self._moment = np.zeros(shape), np.zeros(shape)
         for first in range(self._count):

@@ -33,7 +33,7 @@ def least_of_all(problem: Problem) -> int:
         flight = _least_flight(problem)
         need += flight * sum(layer.saved_bytes for layer in problem.layers)
         need += flight * sum(value.held_bytes for value in problem.values if value.keepers)
-        need += 0 if problem.may_recompute else flight * sum(problem.deferred_bytes)
+        need += 0 if problem.may_recompute else flight * sum(problem.left_bytes)
     return need
 
 

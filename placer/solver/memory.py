@@ -28,32 +28,47 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """What a device holds of passes whose weight halves run apart, whatever its place in the pipeline.
+
+    Attributes:
+        each_bytes: each micro-batch in flight, for as long as there are batches: recorded passes keep their memory.
+        shared_bytes: their weight passes together.
+    """
+
+    each_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
 class Footprint:
     """The memory of a device, whatever its place in the pipeline.
 
     Attributes:
-        one: with one micro-batch in flight, without what that leaves to its weight pass.
+        one: with one micro-batch in flight, all of whose backward pass runs at once.
         kept_bytes: what each further one adds: all that it leaves for its backward pass.
         entering_bytes: what it adds where the device recomputes: the values that come from other devices.
-        deferred_bytes: what each one, the first too, leaves to its weight pass; nothing where the device recomputes.
-        apart_bytes: what each further one's backward pass works in, where weight passes run apart and it is not shared.
+        apart: what it holds without recomputing where weight passes run apart; None where they do not.
     """
 
     one: MemoryUse
     kept_bytes: int = 0
     entering_bytes: int = 0
-    deferred_bytes: int = 0
-    apart_bytes: int = 0
+    apart: Apart | None = None
 
     def total_bytes(self, flight: int, again: bool = False) -> int:
         """All of it, with so many micro-batches in flight, recomputed or not."""
         if again:
             return self.one.total_bytes + (flight - 1) * self.entering_bytes
-        further = (flight - 1) * (self.kept_bytes + self.apart_bytes)
-        return self.one.total_bytes + further + flight * self.deferred_bytes
+        if self.apart is not None:
+            return self.use(flight).total_bytes
+        return self.one.total_bytes + (flight - 1) * self.kept_bytes
 
     def use(self, flight: int, again: bool = False) -> MemoryUse:
         """By kind, with so many micro-batches in flight, recomputed or not."""
+        if self.apart is not None and not again:
+            passing = {"activation_bytes": flight * self.apart.each_bytes, "workspace_bytes": self.apart.shared_bytes}
+            return self.one.model_copy(update=passing)
         activations = self.one.activation_bytes + self.total_bytes(flight, again) - self.one.total_bytes
         return self.one.model_copy(update={"activation_bytes": activations})
 
@@ -88,9 +103,7 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     entering = sum(
         value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.readers)
     )
-    deferred = sum(problem.deferred_bytes[layer] for layer in held.layers)
-    apart = max((problem.apart_bytes[layer] for layer in held.layers), default=0)
-    return Footprint(one, sum(kept.values()), entering, deferred, apart)
+    return Footprint(one, sum(kept.values()), entering, _apart(problem, held, kept) if problem.weights_apart else None)
 
 
 # Training
@@ -143,6 +156,45 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
         elif readers:
             between(gradients, readers[0], readers[-1], value.gradient_bytes)
     return values, gradients
+
+
+def _apart(problem: Problem, held: Held, kept: Mapping[int, int]) -> Apart:
+    """What it holds of passes that each have memory of their own."""
+    moments = moments_apart(problem, held, kept)
+    forwards = max((sum(moment) for moment, _ in moments), default=0)
+    backwards = max((sum(moment) for _, moment in moments), default=0)
+    left = sum(problem.left_bytes[layer] for layer in held.layers)
+    shared = max((problem.weights_workspace_bytes[layer] for layer in held.layers), default=0)
+    return Apart(forwards + left + max(0, backwards), shared)
+
+
+def moments_apart(problem: Problem, held: Held, kept: Mapping[int, int]) -> list[tuple[Moment, Moment]]:
+    """As ``moments_of_training``, with passes that each have memory of their own, and weight passes apart.
+
+    Backwards it is beyond what layers leave to weight passes, which all of them up to a step have yet to leave.
+    """
+    values, _ = _waiting(held)
+    gradients = _staying(held)
+    deferred = {layer: problem.deferred_bytes[layer] for layer in held.layers}
+    steps = zip(*(sums(changes, held.layers) for changes in (kept, values, gradients, deferred)), strict=True)
+    return [
+        (
+            (before + there, problem.layers[layer].forward_workspace_bytes),
+            (back - to_leave, problem.input_workspace_bytes[layer]),
+        )
+        for layer, (before, there, back, to_leave) in zip(held.layers, steps, strict=True)
+    ]
+
+
+def _staying(held: Held) -> Mapping[int, int]:
+    """By step, how the bytes of gradients change that wait, or that are there until they were sent: after the pass."""
+    gradients: Counter[int] = Counter()
+    here = set(held.layers)
+    for value in held.values:
+        readers = value.readers if value.source in here else [reader for reader in value.readers if reader in here]
+        if readers:
+            between(gradients, value.source + 1, readers[-1], value.gradient_bytes)
+    return gradients
 
 
 def between(changes: Counter[int], first: int, end: int, size: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from placer.schema import Layer
 from placer.solver.memory import Held, footprint
-from placer.solver.moment_rules import moment_of_training
+from placer.solver.moment_rules import moment_apart, moment_of_training
 from placer.solver.problem import Problem
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def holds_state_alone(problem: Problem) -> bool:
     layers = problem.layers
     passing = sum(la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers)
     waiting = sum(value.held_bytes + value.gradient_bytes for value in problem.values)
-    return passing + waiting + sum(problem.deferred_bytes) == 0
+    apart = sum(problem.left_bytes) + sum(problem.input_workspace_bytes) + sum(problem.weights_workspace_bytes)
+    return passing + waiting + apart == 0
 
 
 def use_of_all(problem: Problem) -> int:
@@ -50,13 +51,14 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
     """Every size that the model adds up, as often as it may be added with so many micro-batches."""
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
-    sizes += [size * often for size in (*problem.deferred_bytes, *problem.apart_bytes)]
+    sizes += [size * often for size in (*problem.left_bytes, *problem.input_workspace_bytes)]
+    sizes += problem.weights_workspace_bytes
     for layer in problem.layers:
-        sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes]
+        sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes * (often if problem.weights_apart else 1)]
         if problem.training:
             sizes += [layer.backward_workspace_bytes, layer.saved_bytes * often]
     if problem.training:
-        sizes += [value.gradient_bytes for value in problem.values]
+        sizes += [value.gradient_bytes * (often if problem.weights_apart else 1) for value in problem.values]
     return [size for size in sizes if size]
 
 
@@ -113,33 +115,53 @@ def _training(model: PlacementModel, fixed: Sequence[Term]) -> None:
     """The state, what further micro-batches keep, and the worst moment of one."""
     problem, nodes = model.problem, model.nodes
     for device in model.placed:
+        if problem.weights_apart and problem.recompute[device] == "never":
+            _training_apart(model, device, fixed[device])
+            continue
         limit = 0 if model.objective == "memory" else problem.devices[device].usable_bytes
         place = _OnDevice(model, device)
         kept, moment = moment_of_training(place, problem, nodes, model.byte_unit, limit)
-        deferred, apart = _deferred(model, device), _apart(model, device)
         for flight, given in _in_flight(model, device):
-            further = (flight - 1) * (kept + apart) + flight * deferred
-            _within(model, device, fixed[device] + further + moment, given)
+            _within(model, device, fixed[device] + (flight - 1) * kept + moment, given)
 
 
-def _deferred(model: PlacementModel, device: int) -> Term:
-    """What each micro-batch in flight leaves to its weight pass; nothing where the device may recompute."""
-    if model.problem.recompute[device] != "never":
-        return 0
-    sizes = [sum(model.units(model.problem.deferred_bytes[layer]) for layer in layers) for layers in model.nodes.nodes]
+def _training_apart(model: PlacementModel, device: int, fixed: Term) -> None:
+    """The state, what every micro-batch in flight has for itself, and what their weight passes share."""
+    problem, limit = model.problem, model.problem.devices[device].usable_bytes
+    limit = 0 if model.objective == "memory" else limit
+    each = _left(model, device) + moment_apart(_OnDevice(model, device), problem, model.nodes, model.byte_unit, limit)
+    shared = _shared(model, device)
+    for flight, given in _in_flight(model, device):
+        _within(model, device, fixed + flight * each + shared, given)
+
+
+def _left(model: PlacementModel, device: int) -> Term:
+    """What a micro-batch leaves to its weight pass, and what the allocator takes beyond all that it keeps."""
+    problem = model.problem
+    sizes = [sum(_left_units(problem, layer, model.byte_unit) for layer in layers) for layers in model.nodes.nodes]
     return sum(size * model.on(node, device) for node, size in enumerate(sizes) if size)
 
 
-def _apart(model: PlacementModel, device: int) -> Term:
-    """The workspace of backward passes that each further micro-batch has, where weight passes run apart."""
-    sizes = [max(model.units(model.problem.apart_bytes[layer]) for layer in layers) for layers in model.nodes.nodes]
-    if model.problem.recompute[device] != "never" or not any(sizes):
+def _left_units(problem: Problem, layer: int, unit: int) -> int:
+    """What a layer leaves, in units: rounded down where it has yet to be left, too, so that nothing is left then."""
+    deferred = problem.deferred_bytes[layer]
+    return deferred // unit + (problem.left_bytes[layer] - deferred) // unit
+
+
+def _shared(model: PlacementModel, device: int) -> Term:
+    """What the weight passes of all micro-batches work in."""
+    sizes = [max(map(model.units, _of(model.problem.weights_workspace_bytes, layers))) for layers in model.nodes.nodes]
+    if not any(sizes):
         return 0
-    apart = model.cp.new_int_var(0, max(sizes), f"apart{device}")
+    shared = model.cp.new_int_var(0, max(sizes), f"weights{device}")
     for node, size in enumerate(sizes):
         if size:
-            model.cp.add(apart >= size * model.on(node, device))
-    return apart
+            model.cp.add(shared >= size * model.on(node, device))
+    return shared
+
+
+def _of(sizes: Sequence[int], layers: Sequence[int]) -> list[int]:
+    return [sizes[layer] for layer in layers]
 
 
 def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:

@@ -6,6 +6,10 @@
     moment     at least there[t] + forward workspace and back[t] + backward workspace of every layer t that is there
 
 ``there`` and ``back`` change at few steps, so they are running sums: the constraints are linear in layers and values.
+
+Where weight halves run apart, every pass has memory of its own, and forwards and backwards have a worst moment each:
+
+    back[t]    the gradients that wait, or are to be sent, less what the layers up to step t have yet to leave
 """
 
 from __future__ import annotations
@@ -73,19 +77,52 @@ def moment_of_training(
     return _Moment(place, problem, nodes, unit).written(_rows(problem, nodes, limit_bytes))
 
 
+def moment_apart(place: Place, problem: Problem, nodes: Reduction, unit: int, limit_bytes: int) -> Term:
+    """What one micro-batch needs at its worst moment forwards, and at that backwards, where weight halves run apart.
+
+    Arguments are those of ``moment_of_training``. What is left to weight passes is not in it.
+    """
+    return _Moment(place, problem, nodes, unit).written_apart(_rows_apart(problem, nodes, limit_bytes))
+
+
+def _rows_apart(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[_Row]:
+    """The steps that may need the most, in order, each of the two ways for itself."""
+    everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
+    moments = memory.moments_apart(problem, everything, memory.kept_by_step(problem, everything))
+    chunks = problem.request.chunks
+    all_bytes = memory.footprint(problem, everything).total_bytes(chunks)
+    waits = _may_wait(problem)
+    rows = []
+    for forwards in (True, False):
+        steps = [moment[not forwards] for moment in moments]
+        most = max(0, *map(sum, steps))
+        beside, before = all_bytes - chunks * most, [-1 if forwards else 0] * len(nodes.nodes)
+        # Of a node's steps the last one has kept the most forwards, the first one has the most to leave backwards.
+        for step in reversed(range(len(steps))) if forwards else range(len(steps)):
+            node, need = nodes.node_of[step], steps[step][1]
+            wait = waits[not forwards][step]
+            if need + wait > before[node] and beside + chunks * sum(steps[step]) > limit_bytes:
+                rows.append(_Row(step, forwards, need, wait > 0))
+            before[node] = max(before[node], need)
+    return sorted(rows, key=lambda row: row.step)
+
+
 def _rows(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[_Row]:
     """The steps that may need the most, in order."""
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     kept = memory.kept_by_step(problem, everything)
     moments = memory.moments_of_training(problem, everything, kept)
     use = memory.footprint(problem, everything)
-    beside = use.total_bytes(problem.request.chunks) - use.one.activation_bytes - use.one.workspace_bytes
+    further = (problem.request.chunks - 1) * use.kept_bytes
+    beside = use.one.total_bytes + further - use.one.activation_bytes - use.one.workspace_bytes
     waits = _may_wait(problem)
     later = [0] * len(nodes.nodes)
     rows = []
     for step in reversed(range(len(problem.layers))):
         layer, node = problem.layers[step], nodes.node_of[step]
-        needs = (layer.forward_workspace_bytes, layer.backward_workspace_bytes)
+        # A device that may recompute may also not, and let the halves of its backward pass run apart.
+        least = problem.input_workspace_bytes[step] if problem.weights_apart else layer.backward_workspace_bytes
+        needs = (layer.forward_workspace_bytes, min(layer.backward_workspace_bytes, least))
         for forwards in (False, True):
             there, need, wait = moments[step][not forwards], needs[not forwards], waits[not forwards][step]
             # A later step of the same node, or the other one of this, keeps no less.
@@ -115,6 +152,7 @@ class _Sum:
     total: Term = 0
     done: int = -1
     most: int = 0
+    least: int = 0
 
     def add(self, step: int, size: int, term: Term) -> None:
         """So much more from a step on, where the term is 1."""
@@ -126,7 +164,7 @@ class _Sum:
         news = [term for past in range(self.done + 1, step + 1) for term in self.terms.get(past, ())]
         self.done = max(self.done, step)
         if news:
-            total = self.cp.new_int_var(0, self.most, "")
+            total = self.cp.new_int_var(self.least, self.most, "")
             self.cp.add(total == self.total + cp_model.LinearExpr.sum(news))
             self.total = total
         return self.total
@@ -164,13 +202,37 @@ class _Moment:
             self._add_row(moment, row, (there if row.forwards else back).at(row.step))
         return all_kept, moment
 
-    def _add_row(self, moment: cp_model.IntVar, row: _Row, held: Term) -> None:
+    def written_apart(self, rows: Sequence[_Row]) -> Term:
+        """The sum of two variables: the worst moment forwards, and that backwards."""
+        there, back = _Sum(self._cp), _Sum(self._cp)
+        for step, layer in enumerate(self._problem.layers):
+            kept, left = layer.saved_bytes // self._unit, self._problem.deferred_bytes[step] // self._unit
+            if kept:
+                there.add(step, kept, self._place.share(self._nodes.node_of[step]))
+            if left:
+                back.add(step, -left, self._place.share(self._nodes.node_of[step]))
+                back.least -= left
+        for value in self._problem.values:
+            self._add_pieces(there, value.held_bytes, self._held(value))
+            self._add_pieces(back, value.gradient_bytes, self._staying(value))
+        worst: Term = 0
+        for forwards, held in ((True, there), (False, back)):
+            mine = [row for row in rows if row.forwards == forwards]
+            most = held.most + max((row.workspace for row in mine), default=0) // self._unit
+            if mine and most:
+                moment = self._cp.new_int_var(0, most, "moment")
+                for row in mine:
+                    self._add_row(moment, row, held.at(row.step), may_fall=not forwards)
+                worst += moment
+        return worst
+
+    def _add_row(self, moment: cp_model.IntVar, row: _Row, held: Term, may_fall: bool = False) -> None:
         """If the layer is there, the moment is no less than what is held at its step and its workspace."""
         node, workspace = self._nodes.node_of[row.step], row.workspace // self._unit
         here = self._place.here(node)
         if here is None:
             return
-        if row.waiting:
+        if row.waiting or may_fall:  # what is held at its step counts where the layer is
             self._cp.add(moment >= held + workspace).only_enforce_if(here)
         else:  # what is kept up to a step is never more than what is kept in all
             self._cp.add(moment >= held + workspace * self._place.share(node))
@@ -212,6 +274,15 @@ class _Moment:
         for place, reader in enumerate(readers[:-1]):
             yield reader, self._any(source, self._both(earlier[place], later[place + 1]))
         yield readers[-1], None
+
+    def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:
+        """Backwards, as ``_gradient``, but a reader's gradient is here until the pass is over: it is sent then."""
+        source, before = self._here(value.source), value.source + 1
+        for reader, later in zip(value.readers, self._prefixes(value.readers[::-1])[::-1], strict=True):
+            if before < reader:
+                yield before, self._any(source, later)
+            before = reader
+        yield before, None
 
     # Literals
 

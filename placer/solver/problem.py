@@ -134,9 +134,22 @@ class Problem:
         return tuple(layer.deferred_bytes if self.weights_apart else 0 for layer in self.layers)
 
     @cached_property
-    def apart_bytes(self) -> tuple[int, ...]:
-        """By layer, the workspace that its backward pass has for each micro-batch, where weight passes run apart."""
-        return tuple(layer.backward_workspace_bytes if self.weights_apart else 0 for layer in self.layers)
+    def left_bytes(self) -> tuple[int, ...]:
+        """The same, and what the allocator takes beyond all that is kept."""
+        return tuple(
+            size + layer.rounding_bytes if self.weights_apart else 0
+            for size, layer in zip(self.deferred_bytes, self.layers, strict=True)
+        )
+
+    @cached_property
+    def input_workspace_bytes(self) -> tuple[int, ...]:
+        """By layer, what the input half of its backward pass holds for each micro-batch, where the halves run apart."""
+        return tuple(input_workspace_bytes(layer) if self.weights_apart else 0 for layer in self.layers)
+
+    @cached_property
+    def weights_workspace_bytes(self) -> tuple[int, ...]:
+        """By layer, what its weight pass works in, where that runs apart: the same memory for all micro-batches."""
+        return tuple(layer.weights_workspace_bytes if self.weights_apart else 0 for layer in self.layers)
 
     @property
     def may_recompute(self) -> bool:
@@ -203,6 +216,11 @@ class Problem:
             else:
                 classes.append([device])
         return classes
+
+
+def input_workspace_bytes(layer: Layer) -> int:
+    """What the input half of a layer's backward pass holds; what all of it does where that was not told apart."""
+    return layer.input_workspace_bytes or layer.backward_workspace_bytes
 
 
 def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ...]:
@@ -289,13 +307,15 @@ def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
 
 def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None:
     chunks = request.chunks if request.is_training else 1
-    total = sum(value.bytes * chunks + value.gradient_bytes for value in values) + sum(
+    total = sum((value.bytes + value.gradient_bytes) * chunks for value in values) + sum(
         layer.param_bytes
         + layer.grad_bytes
         + layer.optimizer_bytes
         + layer.buffer_bytes
-        + (layer.saved_bytes + layer.deferred_bytes + layer.backward_workspace_bytes) * chunks
-        + layer.forward_workspace_bytes
+        + (layer.saved_bytes + layer.deferred_bytes + layer.rounding_bytes) * chunks
+        + (layer.forward_workspace_bytes + input_workspace_bytes(layer)) * chunks
+        + layer.backward_workspace_bytes
+        + layer.weights_workspace_bytes
         for layer in request.profile.layers
     )
     if total > LARGEST_BYTES:

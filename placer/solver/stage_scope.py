@@ -40,5 +40,6 @@ def worth_building(problem: Problem, nodes: Reduction) -> bool:
 
 
 def _steady(problem: Problem) -> bool:
-    """Whether every stage has equally many micro-batches in flight."""
-    return problem.request.schedule == "fill-drain" or problem.request.chunks == 1 or problem.may_recompute
+    """Whether every stage has equally many micro-batches in flight, all of whose backward pass runs at once."""
+    one = problem.request.chunks == 1 and not problem.weights_apart
+    return problem.request.schedule == "fill-drain" or one or problem.may_recompute

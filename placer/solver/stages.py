@@ -327,10 +327,8 @@ class StageModel:
                 self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
 
     def _state_bytes(self, node: int) -> int:
-        """State, and what one micro-batch leaves to its weight pass: more are not in flight where any does."""
-        problem, layers = self.problem, self.nodes.nodes[node]
-        state = sum(memory_rules.state_bytes(problem, problem.layers[layer]) for layer in layers)
-        return state + (0 if problem.may_recompute else sum(problem.deferred_bytes[layer] for layer in layers))
+        problem = self.problem
+        return sum(memory_rules.state_bytes(problem, problem.layers[layer]) for layer in self.nodes.nodes[node])
 
     def here(self, node: int, stage: int) -> Literal | None:
         """A literal that holds if the node is at the stage; None if it cannot be."""

@@ -186,16 +186,18 @@ class Enumeration:
                     if self.request.schedule in ("1f1b", "interleaved"):
                         flight = min(flight, len(order) - p)
                     if self.request.schedule == "zero-bubble":
-                        flight = min(flight, 2 * len(order) - 1)
+                        flight = min(flight, 2 * len(order))
                     use[device] = self.use(where, device, flight)
                 yield use
 
     def use(self, where, device, flight):
         mine = [layer for layer in self.layers if where[layer.name] == device]
         if self.training:
-            need, kept = self.need(frozenset(layer.name for layer in mine))
-            beside = max((layer.backward_workspace_bytes for layer in mine), default=0) if self.apart else 0
-            return need + (flight - 1) * (kept + beside) + flight * self.left_to_weights(mine)
+            names = frozenset(layer.name for layer in mine)
+            if self.apart:
+                return self.state(mine) + flight * self.alone(names) + self.shared(mine)
+            need, kept = self.need(names)
+            return need + (flight - 1) * kept
         held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
         worst = 0
         for step, layer in enumerate(self.layers):
@@ -210,9 +212,36 @@ class Enumeration:
             worst = max(worst, now + (layer.forward_workspace_bytes if layer.name in later else 0))
         return held + worst
 
-    def left_to_weights(self, mine):
-        """What each micro-batch leaves to weight passes that run apart."""
-        return sum(layer.deferred_bytes for layer in mine) if self.apart else 0
+    @staticmethod
+    def state(mine):
+        """What is there all the time in training."""
+        return sum(x.param_bytes + x.buffer_bytes + x.grad_bytes + x.optimizer_bytes for x in mine)
+
+    @staticmethod
+    def shared(mine):
+        """What weight passes that run apart work in, one after another."""
+        return max((x.weights_workspace_bytes for x in mine), default=0)
+
+    @functools.cache  # noqa: B019 - an enumeration does not outlive its test
+    def alone(self, names):
+        """What one micro-batch has for itself on a device of these layers, where weight passes run apart."""
+        mine = [layer for layer in self.layers if layer.name in names]
+        ahead = max((self.step(names, layer, False) for layer in mine), default=0)
+        back = sum(layer.deferred_bytes for layer in mine)
+        for place, layer in enumerate(mine):
+            now = self.order.index(layer.name)
+            held = sum(later.deferred_bytes for later in mine[place + 1 :])
+            for e in self.request.profile.edges:
+                there = [self.order.index(name) for name in e.targets if e.source in names or name in names]
+                if there and self.order.index(e.source) < now < max(there):
+                    held += e.gradient_bytes
+            back = max(back, held + (layer.input_workspace_bytes or layer.backward_workspace_bytes))
+        return ahead + back + sum(layer.rounding_bytes for layer in mine)
+
+    @functools.cached_property
+    def order(self):
+        """The layers' names as they run."""
+        return [layer.name for layer in self.layers]
 
     @property
     def apart(self):
@@ -223,11 +252,10 @@ class Enumeration:
     def need(self, names):
         """What a device of these layers needs in training with one micro-batch, and what each further one adds."""
         mine = [layer for layer in self.layers if layer.name in names]
-        state = sum(x.param_bytes + x.buffer_bytes + x.grad_bytes + x.optimizer_bytes for x in mine)
         kept = sum(layer.saved_bytes for layer in mine)
         kept += sum(e.bytes for e in self.request.profile.edges if names & set(e.saved_by))
         steps = [self.step(names, layer, back) for layer in mine for back in (False, True)]
-        return state + max(steps, default=0), kept
+        return self.state(mine) + max(steps, default=0), kept
 
     def step(self, mine, layer, back):
         """What one micro-batch takes of the device of these layers while one of them runs, in training."""

@@ -32,6 +32,9 @@ def profiles(draw, training, row, kinds, count, size):
             saved_bytes=draw(SIZE) if training else 0,
             backward_workspace_bytes=draw(SIZE) if training else 0,
             deferred_bytes=draw(SIZE) if training else 0,
+            input_workspace_bytes=draw(SIZE) if training else 0,
+            weights_workspace_bytes=draw(SIZE) if training else 0,
+            rounding_bytes=draw(SIZE) if training else 0,
         )
         for name in names
     ]
@@ -198,21 +201,19 @@ class Steps:
         """Bytes by device, with as many micro-batches in flight as the plan has."""
         uses = {}
         for device in every.devices:
-            use = every.use(where, device.name, 1)
             mine = [layer for layer in every.layers if where[layer.name] == device.name]
             if device.name in again:
                 entering = {number for number, _, target in every.sends(where) if target == device.name}
                 size = sum(every.request.profile.edges[number].bytes for number in entering)
-                use -= every.left_to_weights(mine)  # all of its backward pass runs at once
-                uses[device.name] = use + (found.in_flight[stage_of[mine[0].name]] - 1) * size
+                alone, _ = every.need(frozenset(layer.name for layer in mine))  # all of its backward pass runs at once
+                uses[device.name] = alone + (found.in_flight[stage_of[mine[0].name]] - 1) * size
                 continue
-            if mine and every.apart:
-                beside = max(layer.backward_workspace_bytes for layer in mine)
-                use += (found.in_flight[stage_of[mine[0].name]] - 1) * beside
-            for layer in mine if every.training else ():
-                further = found.in_flight[stage_of[layer.name]] - 1
-                use += further * (layer.saved_bytes + every.left_to_weights([layer]))
-            for edge in every.request.profile.edges if every.training else ():
+            flight = found.in_flight[stage_of[mine[0].name]] if mine and every.apart else 1
+            use = every.use(where, device.name, flight)
+            adds_up = every.training and not every.apart
+            for layer in mine if adds_up else ():
+                use += (found.in_flight[stage_of[layer.name]] - 1) * layer.saved_bytes
+            for edge in every.request.profile.edges if adds_up else ():
                 held = [found.in_flight[stage_of[name]] for name in edge.saved_by if where[name] == device.name]
                 use += (max(held) - 1) * edge.bytes if held else 0
             uses[device.name] = use

@@ -77,8 +77,9 @@ class DrawnRequest:
 
     def leaving_weights(self, asked):
         """With what backward passes leave to weight passes."""
+        fields = ("deferred_bytes", "input_workspace_bytes", "weights_workspace_bytes", "rounding_bytes")
         layers = [
-            layer.model_copy(update={"deferred_bytes": self.random.choice(SIZES) if asked.is_training else 0})
+            layer.model_copy(update={name: self.random.choice(SIZES) if asked.is_training else 0 for name in fields})
             for layer in asked.profile.layers
         ]
         return asked.model_copy(update={"profile": asked.profile.model_copy(update={"layers": tuple(layers)})})

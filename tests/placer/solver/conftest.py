@@ -16,7 +16,11 @@ def training_problem():
     return make_training_problem
 
 
-def make_training_problem(random, objective="memory"):
+APART = ("deferred_bytes", "input_workspace_bytes", "weights_workspace_bytes", "rounding_bytes")
+"""What counts where weight passes run apart."""
+
+
+def make_training_problem(random, objective="memory", schedule="fill-drain"):
     """4 to 7 layers on 2 or 3 alike devices, drawn in a fraction of a millisecond."""
     sizes = (0, 0, 1, 2, 3, 5, 8)
     names = [f"l{i}" for i in range(random.randint(4, 7))]
@@ -29,6 +33,7 @@ def make_training_problem(random, objective="memory"):
             saved_bytes=random.choice(sizes),
             forward_workspace_bytes=random.choice(sizes),
             backward_workspace_bytes=random.choice(sizes),
+            **{field: random.choice(sizes) for field in APART if schedule == "zero-bubble"},
         )
         for name in names
     ]
@@ -49,7 +54,7 @@ def make_training_problem(random, objective="memory"):
             profile=profile,
             objective=objective,
             chunks=random.choice((1, 3)),
-            schedule="fill-drain",
+            schedule=schedule,
             constraints=Constraints(contiguous=objective == "throughput"),
         )
     )

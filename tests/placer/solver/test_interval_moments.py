@@ -28,5 +28,23 @@ def test_each_interval_is_worth_what_a_device_with_its_layers_holds(seed, traini
                 assert (tables.kept[first, end], tables.moment[first, end]) == (found.kept_bytes, passing)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_with_weight_halves_apart_each_interval_is_worth_what_a_micro_batch_has_for_itself(seed, training_problem):
+    random = Random(seed)
+    for _ in range(100):
+        problem = training_problem(random, schedule="zero-bubble")
+        count = len(problem.layers)
+        inner = random.sample(range(1, count), random.randint(count // 2, count - 1))
+        blocks = [list(range(*ends)) for ends in pairwise(sorted({0, count, *inner}))]
+        tables = TrainingMoments(problem, blocks, apart=True)
+        assert tables.follows
+        for first in range(len(blocks)):
+            for end in range(first + 1, len(blocks) + 1):
+                layers = [layer for block in blocks[first:end] for layer in block]
+                left = sum(problem.left_bytes[layer] for layer in layers)
+                found = memory.footprint(problem, memory.Held(layers, list(problem.values)))
+                assert tables.moment[first, end] + left == found.apart.each_bytes
+
+
 def test_an_order_that_is_not_the_profiles_is_not_called_exact(chain):
     assert not TrainingMoments(Problem.from_request(chain([1, 1, 1])), [[0, 2], [1]]).follows

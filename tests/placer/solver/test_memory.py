@@ -7,7 +7,7 @@ from placer.solver import costs
 from placer.solver.problem import Problem
 
 
-def memory(where, edges, training=True, chunks=1, **sizes):
+def memory(where, edges, training=True, chunks=1, schedule="fill-drain", **sizes):
     """The memory of device x, where ``where`` says layer by layer, a, b, c, ..., which device it is on."""
     names = "abcdef"[: len(where)]
     layers = [
@@ -24,7 +24,7 @@ def memory(where, edges, training=True, chunks=1, **sizes):
         links=[{"source": s, "target": t, "bandwidth_bytes_per_s": 1e9} for s, t in ("xy", "yx")],
     )
     profile = Profile(layers=layers, edges=edges, training=training, cluster=cluster)
-    asked = PlacementRequest(profile=profile, chunks=chunks, schedule="fill-drain", constraints={"contiguous": False})
+    asked = PlacementRequest(profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": False})
     return costs.evaluate(Problem.from_request(asked), ["xy".index(device) for device in where]).memory[0]
 
 
@@ -78,6 +78,44 @@ def test_a_gradient_is_summed_up_where_several_layers_read_the_value_before_it_i
 def test_further_micro_batches_add_what_they_keep(chunks, total):
     sizes = {"saved_bytes": {"a": 5, "b": 30}, "backward_workspace_bytes": {"a": 20}}
     assert memory("xx", [], chunks=chunks, **sizes).total_bytes == total
+
+
+def apart(where, edges, chunks=1, **sizes):
+    """The same where weight passes run apart: by micro-batch, and what weight passes share."""
+    use = memory(where, edges, chunks=chunks, schedule="zero-bubble", **sizes)
+    assert use.activation_bytes % chunks == 0
+    return use.activation_bytes // chunks, use.workspace_bytes
+
+
+def test_where_weight_halves_run_apart_a_backward_pass_finds_no_room_where_the_forward_pass_worked():
+    sizes = {"saved_bytes": {"a": 5, "b": 30}, "backward_workspace_bytes": {"a": 20, "b": 1}}
+    assert memory("xx", [], **sizes).total_bytes == 36
+    assert apart("xx", [], **sizes) == (35 + 20, 0)
+    assert apart("xx", [], chunks=3, **sizes) == (35 + 20, 0)
+
+
+def test_what_is_left_to_weight_passes_stays_while_the_layers_before_run_backwards():
+    left = {"deferred_bytes": {"a": 4, "b": 6}}
+    assert apart("xx", [], **left) == (10, 0)
+    # a works in 20, of which 4 stay, while the 6 of b are there
+    assert apart("xx", [], input_workspace_bytes={"a": 20, "b": 8}, **left) == (26, 0)
+    assert apart("xx", [], input_workspace_bytes={"a": 4, "b": 50}, **left) == (50, 0)
+
+
+def test_weight_passes_of_all_micro_batches_work_in_the_same_memory():
+    assert apart("xx", [], chunks=3, weights_workspace_bytes={"a": 7, "b": 9}) == (0, 9)
+
+
+def test_every_micro_batch_is_rounded_up():
+    use = memory("xx", [], chunks=3, schedule="zero-bubble", saved_bytes={"a": 5}, rounding_bytes={"a": 1, "b": 2})
+    assert use.total_bytes == 3 * (5 + 1 + 2)
+
+
+def test_a_gradient_that_is_to_be_sent_is_there_until_the_backward_pass_is_over():
+    edges = [Edge(source="a", targets=["d"], bytes=100, gradient_bytes=10)]
+    # d made it, b and c work while it is there; all at once it was sent before
+    assert apart("yxxx", edges, input_workspace_bytes={"b": 7, "c": 5})[0] == 100 + 17
+    assert memory("yxxx", edges, backward_workspace_bytes={"b": 7, "c": 5}).total_bytes == 100 + 0
 
 
 def test_a_device_without_layers_holds_nothing():

@@ -28,11 +28,12 @@ def with_limit(problem, limit_bytes):
     return replace(problem, devices=devices)
 
 
+@pytest.mark.parametrize("schedule", ["fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("seed", range(10))
-def test_the_smallest_memory_over_nodes_and_devices_is_that_of_the_assignment(seed, training_problem):
+def test_the_smallest_memory_over_nodes_and_devices_is_that_of_the_assignment(seed, schedule, training_problem):
     random = Random(seed)
     for _ in range(25):
-        problem, result = pinned(training_problem(random), random)
+        problem, result = pinned(training_problem(random, schedule=schedule), random)
         answer = PlacementModel(problem, reduced(problem)).solve(Limits(60))
         assert answer.bound == max(use.total_bytes for use in result.memory)
 

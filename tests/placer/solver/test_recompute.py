@@ -34,6 +34,9 @@ def requests(draw, row):
             forward_workspace_bytes=draw(SIZE),
             backward_workspace_bytes=draw(SIZE),
             deferred_bytes=draw(SIZE),
+            input_workspace_bytes=draw(SIZE),
+            weights_workspace_bytes=draw(SIZE),
+            rounding_bytes=draw(SIZE),
         )
         for name in names
     ]
@@ -105,14 +108,14 @@ class Recomputed:
 
     def use(self, where, order, device, again):
         chunks = self.request.chunks
-        room = {"fill-drain": chunks, "zero-bubble": 2 * len(order) - 1, "1f1b": len(order) - order.index(device)}
+        room = {"fill-drain": chunks, "zero-bubble": 2 * len(order), "1f1b": len(order) - order.index(device)}
         flight = min(chunks, room[self.request.schedule])
         if not again:
             return self.plain.use(where, device, flight)
         entering = {number for number, _, target in self.plain.sends(where) if target == device}
         size = sum(self.request.profile.edges[number].bytes for number in entering)
-        left = self.plain.left_to_weights([layer for layer in self.plain.layers if where[layer.name] == device])
-        return self.plain.use(where, device, 1) - left + (flight - 1) * size
+        alone, _ = self.plain.need(frozenset(name for name, place in where.items() if place == device))
+        return alone + (flight - 1) * size
 
     def time(self, where, again):
         """The objective where layers on some devices take their forward time more backwards."""

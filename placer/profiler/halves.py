@@ -1,0 +1,140 @@
+"""The memory of a backward pass whose halves run apart, by input and by weight, as zero-bubble schedules have them.
+
+    bytes held
+      ▲        ┌──┐  ┌──┐            ┌─┐  ┌─┐  half by weight: one operation after another
+      │     ┌──┘  └──┘  └─┐          │ │  │ │
+      │  ┌──┘   deferred  └──────────┘ └──┘ └── gradients of results, until all halves by weight are over
+      └──┴─ half by input ┴──── other passes ────▶ time
+
+What was kept stays until both are over, so nothing of it is free for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from placer import devices
+from placer.graph.halves import LINEAR, can_wait
+from placer.profiler.storages import StorageLog, key_of
+from placer.profiler.trial import Trial
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The memory of the two halves, for one micro-batch, in bytes.
+
+    Attributes:
+        deferred: of each storage that the half by input makes and the half by weight needs.
+        input_workspace_bytes: the most that the half by input holds beyond what was kept; those included.
+        weights_workspace_bytes: the most that the half by weight holds beside them, of one operation.
+    """
+
+    deferred: tuple[int, ...] = ()
+    input_workspace_bytes: int = 0
+    weights_workspace_bytes: int = 0
+
+
+def measure_halves(trial: Trial) -> Halves:
+    """Run the layer forwards and, in halves, backwards, and account for the memory of both.
+
+    Args:
+        trial: the layer; it must have run both ways before.
+    """
+    log, waiting = StorageLog(trial), _Waiting()
+    trial.set_gradients(present=True)
+    log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
+    gradients: list[Tensor | None] = []
+    try:
+        with log:
+            with waiting:
+                trial.forward()
+            before = log.count
+            by_input = partial(trial.backward_by_input, waiting.edges, waiting.weights)
+            input_bytes = _peak_bytes(trial, log, lambda: gradients.extend(by_input()))
+            found = gradients[: len(waiting.edges)]
+            keys = {key_of(gradient) for gradient in found if gradient is not None and gradient.layout == torch.strided}
+            deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
+            by_weight = [_weights_bytes(trial, log, *each) for each in zip(waiting.operations, found, strict=True)]
+        return Halves(deferred, input_bytes, max(by_weight, default=0))
+    finally:
+        trial.set_gradients(present=False)
+
+
+def _peak_bytes(trial: Trial, log: StorageLog, run: Any) -> int:
+    """What a run holds at its peak beyond what was there: tensors, and what libraries take on a device beside them."""
+    log.begin_anew()
+    seen = devices.peak_bytes(trial.device, run)
+    return max(log.peak_bytes(), seen or 0)
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """An operation whose weight gradients can wait.
+
+    Attributes:
+        edge: where gradients of its result come in.
+        weights: that it has; the weight first.
+        in_place_bytes: what its half by weight holds, where it adds to the gradient of the weight without making one;
+            None where it makes one.
+    """
+
+    edge: GradientEdge
+    weights: tuple[Tensor, ...]
+    in_place_bytes: int | None
+
+
+def _weights_bytes(trial: Trial, log: StorageLog, operation: _Operation, gradient: Tensor | None) -> int:
+    """What the half by weight of one operation holds."""
+    if gradient is None or operation.in_place_bytes is not None:
+        return operation.in_place_bytes or 0
+    wanted = [weight for weight in operation.weights if weight.requires_grad]
+
+    def run() -> Sequence[Tensor | None]:
+        return torch.autograd.grad([operation.edge], wanted, [gradient], retain_graph=True, allow_unused=True)
+
+    return _peak_bytes(trial, log, run)
+
+
+class _Waiting(TorchFunctionMode):
+    """Notes the operations whose weight gradients can wait.
+
+    Attributes:
+        operations: in the order in which they ran.
+        weights: the ``id`` of each weight of theirs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[_Operation] = []
+        self.weights: set[int] = set()
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """Where gradients of the operations' results come in."""
+        return [operation.edge for operation in self.operations]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if can_wait(func, args, kwargs):
+            weights = tuple(weight for weight in args[1:3] if isinstance(weight, Tensor))
+            self.weights.update(id(weight) for weight in weights)
+            self.operations.append(
+                _Operation(get_gradient_edge(result), weights, _in_place_bytes(func, result, weights))
+            )
+        return result
+
+
+def _in_place_bytes(func: Any, result: Tensor, weights: Sequence[Tensor]) -> int | None:
+    """A linear layer's half by weight adds to the gradient as it multiplies, where that is of the result's type."""
+    if func is not LINEAR:
+        return None
+    weight = weights[0]
+    return 0 if weight.dtype == result.dtype else weight.numel() * result.element_size()

@@ -1,0 +1,118 @@
+"""The storages that tensors are made in: written down as they come and go, and rounded up as torch's allocator does."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from placer.profiler.trial import Trial
+
+_OWN_SEGMENT_BYTES = 10 * 2**20
+_SEGMENT_BYTES = 2 * 2**20
+
+
+def rounding_bytes(size_bytes: int) -> int:
+    """What torch's CUDA allocator takes beyond a storage that is kept for good, in bytes.
+
+    A storage of 10 MiB or more that finds no room has a segment of its own, of a whole number of 2 MiB, whose rest is
+    too small for another such one. Smaller ones share segments, and leave little between them.
+
+    Source: ``c10/cuda/CUDACachingAllocator.cpp``, ``get_allocation_size`` and ``should_split``.
+    """
+    return -size_bytes % _SEGMENT_BYTES if size_bytes >= _OWN_SEGMENT_BYTES else 0
+
+
+def key_of(tensor: Tensor) -> int:
+    """The same for two tensors that share a storage; unique among the storages that live at one time."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A storage that lives: the reference tells when it ends."""
+
+    serial: int
+    size: int
+    reference: weakref.ref[Any]
+
+
+class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down when storages are made on the trial's device, and when they are freed.
+
+    Attributes:
+        state: the storages of the layer's state.
+        live: the bytes of the storages that were made and still live.
+        count: how many were made.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = trial.device.type
+        self.state = {key_of(tensor) for tensor in trial.state}
+        self._known = self.state | {key_of(tensor) for tensor in trial.reads if isinstance(tensor, Tensor)}
+        self._made: dict[int, _Made] = {}
+        self._changes: list[int] = []  # the size of what was made, minus that of what was freed
+        self.count = 0
+
+    @property
+    def live(self) -> dict[int, int]:
+        """The bytes of the storages that were made and still live."""
+        return {key: made.size for key, made in self._made.items()}
+
+    def serial(self, key: int) -> int:
+        """The number of the storage among those made; 0 for one that was there before."""
+        return self._made[key].serial if key in self._made else 0
+
+    def identity(self, tensor: Tensor) -> tuple[int, int]:
+        """The tensor's storage, told apart from an earlier one in the same place."""
+        return key_of(tensor), self.serial(key_of(tensor))
+
+    def begin(self, counted: Iterable[int]) -> None:
+        """Start a new peak; of the storages that live already, those counted lower it when they are freed."""
+        self._changes.clear()
+        counted = set(counted)
+        self._made = {key: made for key, made in self._made.items() if key in counted}
+
+    def begin_anew(self) -> None:
+        """Start a new peak beyond all that lives: none of it may be freed before the log has ended."""
+        self._known |= self.live.keys()
+        self.begin(())
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of these tensors out."""
+        self._known |= {key_of(tensor) for tensor in tensors}
+
+    def peak_bytes(self) -> int:
+        """The most that was held at one time beyond what was held at the beginning."""
+        return max(0, *itertools.accumulate(self._changes, initial=0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == self._device and tensor.layout == torch.strided:
+                self._see(tensor)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        if key in self._known or key in self._made:
+            return
+        self.count += 1
+        serial, size = self.count, storage.nbytes()
+        self._changes.append(size)
+        self._made[key] = _Made(serial, size, weakref.ref(storage, lambda _: self._freed(key, serial)))
+
+    def _freed(self, key: int, serial: int) -> None:
+        made = self._made.get(key)
+        if made is not None and made.serial == serial:
+            del self._made[key]
+            self._changes.append(-made.size)

@@ -1,0 +1,106 @@
+"""The memory of the halves of a backward pass, 4 bytes an element, each counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from placer.profiler.halves import measure_halves
+from placer.profiler.memory import measure_memory
+from placer.profiler.storages import rounding_bytes
+
+MIB = 2**20
+BATCH, INSIDE, OUTSIDE = 8, 16, 32
+linear: Callable[..., Tensor] = torch.ops.aten.linear.default
+conv2d: Callable[..., Tensor] = torch.ops.aten.conv2d.default
+
+
+def _tensor(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(shape, requires_grad=grad)
+
+
+def test_the_half_by_input_of_a_linear_layer_makes_no_gradient_of_its_weight(make_trial: Any) -> None:
+    halves = measure_halves(make_trial(linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(OUTSIDE)]))
+    assert halves.deferred == (4 * BATCH * OUTSIDE,)
+    assert halves.input_workspace_bytes == 4 * BATCH * (OUTSIDE + INSIDE)
+    assert halves.weights_workspace_bytes == 0  # it adds to the gradient in place as it multiplies
+
+
+def test_what_is_left_to_weight_passes_stays_while_the_half_by_input_goes_on(make_trial: Any) -> None:
+    def chain(x: Tensor, *weights: Tensor) -> Tensor:
+        for weight in weights:
+            x = linear(x, weight)
+        return x
+
+    weights = [_tensor(INSIDE, INSIDE) for _ in range(5)]
+    halves = measure_halves(make_trial(chain, [_tensor(BATCH, INSIDE)], weights))
+    assert sum(halves.deferred) == 5 * 4 * BATCH * INSIDE
+    assert halves.input_workspace_bytes == 6 * 4 * BATCH * INSIDE  # and the gradient of what the layer reads
+
+
+def test_what_was_kept_leaves_no_room_to_the_half_by_input(make_trial: Any) -> None:
+    def block(x: Tensor) -> Tensor:
+        return torch.exp(torch.exp(torch.exp(x)))
+
+    trial = make_trial(block, [_tensor(BATCH, INSIDE)])
+    memory, size = measure_memory(trial, training=True), 4 * BATCH * INSIDE
+    assert memory.input_workspace_bytes == measure_halves(trial).input_workspace_bytes == 2 * size
+    assert memory.saved_bytes == 2 * size
+
+
+def test_the_half_by_weight_holds_the_gradient_of_one_convolution_at_a_time(make_trial: Any) -> None:
+    def pair(x: Tensor, wide: Tensor, narrow: Tensor) -> Tensor:
+        return conv2d(conv2d(x, wide, None, [1, 1], [1, 1]), narrow)
+
+    state = [_tensor(8, 3, 3, 3), _tensor(2, 8, 1, 1)]
+    halves = measure_halves(make_trial(pair, [_tensor(2, 3, 10, 10)], state))
+    assert sorted(halves.deferred) == [4 * 2 * 2 * 100, 4 * 2 * 8 * 100]
+    assert halves.weights_workspace_bytes >= 4 * 8 * 3 * 3 * 3
+    assert halves.weights_workspace_bytes < 4 * (8 * 3 * 3 * 3 + 2 * 8)
+
+
+def test_a_layer_whose_weights_cannot_wait_does_all_of_its_backward_pass_at_once(make_trial: Any) -> None:
+    gain = [_tensor(INSIDE), _tensor(INSIDE)]
+    trial = make_trial(lambda x, a, b: functional.layer_norm(x, [INSIDE], a, b), [_tensor(BATCH, INSIDE)], gain)
+    halves = measure_halves(trial)
+    assert (halves.deferred, halves.weights_workspace_bytes) == ((), 0)
+    assert halves.input_workspace_bytes == measure_memory(trial, training=True).backward_workspace_bytes
+
+
+def test_what_gradients_do_not_flow_through_takes_nothing(make_trial: Any) -> None:
+    frozen = make_trial(linear, [_tensor(BATCH, INSIDE, grad=False)], [_tensor(OUTSIDE, INSIDE, grad=False)])
+    assert measure_halves(frozen) == type(measure_halves(frozen))()
+
+
+def test_measuring_the_halves_leaves_no_gradients(make_trial: Any) -> None:
+    trial = make_trial(linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE)])
+    measure_halves(trial)
+    assert [tensor.grad for tensor in (*trial.parameters, *trial.reads)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("size", "rest"),
+    [(0, 0), (9 * MIB, 0), (10 * MIB, 0), (49 * MIB, MIB), (49 * MIB // 4, 7 * MIB // 4), (196 * MIB, 0)],
+)
+def test_a_large_storage_has_a_segment_of_a_whole_number_of_two_mebibytes(size: int, rest: int) -> None:
+    assert rounding_bytes(size) == rest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [MIB, 10 * MIB, 49 * MIB // 4, 49 * MIB, 196 * MIB])
+def test_a_gpus_allocator_takes_as_much_for_a_large_storage(size: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        held = torch.empty(size, dtype=torch.uint8, device="cuda")
+    taken = torch.cuda.memory_reserved() - before
+    assert held.nbytes == size
+    if size >= 10 * MIB:
+        assert taken == size + rounding_bytes(size)
