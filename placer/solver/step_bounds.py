@@ -160,7 +160,7 @@ class StepTable(CutTable):
 
     def _bound(self, device: int, stages_left: int) -> Any:
         """By first node and end, a bound on the passes of a step with a stage there."""
-        chunks, schedule = self._asked.request.chunks, self._asked.request.schedule
+        chunks = self._asked.request.chunks
         forward, backward, awaited = (
             sums[device][None, :] - sums[device][:, None] for sums in (self._forward, self._backward, self._awaited)
         )
@@ -171,18 +171,14 @@ class StepTable(CutTable):
         cut = self._cut_there + self._cut_back
         whole = whole + cut[:, None] + cut[None, :]
         way = whole + (chunks - 1) * np.maximum(forward, awaited)
-        work = chunks * (forward + backward)
         wait = self._wait(stages_left, behind, forward, backward)
-        if pipelines.in_a_row(self._asked):
-            own = work + wait + self._optimizer[device][None, :] - self._optimizer[device][:, None]
-            lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
-            first = np.maximum(way, there + back + chunks * (forward + awaited) + wait)
-            return np.maximum(own, np.maximum(lanes, first if self._asked.training else 0.0))
-        if schedule == "zero-bubble" and self._asked.training:
-            return np.maximum(np.maximum(way, there + work + wait), there + back + chunks * (forward + awaited) + wait)
-        if schedule == "fill-drain" or not self._asked.training:
-            return whole + (chunks - 1) * (forward + backward)
-        return np.maximum(way, there + back + work + wait)
+        own = chunks * (forward + backward) + wait
+        round_trip = np.maximum(way, there + back + chunks * (forward + awaited) + wait)
+        if not pipelines.in_a_row(self._asked):
+            return np.maximum(round_trip, there + own)
+        own = own + self._optimizer[device][None, :] - self._optimizer[device][:, None]
+        lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
+        return np.maximum(own, np.maximum(lanes, round_trip if self._asked.training else 0.0))
 
     def _wait(self, stages_left: int, behind: Table, forward: Table, backward: Table) -> Any:
         """By first node and end, how long a stage there has nothing to do between its first pass and its last."""
