@@ -197,6 +197,7 @@ def test_memory_of_a_linear_follows_its_formula(make_trial: Any) -> None:
 def test_a_model_on_meta_profiles_layer_by_layer() -> None:
     with torch.device("meta"):
         model = zoo.gpt(layers=48, width=4096, heads=32, context=256, vocabulary=1000)  # 39 GB
+    torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(0)
     found = profile(model, torch.randint(0, 1000, (2, 256)), ["cuda:0"], repeats=3, progress=False)
     largest = max(layer.param_bytes for layer in found.layers)
