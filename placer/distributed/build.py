@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from placer import devices
 from placer.distributed import schedules
-from placer.distributed.head import Head, Loss
+from placer.distributed.head import Head
 from placer.distributed.line import Line, line
 from placer.distributed.pipeline import Pipeline, Shape
 from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
@@ -27,6 +27,7 @@ from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export
 from placer.graph.given import refuse_no_loss, refuse_no_module
 from placer.graph.layers import LayerGraph
+from placer.graph.losses import LossFunction
 from placer.schema import Placement
 
 
@@ -34,7 +35,7 @@ def build(
     model: nn.Module,
     placement: Placement | Mapping[str, Any],
     example_inputs: Any,
-    loss_fn: Loss | None = None,
+    loss_fn: LossFunction | None = None,
     *,
     chunks: int | None = None,
     schedule: str | None = None,
@@ -161,7 +162,7 @@ def _assemble(
     graph: LayerGraph,
     cut: Line,
     placed: _Placed,
-    loss_fn: Loss | None,
+    loss_fn: LossFunction | None,
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
     here = dist.get_rank(group)

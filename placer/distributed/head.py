@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer.distributed.parcels import Parcel
-from placer.errors import InputError
 from placer.executor.faults import Place, explain
 from placer.executor.pipeline import gather
+from placer.graph.losses import LossFunction, refuse_no_number
 from placer.graph.structure import Structure
-
-Loss = Callable[[Any, Any], Tensor]
 
 
 class Head:
@@ -33,7 +31,7 @@ class Head:
 
     def __init__(
         self,
-        loss_fn: Loss | None,
+        loss_fn: LossFunction | None,
         outputs: Structure,
         parcels: Sequence[Parcel],
         chunks: int,
@@ -60,9 +58,7 @@ class Head:
             loss = self._loss_fn(self.result(output), goal)
         except Exception as error:  # whatever a user's function raises
             raise explain(error, Place(number, "forward", 0, 0, self._device, "(loss)")) from error
-        if not isinstance(loss, Tensor) or loss.dim():
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
-            raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
+        refuse_no_number(loss)
         return loss / self._chunks
 
     def result(self, output: Any) -> Any:

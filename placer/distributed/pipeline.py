@@ -22,10 +22,11 @@ from placer.distributed.weights import Weights
 from placer.errors import InputError
 from placer.executor.pipeline import scatter
 from placer.graph import arguments
+from placer.graph.losses import refuse_other_batch
 from placer.graph.structure import Structure, flatten
 
 _OTHER = (
-    ". For a smaller last batch build a second pipeline from the same model, its example one micro-batch of that; or "
+    "for a smaller last batch build a second pipeline from the same model, its example one micro-batch of that; or "
     "leave it out: DataLoader(drop_last=True)"
 )
 
@@ -254,7 +255,7 @@ class Pipeline:
         wanted = (self._shape.samples * self.chunks, *shape[1:]) if shape[:1] == (self._shape.samples,) else shape
         raise InputError(
             f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the example make {wanted}"
-            + _OTHER
+            f"; {_OTHER}"
         )
 
     def _goals(self, target: Any) -> Tensor | None:
@@ -263,9 +264,7 @@ class Pipeline:
             return None
         size = self._shape.samples * self.chunks
         leaves, structure = flatten(target)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != size:
-                raise InputError(f"a target of shape {tuple(leaf.shape)} goes with a batch of {size} samples{_OTHER}")
+        refuse_other_batch(leaves, size, _OTHER)
         here = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._head.targets = [structure.unflatten(part) for part in scatter(here, self.chunks, size)]
         return torch.arange(self.chunks)

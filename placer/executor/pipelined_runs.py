@@ -13,9 +13,10 @@ from placer.executor import stream
 from placer.executor.compiled import Backend
 from placer.executor.measure import measure_step, measure_stream
 from placer.executor.stream import Streams
-from placer.executor.train import Loss, Order
+from placer.executor.train import Order
 from placer.executor.train_step import Flow, TrainStep
 from placer.executor.update import Update
+from placer.graph.losses import LossFunction
 from placer.report.timeline import Measurement
 from placer.schema import Profile, Schedule
 
@@ -34,7 +35,7 @@ class PipelinedRuns(nn.Module):
 
     def train_step(
         self,
-        loss_fn: Loss,
+        loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer | None = None,
         schedule: Order | None = None,
         *,

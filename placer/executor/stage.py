@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.errors import InputError
 from placer.executor import autocast
 from placer.executor.accumulation import Accumulation
 from placer.executor.deferred import DeferWeights
@@ -25,6 +24,7 @@ from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.slot import Head, NamedQueue, Slot
 from placer.graph.layers import Value
+from placer.graph.losses import refuse_no_number, refuse_untrained
 
 LOSS = "(loss)"
 """What stands for the loss where a layer is named."""
@@ -257,7 +257,8 @@ class Stage:
     def _lose(self, head: Head, slot: Slot, batch: MicroBatch) -> None:
         self.trail.enter(LOSS)
         loss = head.loss([batch.read(name, self.device) for name in head.names], slot.targets)
-        _refuse_no_loss(loss)
+        refuse_no_number(loss)
+        refuse_untrained(loss)
         head.dtype = loss.dtype
         slot.roots = [loss * slot.weight]
 
@@ -312,14 +313,6 @@ def drop_unreached(stages: Sequence[Stage]) -> None:
             for name, reader in list(slot.gradients):
                 if reader is not None and name in stages[reader].unreached:
                     del slot.gradients[name, reader]
-
-
-def _refuse_no_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.dim():
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
-        raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise InputError("no parameter that requires a gradient has a part in the loss: there is nothing to train")
 
 
 def _apart(result: Any, received: Iterable[Any]) -> Any:

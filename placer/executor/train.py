@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +35,11 @@ from placer.executor.stage import Stage, drop_unreached
 from placer.executor.statistics import BatchStatistics
 from placer.executor.weights import Weights
 from placer.graph.layers import LayerGraph
+from placer.graph.losses import LossFunction
 from placer.graph.structure import Structure
 from placer.schedule import Plan, plan
 from placer.schema import Schedule
 
-Loss = Callable[[Any, Any], Tensor]
 Order = Schedule
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
@@ -60,7 +60,7 @@ class Recipe:
         checkpoints: the modules that the model itself lets run again in the backward pass.
     """
 
-    loss_fn: Loss
+    loss_fn: LossFunction
     outputs: Structure
     target: Structure
     schedule: Order

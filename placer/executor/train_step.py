@@ -20,12 +20,14 @@ from placer.executor.latest_shapes import LatestShapes
 from placer.executor.pipeline import cut, micro_batch_sizes
 from placer.executor.program import Capture
 from placer.executor.statistics import refuse_uncaptured
-from placer.executor.train import SCHEDULES, Loss, Order, Recipe, TrainingPipeline
+from placer.executor.train import SCHEDULES, Order, Recipe, TrainingPipeline
 from placer.executor.update import Update
 from placer.executor.weights import Weights
 from placer.graph import arguments
 from placer.graph.export import batch_size
+from placer.graph.given import refuse_no_loss
 from placer.graph.layers import LayerGraph
+from placer.graph.losses import LossFunction, refuse_other_batch
 from placer.graph.structure import Structure, flatten
 
 
@@ -70,17 +72,16 @@ class TrainStep:
         compile: the backend of torch.compile; None to compile nothing.
 
     Raises:
-        InputError: the loss is no function, or the schedule is not known, or the optimizer is of another model.
+        InputError: the loss is no function, or has parameters of its own; the schedule is not known; or the optimizer
+            is of another model.
     """
 
     def __init__(
-        self, flow: Flow, loss_fn: Loss, update: Update, schedule: Order, compile: Backend | None = None
+        self, flow: Flow, loss_fn: LossFunction, update: Update, schedule: Order, compile: Backend | None = None
     ) -> None:
-        if not callable(loss_fn):
-            raise InputError(f"loss_fn is {loss_fn!r}; give a function of the output and the target")
+        refuse_no_loss(loss_fn)
         if schedule not in SCHEDULES:
             raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
-        _refuse_parameters(loss_fn)
         _refuse_other_models(update.optimizer, flow.module)
         self.flow = flow
         self.loss_fn = loss_fn
@@ -145,7 +146,7 @@ class TrainStep:
         tensors, structure = flatten(arguments.split(inputs))
         goals, target_structure = flatten(target)
         size = batch_size(tensors)
-        _refuse_other_sizes(goals, size)
+        refuse_other_batch(goals, size)
         return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
 
     def _places(self) -> set[torch.device]:
@@ -269,16 +270,6 @@ class TrainStep:
         return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
 
 
-def _refuse_parameters(loss_fn: Loss) -> None:
-    own = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
-    name = next((name for name, parameter in own if parameter.requires_grad), None)
-    if name is not None:
-        raise InputError(
-            f"loss_fn has a parameter of its own, {name!r}, which would not be trained; "
-            "make it a part of the model, and let the model take what it needs of the target"
-        )
-
-
 def _hooked(weights: Weights) -> bool:
     """Whether the user has hooks on a parameter; says so."""
     name = weights.hooked()
@@ -305,15 +296,6 @@ def _refuse_other_models(optimizer: torch.optim.Optimizer | None, model: nn.Modu
             f"the optimizer holds no parameter of this {type(model).__name__}, so a step would change nothing; "
             "make it from flow.parameters()"
         )
-
-
-def _refuse_other_sizes(targets: list[Any], size: int) -> None:
-    for target in targets:
-        if isinstance(target, Tensor) and target.dim() and target.shape[0] != size:
-            raise InputError(
-                f"a target of shape {tuple(target.shape)} goes with a batch of {size}; "
-                "its first dimension must be the batch"
-            )
 
 
 def _sizes(wanted: int, size: int) -> list[int]:

@@ -34,7 +34,7 @@ def refuse_no_loss(loss_fn: Any) -> None:
     if isinstance(loss_fn, type):
         raise InputError(f"loss_fn is the class {loss_fn.__name__}; give an instance, such as {loss_fn.__name__}()")
     if not callable(loss_fn):
-        raise InputError(f"loss_fn is a {type(loss_fn).__name__}; give a function of the model's result and the target")
+        raise InputError(f"loss_fn is {loss_fn!r}; give a function of the model's result and the target")
     own = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
     name = next((name for name, parameter in own if parameter.requires_grad), None)
     if name is not None:

@@ -169,7 +169,7 @@ class _Weighted(nn.Module):
     [
         ({"loss_fn": functional.cross_entropy}, "loss_fn is given without target"),
         ({"target": torch.zeros(BATCH)}, "target is given without loss_fn"),
-        ({"loss_fn": 3, "target": torch.zeros(BATCH)}, "loss_fn is a int"),
+        ({"loss_fn": 3, "target": torch.zeros(BATCH)}, "loss_fn is 3; give a function"),
         ({"loss_fn": functional.mse_loss, "target": torch.zeros(BATCH + 1, CLASSES)}, "a batch of 8"),
         ({"loss_fn": functional.mse_loss, "target": torch.zeros(BATCH), "training": False}, "belong to training"),
         ({"loss_fn": lambda y, _: y, "target": torch.zeros(BATCH)}, r"shape \(8, 32\); let it give one number"),

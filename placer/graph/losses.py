@@ -1,0 +1,61 @@
+"""A loss function: what it is, what it must give, and the target that it compares a result with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer.errors import InputError
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""``loss_fn(output, target)``: one number, a mean over the samples that it is given."""
+
+
+def refuse_no_number(loss: Any) -> None:
+    """Refuse what a loss function gave that cannot be made small.
+
+    Raises:
+        InputError: it is no number, or a complex one.
+    """
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+        raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
+    if loss.is_complex():
+        raise InputError(f"loss_fn gave a number of type {loss.dtype}, which cannot be made small; give its real part")
+
+
+def refuse_untrained(loss: Tensor) -> None:
+    """Refuse a loss that nothing can be learnt from, where gradients are asked for.
+
+    Raises:
+        InputError: no gradient comes from it.
+    """
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise InputError(
+            "loss_fn gave a number that no gradient comes from: no parameter that requires a gradient has a part in "
+            "it, so there is nothing to train"
+        )
+
+
+def refuse_other_batch(
+    target: Iterable[Any], size: int, way_out: str = "its first dimension must be the batch"
+) -> None:
+    """Refuse a target that is of another batch than the inputs.
+
+    Args:
+        target: flattened.
+        size: samples in the inputs.
+        way_out: for the message.
+
+    Raises:
+        InputError: a tensor of it has another first dimension.
+    """
+    for tensor in target:
+        if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] != size:
+            raise InputError(f"a target of shape {tuple(tensor.shape)} goes with a batch of {size} samples; {way_out}")
+
+
+__all__ = ["LossFunction", "refuse_no_number", "refuse_other_batch", "refuse_untrained"]
