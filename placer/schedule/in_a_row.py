@@ -11,19 +11,18 @@ it began, one step later or several. That is the time of a step in a row. Mostly
 then each step takes as long as the next. Else several together do, as many as the chain is long.
 
 Of every x the entries of A (*) x - x enclose that mean: the largest is not below it, the smallest not above. A few
-steps are played; mostly the two meet, or the largest meets what one device has to do. Where they do not, the mean is
-taken from A itself. Either way it is exact, but for rounding.
+steps are played; mostly the two meet, or the largest meets what one device has to do. Where they do not, the longest
+chains are followed, a step forward costing the mean that is known, as long as there is one that comes back with more.
+Either way the time is exact, but for rounding.
 
-Source: Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, chapter 3; Karp, "A characterization of
-the minimum cycle mean in a digraph", 1978.
+Source: Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, chapter 3; Lawler, "Combinatorial
+Optimization: Networks and Matroids", 1976, section 3.13.
 """
 
 from __future__ import annotations
 
-from math import inf
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
 
 from placer.schedule.passes import Pipeline, Plan
 from placer.schedule.simulate import StepsInARow
@@ -55,30 +54,71 @@ def in_a_row_ms(pipeline: Pipeline, plan: Plan) -> float:
         if most <= least * (1 + ROUNDING):
             return most
         before = after
-    return _largest_cycle_mean(_matrix(row))
+    return _longest_mean(row, row.busiest_ms())
 
 
-def _matrix(row: StepsInARow) -> NDArray[np.float64]:
-    """A: what a step hands on, by what it takes over alone."""
-    columns = []
-    count = len(row.state)
-    for start in range(count):
-        row.begin([0.0 if place == start else -inf for place in range(count)])
-        row.play()
-        columns.append(row.state)
-    return np.array(columns).T
+class _Traced(float):
+    """A time with that from which the longest chain to it comes, of all that the step took over."""
+
+    __slots__ = ("origin",)
+    origin: int
+
+    def __new__(cls, time_ms: float, origin: int) -> Self:
+        made = super().__new__(cls, time_ms)
+        made.origin = origin
+        return made
+
+    def __add__(self, time_ms: float) -> _Traced:
+        return _Traced(float(self) + time_ms, self.origin)
 
 
-def _largest_cycle_mean(weights: NDArray[np.float64]) -> float:
-    """The largest mean weight of an arc in any cycle.
+class _Link(NamedTuple):
+    """The last step of a longest chain: from where it comes, and how long it is."""
 
-    Karp's theorem, w(k, v) being the heaviest walk of k arcs that ends at v, of n in all: the largest over v of the
-    smallest over k < n of (w(n, v) - w(k, v)) / (n - k).
-    """
-    count = len(weights)
-    walks = [np.zeros(count)]
-    for _ in range(count):
-        walks.append((weights + walks[-1]).max(axis=1))
-    reached = np.isfinite(walks[count])  # every device comes back to itself
-    last = walks[count][reached]
-    return float(np.min([(last - walk[reached]) / (count - k) for k, walk in enumerate(walks[:count])], axis=0).max())
+    origin: int
+    time_ms: float
+
+
+def _longest_mean(row: StepsInARow, mean: float) -> float:
+    """The largest mean of a chain that comes back to where it began, at least the one that is known."""
+    state = row.state
+    links: dict[int, _Link] = {}
+    while True:
+        ends = _traced_step(row, state)
+        slack = ROUNDING * max(map(abs, ends))
+        later = {place: end for place, end in enumerate(ends) if end - mean > state[place] + slack}
+        if not later:
+            return mean
+        links |= {place: _Link(end.origin, float(end) - state[end.origin]) for place, end in later.items()}
+        for place, end in later.items():
+            state[place] = float(end) - mean
+        longer = _mean_of_a_round(links)
+        if longer is not None:
+            if longer <= mean:  # by rounding alone
+                return mean
+            mean, links = longer, {}
+
+
+def _traced_step(row: StepsInARow, state: Sequence[float]) -> list[_Traced]:
+    """What a step hands on that takes this over."""
+    row.begin([_Traced(time_ms, place) for place, time_ms in enumerate(state)])
+    row.play()
+    return [end for end in row.state if isinstance(end, _Traced)]  # all are: each device, lane and buffer was used
+
+
+def _mean_of_a_round(links: Mapping[int, _Link]) -> float | None:
+    """The mean of a chain that comes back to where it began; None if none does."""
+    seen: dict[int, int] = {}
+    for start in links:
+        place = start
+        while place in links and place not in seen:
+            seen[place] = start
+            place = links[place].origin
+        if place in links and seen[place] == start:
+            round_ms = [links[place].time_ms]
+            after = links[place].origin
+            while after != place:
+                round_ms.append(links[after].time_ms)
+                after = links[after].origin
+            return sum(round_ms) / len(round_ms)
+    return None
