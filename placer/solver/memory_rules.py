@@ -43,6 +43,8 @@ def holds_state_alone(problem: Problem) -> bool:
 
 def use_of_all(problem: Problem) -> int:
     """What a device with all layers would hold with all micro-batches in flight, in bytes."""
+    if holds_state_alone(problem):
+        return sum(state_bytes(problem, layer) for layer in problem.layers)
     everything = Held(list(range(len(problem.layers))), list(problem.values))
     return footprint(problem, everything).total_bytes(problem.request.chunks)
 
@@ -168,7 +170,7 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
     """How many micro-batches a device holds, and the literals under which it does.
 
     Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p + f - 1 is used.
-    Under zero-bubble every stage holds 2 S - 1: so many if stage S - 1 is used. Where the device may recompute, one:
+    Under zero-bubble every stage holds 2 S: so many if stage S - 1 is used. Where the device may recompute, one:
     what it keeps of others is left to the evaluation of what is found.
     """
     chunks, schedule = model.problem.request.chunks, model.problem.request.schedule
@@ -179,8 +181,8 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
         yield chunks, []
         return
     if schedule == "zero-bubble":
-        for p in range(min(len(model.stages), chunks // 2 + 1)):
-            yield min(chunks, 2 * p + 1), [model.used[p]]
+        for p in range(min(len(model.stages), -(-chunks // 2))):
+            yield min(chunks, 2 * p + 2), [model.used[p]]
         return
     for p in model.stages:
         if model.stage_is_device and p != device:
