@@ -10,17 +10,20 @@ Arc = tuple[int, int]
 
 def closed_groups(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Groups of two or more, joined where they share a member, each ascending."""
-    joined: list[set[int]] = []
+    parent: dict[int, int] = {}
+
+    def root(member: int) -> int:
+        while parent.setdefault(member, member) != member:
+            parent[member] = member = parent[parent[member]]
+        return member
+
     for group in groups:
-        merged = set(group)
-        apart = []
-        for other in joined:
-            if merged & other:
-                merged |= other
-            else:
-                apart.append(other)
-        joined = [*apart, merged] if merged else apart
-    return tuple(sorted(tuple(sorted(group)) for group in joined if len(group) > 1))
+        for member in group:
+            parent[root(member)] = root(group[0])
+    members: dict[int, list[int]] = {}
+    for member in parent:
+        members.setdefault(root(member), []).append(member)
+    return tuple(sorted(tuple(sorted(group)) for group in members.values() if len(group) > 1))
 
 
 def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:

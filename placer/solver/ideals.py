@@ -80,7 +80,7 @@ def best_chain(
     """
     if not all(nodes.allowed):
         return Cut(None, inf)
-    if _strays(problem, nodes) > log2(MOST_IDEALS):
+    if too_loose(problem, nodes):
         return None
     chains = _Chains(problem, nodes, upper)
     found = chains.best(over)
@@ -89,9 +89,10 @@ def best_chain(
     return found
 
 
-def _strays(problem: Problem, nodes: Reduction) -> int:
-    """How many nodes nothing orders; an ideal may have any of them."""
-    return len(nodes.nodes) - len({node for arc in nodes.arcs(arcs_of(problem.values)) for node in arc})
+def too_loose(problem: Problem, nodes: Reduction) -> bool:
+    """Whether there are so many nodes that nothing orders, of which an ideal may have any, that ideals are too many."""
+    ordered = {node for arc in nodes.arcs(arcs_of(problem.values)) for node in arc}
+    return len(nodes.nodes) - len(ordered) > log2(MOST_IDEALS)
 
 
 @dataclass(frozen=True)

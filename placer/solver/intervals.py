@@ -169,6 +169,9 @@ class Intervals:
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
         self._fixed = self._summed([memory_rules.state_bytes(problem, layer) for layer in problem.layers])
+        self._kept, self._moment = np.zeros(shape), np.zeros(shape)
+        if memory_rules.holds_state_alone(problem):
+            return
         if problem.weights_apart:
             apart = TrainingMoments(problem, self._layers, apart=True)
             self._each = apart.moment + self._summed(problem.left_bytes)
@@ -178,7 +181,6 @@ class Intervals:
             self._kept, self._moment, self.exact = moments.kept, moments.moment, moments.follows
         if problem.training:
             return
-        self._kept, self._moment = np.zeros(shape), np.zeros(shape)
         for first in range(self._count):
             self._measure_inference(first)
 

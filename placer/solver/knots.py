@@ -19,7 +19,8 @@ Source: Lawler, "Cutsets and partitions of hypergraphs", 1973.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import floor, inf
 
@@ -173,17 +174,23 @@ class Cutter:
     def _arc(self, tail: int, head: int, capacity: int) -> None:
         self._flow.add_arc_with_capacity(tail, head, capacity)
 
+    @contextmanager
+    def without(self, outside: Sequence[int]) -> Iterator[None]:
+        """For as long as it is open, no device has any of these nodes."""
+        for node in outside:
+            self._flow.set_arc_capacity(node, ENDLESS)
+        yield
+        for node in outside:
+            self._flow.set_arc_capacity(node, self._work[node])
+
     def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
         """The least load of a device with some nodes and without others, in milliseconds, and the set S."""
         for node in inside:
             self._flow.set_arc_capacity(self._count + node, ENDLESS)
-        for node in outside:
-            self._flow.set_arc_capacity(node, ENDLESS)
-        status = self._flow.solve(self._origin, self._sink)
+        with self.without(outside):
+            status = self._flow.solve(self._origin, self._sink)
         for node in inside:
             self._flow.set_arc_capacity(self._count + node, 0)
-        for node in outside:
-            self._flow.set_arc_capacity(node, self._work[node])
         assert status == self._flow.OPTIMAL
         members = [other for other in self._flow.get_source_side_min_cut() if other < self._count]
         return self._flow.optimal_flow() / self._steps_per_ms * (1 - 1e-12), members

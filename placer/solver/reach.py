@@ -100,22 +100,21 @@ class _Reach:
         for _ in range(self.untaxed + 1):  # with so many stages, at the most, that pay for no transfer
             firsts = list(known)
             for stage in range(self.stages):
-                self._decide(stage, firsts, fewer, known, lasts)
+                away = [node for node, first in enumerate(known) if first > stage or lasts[node] < stage]
+                with self.cutter.without(away):
+                    self._decide(stage, firsts, fewer)
             fewer = firsts
         return firsts
 
-    def _decide(
-        self, stage: int, firsts: list[int], fewer: list[int] | None, known: list[int], lasts: list[int]
-    ) -> None:
+    def _decide(self, stage: int, firsts: list[int], fewer: list[int] | None) -> None:
         """Move nodes that cannot be at a stage, or before, to the next."""
         count = len(firsts)
         late = sum(1 << node for node in range(count) if firsts[node] >= stage)
         late_with_fewer = sum(1 << node for node in range(count) if fewer is not None and fewer[node] >= stage)
-        away = [node for node in range(count) if known[node] > stage or lasts[node] < stage]
         undecided = [node for node in range(count) if firsts[node] == stage]
         while undecided:
             node = undecided[len(undecided) // 2]
-            passed = self._passes(self.before[node] & late, away)
+            passed = self._passes(self.before[node] & late)
             if passed is None and fewer is not None:
                 needed = members(self.before[node] & late_with_fewer)
                 passed = 1 << node if sum(self.alone[other] for other in needed) <= self.within else None
@@ -132,7 +131,7 @@ class _Reach:
                     if not gone >> other & 1 and (not passed >> other & 1 or self.before[other] & late & ~passed)
                 ]
 
-    def _passes(self, needed: int, away: list[int]) -> int | None:
+    def _passes(self, needed: int) -> int | None:
         """The nodes, as bits, of a stage with those that are needed; None if it takes too long."""
-        value, found = self.cutter.least(members(needed), away)
+        value, found = self.cutter.least(members(needed))
         return sum(1 << node for node in found) if value <= self.within else None

@@ -198,6 +198,7 @@ class Search:
             for the smallest.
         meter: counts the work, and ends the search when all is done that may be.
         too_many: a bottleneck of which there are too many ideals, as far as is known.
+        merged: the layers in the nodes of the threshold that was last asked for, and that threshold.
         began: when, by the monotonic clock.
     """
 
@@ -212,6 +213,7 @@ class Search:
     enough: float | None = None
     meter: Meter = field(default_factory=Meter)
     too_many: float = inf
+    merged: tuple[float, Reduction] | None = None
     began: float = field(default_factory=monotonic)
 
     def answer(self) -> Placement:

@@ -52,6 +52,9 @@ def few_ideals(search: Search) -> None:
     threshold, tries = search.better(), 0
     while _worth_chains(search, threshold) and tries < MOST_TRIES and not search.over(1.0):
         nodes = nodes_within(search, threshold)
+        if ideals.too_loose(search.problem, nodes):
+            search.too_many = threshold
+            return
         chain = ideals.best_chain(search.problem, nodes, threshold, search.meter, lambda: search.over(1.0))
         if chain is None:
             search.too_many, tries = threshold, tries + 1
@@ -134,4 +137,6 @@ def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
     upper = search.better() if threshold is None else threshold
     if search.request.objective != "throughput" or not 0 < upper < inf:
         return search.nodes
-    return merged(search.problem, reduced(search.problem, upper), upper)
+    if search.merged is None or search.merged[0] != upper:
+        search.merged = upper, merged(search.problem, reduced(search.problem, upper), upper)
+    return search.merged[1]

@@ -320,11 +320,17 @@ class StageModel:
         state = [(node, self._state_bytes(node) // unit) for node in self._nodes]
         limits = [problem.devices[members[0]].usable_bytes for members in self.classes]
         for p in self.stages:
-            kept, moment = moment_of_training(_AtStage(self, p), problem, self.nodes, unit, min(limits))
+            kept, moment = self._passing(p, unit, min(limits))
             further = 0 if problem.may_recompute else problem.request.chunks - 1  # what is found is evaluated
             use = self._sum_at(p, state) + further * kept + moment
             for c, limit in enumerate(limits):
                 self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
+
+    def _passing(self, stage: int, unit: int, limit: int) -> tuple[Sum, Sum]:
+        """What further micro-batches keep at a stage, and the worst moment of one."""
+        if memory_rules.holds_state_alone(self.problem):
+            return 0, 0
+        return moment_of_training(_AtStage(self, stage), self.problem, self.nodes, unit, limit)
 
     def _state_bytes(self, node: int) -> int:
         problem = self.problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import SLACK, Reduction
@@ -70,11 +71,10 @@ def _total(work: Sequence[float], bits: int) -> float:
     return total
 
 
+_DIGITS = bytes.maketrans(b"01", b"\x00\x01")
+
+
 def members(bits: int) -> list[int]:
     """The nodes that are set."""
-    text = bin(bits)[:1:-1]
-    members, at = [], text.find("1")
-    while at >= 0:
-        members.append(at)
-        at = text.find("1", at + 1)
-    return members
+    digits = bin(bits)[:1:-1].encode().translate(_DIGITS)
+    return list(compress(range(len(digits)), digits))
