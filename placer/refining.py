@@ -26,9 +26,9 @@ from placer.executor.dataflow import DataFlow
 from placer.executor.segments import MicroBatch, Segment, segments
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_loss, refuse_no_module
+from placer.graph.losses import LossFunction
 from placer.graph.structure import flatten
 from placer.profiler import inputs
-from placer.profiler.loss import LossFunction
 from placer.profiler.profile import profile as measure_profile
 from placer.schema import Constraints, Placement, PlacementRequest, Profile
 from placer.schema.refinement import Refinement, StageTime

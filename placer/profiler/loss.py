@@ -11,7 +11,7 @@ with that layer. What is remembered of layers is without it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,15 +22,13 @@ from placer import devices, schema
 from placer.errors import InputError, PlacerError, ProfilingError
 from placer.graph.given import refuse_no_loss
 from placer.graph.layers import Layer, LayerGraph, Value, tensor_bytes
+from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
 from placer.graph.structure import Structure, flatten
 from placer.profiler import inputs
 from placer.profiler.measure import measure_trial
 from placer.profiler.measurement import Measurement
 from placer.profiler.timing import significant
 from placer.profiler.trial import Trial, bring_input
-
-LossFunction = Callable[[Any, Any], Tensor]
-"""``loss_fn(output, target)``: one number."""
 
 _NAME = "(loss)"
 
@@ -92,7 +90,8 @@ class Loss:
 
         def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
             loss = function(result.unflatten(reads), self.structure.unflatten(state))
-            _refuse_no_loss(loss)
+            refuse_no_number(loss)
+            refuse_untrained(loss)
             return (loss,)
 
         return Layer(_NAME, (), "", (), (), graph.outputs, (_NAME,), run, _NAME)
@@ -120,12 +119,7 @@ def given_loss(loss_fn: LossFunction | None, target: Any, training: bool, batch:
         raise InputError("loss_fn and target belong to training; leave them out with training=False")
     refuse_no_loss(loss_fn)
     leaves, structure = flatten(target)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != batch:
-            raise InputError(
-                f"a target of shape {tuple(leaf.shape)} goes with example inputs of a batch of {batch}; "
-                "its first dimension must be the batch"
-            )
+    refuse_other_batch(leaves, batch)
     return Loss(loss_fn, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
@@ -223,14 +217,4 @@ def _there(function: LossFunction, device: torch.device) -> LossFunction:
     return copy.deepcopy(function).to(device) if isinstance(function, nn.Module) else function
 
 
-def _refuse_no_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.dim():
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
-        raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
-    if loss.is_complex():
-        raise InputError(f"loss_fn gave a number of type {loss.dtype}, which cannot be made small; give its real part")
-    if not loss.requires_grad:
-        raise InputError("loss_fn gave a number that no gradient comes from: it depends on nothing that is trained")
-
-
-__all__ = ["Loss", "LossFunction", "as_run", "given_loss", "with_loss"]
+__all__ = ["Loss", "as_run", "given_loss", "with_loss"]

@@ -17,13 +17,14 @@ from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_module
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
+from placer.graph.losses import LossFunction
 from placer.profiler import inputs
 from placer.profiler.cache import Cache, CacheLike, open_cache
 from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
 from placer.profiler.conditions import conditions, optimizer_facts
 from placer.profiler.graphs import KnownGraphs
 from placer.profiler.links import links_to_measure
-from placer.profiler.loss import Loss, LossFunction, given_loss, with_loss
+from placer.profiler.loss import Loss, given_loss, with_loss
 from placer.profiler.measure import Measurement, measure_layers
 from placer.profiler.optimizer import OptimizerLike, OptimizerState
 from placer.profiler.progress import Bar, Shown, Step, progress_bar
