@@ -36,6 +36,8 @@ _ANYWHERE = -2
 so it joins what it meets."""
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
 _BETWEEN_DEVICES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_copy_from"}
+_LENGTHS = {"aten::_pack_padded_sequence": 1, "aten::_pack_padded_sequence_backward": 2}
+"""Which argument of these is on the host, on GPUs too."""
 _PURGE_EVERY = 4096
 
 
@@ -79,14 +81,14 @@ class _Tags:
 
     def get(self, tensor: Tensor) -> int:
         try:
-            known = self._of.get(tensor.untyped_storage()._cdata)
+            known = self._of.get(_storage(tensor)._cdata)
         except (NotImplementedError, RuntimeError, ValueError):  # no storage: sparse, functional, fake, uninitialised
             return _HOST
         return known[1] if known is not None and not known[0].expired() else _HOST  # type: ignore[no-untyped-call]
 
     def put(self, tensor: Tensor, index: int) -> None:
         try:
-            storage = tensor.untyped_storage()
+            storage = _storage(tensor)
         except (NotImplementedError, RuntimeError):
             return
         self._of[storage._cdata] = (StorageWeakRef(storage), index)  # type: ignore[no-untyped-call]
@@ -121,6 +123,11 @@ class _Tags:
         """Where the tensor is; the host is ``cpu`` without an index."""
         index = self.get(tensor)
         return torch.device("cpu") if index < 0 else torch.device("cpu", index)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor; of a sparse one, that of its values."""
+    return (tensor._values() if tensor.layout == torch.sparse_coo else tensor).untyped_storage()
 
 
 class _Leaves(devices.Onlooker):
@@ -178,13 +185,17 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             nowhere = _ANYWHERE if is_part else _HOST
             place = nowhere if given.index is None else given.index
         result = func(*args, **kwargs)
-        self._tag(result, place)
+        self._tag(result[:1] if name == "aten::_pack_padded_sequence" else result, place)
         return result
 
     def _place(self, name: str, args: Any, kwargs: Any) -> int:
         """The one device of an operation's tensors."""
         if name in _INDEXING:
             args, kwargs = (args[0], *args[2:]), {}
+        if (position := _LENGTHS.get(name)) is not None:
+            if (there := self._tags.get(args[position])) >= 0:
+                raise _not_on_host(name, there)
+            args = (*args[:position], *args[position + 1 :])
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
         return self._one(name, tensors)
 
@@ -228,6 +239,8 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         """
         target = kwargs.get("device")
         place = self._tags.get(args[0]) if target is None or target.index is None else target.index
+        if place == _ANYWHERE and len(args) > 1 and isinstance(args[1], Tensor):
+            place = self._tags.get(args[1])
         self._tag(result, place)
 
     def _tag(self, result: Any, place: int) -> None:
@@ -255,12 +268,21 @@ class _CopiesAndQueries(TorchFunctionMode):
             return devices.move(args[0], torch.device("cpu"))
         if func is torch.Tensor.to:
             return self._to(*args, **kwargs)
+        if func is torch.tensor:
+            return self._from_numbers(*args, **kwargs)
         outer = self._tags.inside_operation
         self._tags.inside_operation = any(isinstance(item, Tensor) for item in tree_leaves((args, kwargs)))
         try:
             return func(*args, **kwargs)
         finally:
             self._tags.inside_operation = outer
+
+    def _from_numbers(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What ``torch.tensor`` makes; it copies to the device that it is given without an operation to be seen."""
+        made = torch.tensor(*args, **kwargs)
+        if kwargs.get("device") is not None:
+            self._tags.land(made, torch.device(kwargs["device"]))
+        return made
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         duplicate = bool(kwargs.pop("copy", False))
@@ -291,6 +313,13 @@ def _elsewhere(name: str, tensor: Tensor, place: int, current: int | None) -> Mi
     return MixedDevicesError(
         f"{name} met a tensor on cpu:{place} {tuple(tensor.shape)} in a layer that runs on cpu:{current}; "
         "the transfer of what the layer reads was forgotten"
+    )
+
+
+def _not_on_host(name: str, place: int) -> MixedDevicesError:
+    return MixedDevicesError(
+        f"{name} takes lengths from the host, and met them on cpu:{place}; on GPUs this is "
+        "'lengths argument should be a 1D CPU int64 tensor'. Move them with .cpu() before"
     )
 
 

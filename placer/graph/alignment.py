@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from placer import devices
+from placer.graph.packed import lengths_of
 from placer.graph.structure import flatten
 
 _KEEPS_ITS_PLACE = {
@@ -56,6 +57,11 @@ class Alignment(TorchFunctionMode):
         return result
 
     def _aligned(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        position = lengths_of(name, args)
+        if position is not None:
+            lengths = devices.move(args[position], devices.HOST)
+            rest, kwargs = self._aligned("", (*args[:position], *args[position + 1 :]), kwargs)
+            return (*rest[:position], lengths, *rest[position:]), kwargs
         tensors, structure = flatten((args, kwargs))
         tensors = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
         places = [devices.location(tensor) for tensor in tensors]

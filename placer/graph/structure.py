@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
@@ -85,6 +86,8 @@ def _walk(
 def _parts(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:
     """Labels, children and the way back of one container, or None for what is no container."""
     kind = type(nest)
+    if isinstance(nest, PackedSequence):
+        return [f".{name}" for name in kind._fields], list(nest), _packed
     if isinstance(nest, tuple) and hasattr(kind, "_fields"):
         return [f".{name}" for name in kind._fields], list(nest), lambda items: kind(*items)
     if isinstance(nest, (tuple, list)):
@@ -100,6 +103,11 @@ def _parts(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]
     names = list(attributes)
     template = _bare(nest, names)
     return [f".{name}" for name in names], list(attributes.values()), lambda items: _filled(template, names, items)
+
+
+def _packed(items: list[Any]) -> PackedSequence:
+    """A packed sequence, which takes its lengths from the host alone."""
+    return PackedSequence(items[0], items[1].cpu(), *items[2:])
 
 
 def _mapping_parts(nest: dict[Any, Any]) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]:

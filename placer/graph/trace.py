@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from placer.graph.alignment import Alignment
 from placer.graph.export import batch_size
 from placer.graph.granularity import Granularity, Opened
 from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_bytes
+from placer.graph.packed import LengthsOnHost
 from placer.graph.structure import Structure, flatten
 
 
@@ -313,7 +314,9 @@ def _function(
         env |= dict(zip(constants, state[len(names) : len(names) + len(constants)], strict=True))
         args, kwargs = draft.inputs.unflatten([env[name] for name in draft.reads])
         given = dict(zip(relative, state[: len(names)], strict=True))
-        result = torch.func.functional_call(draft.module, given, args, kwargs)
+        has_lengths = any(isinstance(value, Tensor) and value.dtype == torch.int64 for value in values)
+        with LengthsOnHost() if has_lengths else nullcontext():
+            result = torch.func.functional_call(draft.module, given, args, kwargs)
         made = [devices.copy(item, device) if isinstance(item, Tensor) else item for item in extras]
         return (*flatten(result)[0], *made)
 

@@ -205,6 +205,34 @@ def test_attention_with_dropout_makes_its_mask_where_its_inputs_are() -> None:
         assert y.device == ONE
 
 
+def test_lengths_of_packed_sequences_are_on_the_host_as_on_gpus() -> None:
+    with logical_devices(2):
+        x, lengths = _on(ONE, 3, 5, 4, requires_grad=True), torch.tensor([5, 3, 2])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        assert packed.data.device == ONE and packed.batch_sizes.device == torch.device("cpu")
+        y, _ = nn.utils.rnn.pad_packed_sequence(nn.LSTM(4, 4).to(ONE)(packed)[0])
+        assert y.device == ONE
+        y.sum().backward()
+        with pytest.raises(MixedDevicesError, match=r"takes lengths from the host, and met them on cpu:1.*\.cpu\(\)"):
+            nn.utils.rnn.pack_padded_sequence(x, lengths.to(ONE), batch_first=True)
+
+
+@pytest.mark.parametrize("device", [ONE, "cpu:1"])
+def test_a_tensor_made_of_numbers_is_on_the_device_that_it_names(device) -> None:
+    with logical_devices(2):
+        assert (torch.tensor([1.0, 2.0], device=device) + _on(ONE, 2)).device == ONE
+        assert torch.tensor([1.0]).device == torch.device("cpu")
+
+
+def test_a_sparse_gradient_is_where_its_values_are() -> None:
+    with logical_devices(2):
+        table = nn.Embedding(5, 3, sparse=True).to(ONE)
+        before = table.weight.detach().clone()
+        table(torch.tensor([1, 2], device=ONE)).sum().backward()
+        torch.optim.SGD(table.parameters(), lr=1.0).step()
+        assert not torch.equal(before, table.weight.detach())
+
+
 def test_lazy_parameters_are_no_obstacle() -> None:
     with logical_devices(2):
         lazy = nn.LazyLinear(2)
