@@ -24,6 +24,7 @@ from placer.cli.options import (
     Granularity,
     Inference,
     Inputs,
+    Loss,
     MaxDevices,
     MaxLayers,
     Memory,
@@ -40,11 +41,12 @@ from placer.cli.options import (
     Server,
     Sizes,
     StepsOption,
+    Target,
     TimeLimit,
     TransfersOption,
     WorkLimit,
 )
-from placer.cli.profiling import cached, measure_sizes
+from placer.cli.profiling import cached, loss_of, measure_sizes
 from placer.cli.terminal import spinner
 from placer.errors import InputError
 from placer.request_spec import limited, request_for, rules
@@ -110,6 +112,8 @@ def suggest(
     granularity: Granularity = "auto",
     cache: CacheFolder = None,
     no_cache: NoCache = False,
+    loss: Loss = None,
+    target: Target = None,
     objective: ObjectiveOption = "throughput",
     chunks: Chunks = 1,
     batch_size: BatchSize = None,
@@ -135,15 +139,15 @@ def suggest(
     json: AsJson = False,
 ) -> None:
     """Profile a model here and find its best placement: profile and solve in one."""
-    keep = cached(cache, no_cache)
-    sizes = _sizes(micro_batches)
-    profiles = measure_sizes(model, arg, input, devices, memory, inference, optimizer, granularity, keep, sizes)
+    keep, lost, sizes = cached(cache, no_cache), loss_of(loss, target), _sizes(micro_batches)
+    where = (model, arg, input, devices, memory, inference, optimizer, granularity)
+    profiles = measure_sizes(*where, keep, sizes, **lost)
     measured = profiles[-1]  # the largest micro-batch
-    target = measured.cluster
-    assert target is not None  # profile() measures the devices
-    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
+    cluster = measured.cluster
+    assert cluster is not None  # profile() measures the devices
+    limits = rules(cluster, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
-    request = request_for(measured, target, limits, *given, break_ties, bottleneck, work_limit, steps)
+    request = request_for(measured, cluster, limits, *given, break_ties, bottleneck, work_limit, steps)
     answer(request, server, output, json)
 
 

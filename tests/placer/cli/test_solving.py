@@ -231,6 +231,15 @@ def test_suggest_profiles_and_solves(run: Run) -> None:
     assert answer.placement.training
 
 
+def test_suggest_counts_the_loss_as_a_profile_with_it_does(run: Run) -> None:
+    loss = ("--loss", "torch.nn.functional:mse_loss", "--target", "4x5")
+    asked = ("--objective", "memory", "--max-devices", "1")
+    alone, both = run("suggest", *TOY, *asked).placement, run("suggest", *TOY, *asked, *loss).placement
+    profiled = run("solve", "-", *asked, stdin=run("profile", *TOY, *loss).out).placement
+    assert both.objective_value == profiled.objective_value != alone.objective_value
+    assert run("suggest", *TOY, "--target", "4x5").code == 2
+
+
 def test_suggest_measures_and_chooses_among_micro_batch_sizes(run: Run) -> None:
     answer = run("suggest", *TOY, "--objective", "step", "--micro-batches", "2,4", "--batch-size", "8")
     assert answer.code == 0, answer.err
