@@ -91,11 +91,20 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
     if only is not None and only["type"] == "json_invalid":
         detail = only["msg"].removeprefix("Invalid JSON: ")
         return Problem(400, "malformed-json", "The body is not JSON", f"the body cannot be read as JSON: {detail}")
+    if model is PlacementRequest and _is_a_profile(error):
+        detail = 'this is a profile; a request has it for a field: {"profile": ...}, and more fields beside, if wanted'
+        return _invalid(detail, [{"pointer": "#/profile", "detail": "is missing"}])
     found, more = field_faults(error, model, MAX_FAULTS)
     faults = [{"pointer": clip(_pointer(fault)), "detail": fault.text} for fault in found]
     path = faults[0]["pointer"].removeprefix("#").removeprefix("/").replace("/", ".")
     detail = f"{path}: {found[0].text}" if path else found[0].text
     return _invalid(f"{detail} (and {more} more)" if more else detail, faults)
+
+
+def _is_a_profile(error: ValidationError) -> bool:
+    """Whether what was sent as a request has no profile, but is one."""
+    found = {(fault["type"], fault["loc"]) for fault in error.errors(include_url=False, include_input=False)}
+    return {("missing", ("profile",)), ("extra_forbidden", ("layers",))} <= found
 
 
 def _invalid(detail: str, faults: list[dict[str, str]]) -> Problem:

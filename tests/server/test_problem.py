@@ -110,6 +110,12 @@ def test_a_faulty_request_is_422_and_names_the_fault(serve, request_body, name):
         assert word in reply.json()["detail"]
 
 
+def test_a_profile_in_place_of_a_request_is_told_as_such(serve, request_body):
+    content = problem_of(serve().post(POST, json=request_body()["profile"]))
+    assert content["status"] == 422
+    assert content["detail"].startswith('this is a profile; a request has it for a field: {"profile": ...}')
+
+
 def test_a_fault_is_not_counted_twice(request_body):
     # The first faulty layer ends the list, which is then too short as well.
     body = with_profile(request_body(), layers=[{"name": "a", "forward_ms": {"gpu": -1}}])
