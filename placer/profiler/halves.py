@@ -48,7 +48,7 @@ def measure_halves(trial: Trial) -> Halves:
     Args:
         trial: the layer; it must have run both ways before.
     """
-    log, waiting = StorageLog(trial), _Waiting()
+    log, waiting = StorageLog(trial.device, trial.state, trial.reads), _Waiting()
     trial.set_gradients(present=True)
     log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
     gradients: list[Tensor | None] = []

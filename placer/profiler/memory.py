@@ -75,7 +75,7 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
         (workspaces of libraries, rounding) is added to the workspaces.
     """
     trial.writes = trial.gradients = ()
-    log = StorageLog(trial)
+    log = StorageLog(trial.device, trial.state, trial.reads)
     noted: set[tuple[int, int]] = set()
 
     def note(tensor: Tensor) -> Tensor:

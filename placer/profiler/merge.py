@@ -64,6 +64,7 @@ def merge_profiles(*profiles: Profile, network: Rate | Mapping[tuple[str, str], 
         update={
             "layers": tuple(_layer(same) for same in layers),
             "edges": tuple(_edge(same) for same in edges),
+            "optimizer_step_share": max(profile.optimizer_step_share for profile in profiles),
             "cluster": _cluster(clusters, network) if clusters else None,
             "versions": _versions([profile.versions for profile in profiles]),
         }

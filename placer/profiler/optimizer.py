@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from placer.errors import InputError, ProfilingError
 from placer.graph.layers import tensor_bytes
+from placer.profiler.storages import StorageLog
 
 OptimizerLike = str | type[Optimizer] | Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
 """A name of a class in ``torch.optim``, a class, an optimizer, or what makes one from a list of parameters."""
 
 _SMALL, _LARGE = 2, 3  # sizes at which a dimension is tried; the state of any size in between or beyond follows
+_FEW, _TRIED = 4, 4096  # parameters, and elements of each, with which temporaries are counted
 _MAX_DIMENSIONS = 5  # 2 ** 5 trial steps; further dimensions are folded into the first
 
 
@@ -66,6 +68,48 @@ class OptimizerState:
                 optimizer.step(lambda: 0.0)
 
         return run
+
+    def step_share(self, parameters: Sequence[Tensor]) -> float:
+        """What the step on a GPU makes and frees again, in bytes per byte of the parameters that it steps.
+
+        There torch's optimizers step all parameters of a device together, unless their options say otherwise, and hold
+        temporaries as large as all of them. It is found as the state is: by a real step, on small tensors.
+
+        Args:
+            parameters: the trained ones; the options of the largest count, and its type.
+
+        Returns:
+            0 where parameters are stepped one by one, or in place by one kernel, or that cannot be told.
+        """
+        largest = max(parameters, key=tensor_bytes, default=None)
+        if self.name is None or largest is None:
+            return 0.0
+        options = self._options.get(id(largest), {})
+        try:
+            few, many = (self._temporaries(count, largest.dtype, options) for count in (_FEW, 2 * _FEW))
+        except Exception:  # whatever the user's optimizer may raise
+            return 0.0
+        return (many - few) / (_FEW * _TRIED * largest.element_size())
+
+    def _temporaries(self, count: int, dtype: torch.dtype, options: Mapping[str, Any]) -> int:
+        """The most bytes beside state that a step on so many small parameters makes."""
+        parameters = [nn.Parameter(torch.full((_TRIED,), 0.5).to(dtype)) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 0.25, requires_grad=False)
+        fused = bool(options.get("fused"))
+        optimizer = self._make(parameters, **{**options, "fused": False} if fused else options)
+        for group in optimizer.param_groups:
+            if fused or group.get("fused"):
+                return 0
+            if group.get("foreach", False) is None:
+                group["foreach"] = True  # torch's own choice on a GPU
+        optimizer.step(lambda: 0.0)  # makes the state
+        kept = tree_leaves([dict(state) for state in optimizer.state.values()])
+        held = [*parameters, *(item.grad for item in parameters), *kept]
+        log = StorageLog(torch.device("cpu"), [item for item in held if isinstance(item, Tensor)])
+        with log:
+            optimizer.step(lambda: 0.0)
+        return log.peak_bytes()
 
     def _at(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
         """The bytes at any shape: exact at the corners of a small box, and on the plane through them elsewhere."""

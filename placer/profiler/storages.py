@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placer.profiler.trial import Trial
-
 _OWN_SEGMENT_BYTES = 10 * 2**20
 _SEGMENT_BYTES = 2 * 2**20
 
@@ -45,19 +43,24 @@ class _Made:
 
 
 class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down when storages are made on the trial's device, and when they are freed.
+    """Writes down when storages are made on a device, and when they are freed.
+
+    Args:
+        device: where.
+        state: tensors that were there before, and stay.
+        reads: the same.
 
     Attributes:
-        state: the storages of the layer's state.
+        state: the storages of ``state``.
         live: the bytes of the storages that were made and still live.
         count: how many were made.
     """
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, device: torch.device, state: Iterable[Tensor], reads: Iterable[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = trial.device.type
-        self.state = {key_of(tensor) for tensor in trial.state}
-        self._known = self.state | {key_of(tensor) for tensor in trial.reads if isinstance(tensor, Tensor)}
+        self._device = device.type
+        self.state = {key_of(tensor) for tensor in state}
+        self._known = self.state | {key_of(tensor) for tensor in reads if isinstance(tensor, Tensor)}
         self._made: dict[int, _Made] = {}
         self._changes: list[int] = []  # the size of what was made, minus that of what was freed
         self.count = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from placer import devices
 from placer.graph.layers import Layer, Value
@@ -113,7 +113,8 @@ class Trial:
         Returns:
             The gradients that came to the edges, and then those of the other parameters and of the reads.
         """
-        wanted = [*edges, *(leaf for leaf in self._leaves if id(leaf) not in left_out)]
+        leaves = [get_gradient_edge(leaf) for leaf in self._leaves if id(leaf) not in left_out]
+        wanted = [*edges, *leaves]
         if not self.flows or not wanted:
             return (None,) * len(wanted)
         arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]

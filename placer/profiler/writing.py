@@ -88,6 +88,7 @@ def write(
         graph_hash=graph.hash,
         training=training,
         optimizer=optimizer.name if training else None,
+        optimizer_step_share=_step_share(graph, optimizer) if training and _on_gpu(measured) else 0.0,
         batch_size=graph.batch_size,
         granularity=graph.granularity,
         captured=graph.captured,
@@ -203,6 +204,14 @@ def _first_kept(graph: LayerGraph, kept: Mapping[str, set[str]]) -> dict[str, se
         first[layer.name] = kept[layer.name] - counted
         counted |= kept[layer.name]
     return first
+
+
+def _on_gpu(measured: Mapping[str, Sequence[Measurement]]) -> bool:
+    return any(row.memory.in_segments for rows in measured.values() for row in rows)
+
+
+def _step_share(graph: LayerGraph, optimizer: OptimizerState) -> float:
+    return significant(optimizer.step_share([tensor for tensor in graph.state.values() if tensor.requires_grad]))
 
 
 def _material(size_bytes: int) -> int:

@@ -120,6 +120,9 @@ class Profile(Wire):
         graph_hash: the same for the same graph, shapes and types.
         training: whether backward times and training memory were measured.
         optimizer: the optimizer whose state was measured, in training.
+        optimizer_step_share: what the optimizer's step makes and frees again, in bytes per byte of the gradients of a
+            device: on GPUs torch steps all parameters of a device together. Where passes keep their memory, under
+            ``zero-bubble``, it is there beside them; else the step has the memory that they are done with.
         with_loss: whether the layer that makes the model's result has the loss, too, in its times and memory.
         batch_size: samples in the micro-batch that was measured.
         granularity: how the layers were cut: ``auto``, ``submodule``, ``fine``, a depth, or ``custom``.
@@ -137,6 +140,7 @@ class Profile(Wire):
     graph_hash: Annotated[str, StringConstraints(max_length=128)] = ""
     training: bool = False
     optimizer: Annotated[str, StringConstraints(max_length=128)] | None = None
+    optimizer_step_share: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     with_loss: bool = False
     batch_size: Annotated[int, Field(ge=1, le=2**31)] = 1
     granularity: Annotated[int, Field(ge=1, le=1000)] | Annotated[str, StringConstraints(max_length=64)] = "auto"

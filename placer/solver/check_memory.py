@@ -27,6 +27,7 @@ class Memory:
 
     def __init__(self, request: PlacementRequest, where: Mapping[str, str]) -> None:
         self._training, self._where = request.is_training, where
+        self._step_share = request.profile.optimizer_step_share
         self._apart = request.is_training and request.schedule == "zero-bubble"
         self._order = {layer.name: step for step, layer in enumerate(request.profile.layers)}
         self._layers: dict[str, list[Layer]] = defaultdict(list)
@@ -52,7 +53,7 @@ class Memory:
         if self._apart and not again and isinstance(flight, int):
             return {self._in_halves(device, flight)}
         further = self._further(device, flight, again)
-        moments = [*self._forwards(device), *self._backwards(device)]
+        moments = [*self._forwards(device), *self._backwards(device), (0, self._step(device))]
         return {(held + further, workspace) for held, workspace in _largest(moments)}
 
     def _further(self, device: str, flight: Flight, again: bool) -> int:
@@ -129,7 +130,11 @@ class Memory:
         forwards = max((held + workspace for held, workspace in self._forwards(device)), default=0)
         rounding = sum(layer.rounding_bytes for layer in mine)
         shared = max((layer.weights_workspace_bytes for layer in mine), default=0)
-        return flight * (forwards + rounding + self._input_half(device)), shared
+        return flight * (forwards + rounding + self._input_half(device)), shared + self._step(device)
+
+    def _step(self, device: str) -> int:
+        """What the optimizer makes and frees again."""
+        return sum(int(self._step_share * layer.grad_bytes) for layer in self._layers[device])
 
     def _input_half(self, device: str) -> int:
         """Play the input half of a backward pass: what it leaves stays, and so do gradients that are to be sent."""

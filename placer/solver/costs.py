@@ -26,7 +26,8 @@ that saves it, a keeper, is on d; it counts once per device. What a layer makes,
 the gradients of both are in its workspaces, so only what waits for another layer counts beside them::
 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + (in_flight(d) - 1) * kept(d) + max over t on d of max(F(d, t), B(d, t))
+                + (in_flight(d) - 1) * kept(d) + max(step(d), max over t on d of max(F(d, t), B(d, t)))
+    step(d)   = sum of optimizer_step_share * gradients(l) over l on d: the optimizer's, when no pass runs
     kept(d)   = sum of saved(l) over l on d  +  sum of bytes(v) kept on d
     kept(d,t) = sum of saved(l) over l <= t on d  +  sum of bytes(v) over v with a keeper <= t on d
     F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later reader:
@@ -45,7 +46,7 @@ weight passes, of which nothing is left, the same for all. Then::
 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
                 + in_flight(d) * (max over t of F(d, t) + max(deferred(d), max over t of I(d, t)) + rounding(d))
-                + max of weights_workspace(l) over l on d
+                + max of weights_workspace(l) over l on d + step(d)
     I(d,t)    = input_workspace(t) + sum of deferred(l) over l > t on d + sum of gradient_bytes(v) that wait or stay:
                 v made on d before t and read after t, on any device; or
                 v made elsewhere before t and read on d after t: it stays until it was sent, after the pass

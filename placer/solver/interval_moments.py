@@ -86,7 +86,8 @@ class TrainingMoments:
     def _to_leave(self, order: Sequence[int]) -> Table:
         """By first block and step, what the layers from one to the other leave to weight passes."""
         sums = np.cumsum([0.0, *(self._problem.deferred_bytes[layer] for layer in order)])
-        return sums[None, 1:] - sums[np.array(self._starts[:-1]), None]
+        to_leave: Table = sums[None, 1:] - sums[np.array(self._starts[:-1]), None]
+        return to_leave
 
     def _kept_until(self) -> Table:
         """By first block and step, what is kept of the layers from one to the other."""

@@ -175,10 +175,12 @@ class Intervals:
         if problem.weights_apart:
             apart = TrainingMoments(problem, self._layers, apart=True)
             self._each = apart.moment + self._summed(problem.left_bytes)
-            self._shared, self.exact = self._largest(problem.weights_workspace_bytes), apart.follows
+            self._shared = self._largest(problem.weights_workspace_bytes) + self._summed(problem.step_bytes)
+            self.exact = apart.follows
         if problem.training and (problem.may_recompute or not problem.weights_apart):
             moments = TrainingMoments(problem, self._layers)
-            self._kept, self._moment, self.exact = moments.kept, moments.moment, moments.follows
+            self._kept, self.exact = moments.kept, moments.follows
+            self._moment = np.maximum(moments.moment, self._summed(problem.step_bytes))
         if problem.training:
             return
         for first in range(self._count):

@@ -33,7 +33,7 @@ class Apart:
 
     Attributes:
         each_bytes: each micro-batch in flight, for as long as there are batches: recorded passes keep their memory.
-        shared_bytes: their weight passes together.
+        shared_bytes: their weight passes together, and the optimizer's step, which finds nothing free.
     """
 
     each_bytes: int
@@ -123,8 +123,9 @@ def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
 
 
 def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> Moment:
-    """The step of a layer, forwards or backwards, with the most."""
-    return max(itertools.chain(*moments_of_training(problem, held, kept)), key=sum, default=(0, 0))
+    """The step of a layer, forwards or backwards, with the most; or that of the optimizer, after all of them."""
+    optimizer = 0, sum(problem.step_bytes[layer] for layer in held.layers)
+    return max(*itertools.chain(*moments_of_training(problem, held, kept)), optimizer, (0, 0), key=sum)
 
 
 def moments_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> list[tuple[Moment, Moment]]:
@@ -165,7 +166,8 @@ def _apart(problem: Problem, held: Held, kept: Mapping[int, int]) -> Apart:
     backwards = max((sum(moment) for _, moment in moments), default=0)
     left = sum(problem.left_bytes[layer] for layer in held.layers)
     shared = max((problem.weights_workspace_bytes[layer] for layer in held.layers), default=0)
-    return Apart(forwards + left + max(0, backwards), shared)
+    step = sum(problem.step_bytes[layer] for layer in held.layers)
+    return Apart(forwards + left + max(0, backwards), shared + step)
 
 
 def moments_apart(problem: Problem, held: Held, kept: Mapping[int, int]) -> list[tuple[Moment, Moment]]:

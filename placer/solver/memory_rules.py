@@ -37,7 +37,12 @@ def holds_state_alone(problem: Problem) -> bool:
     layers = problem.layers
     passing = sum(la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers)
     waiting = sum(value.held_bytes + value.gradient_bytes for value in problem.values)
-    apart = sum(problem.left_bytes) + sum(problem.input_workspace_bytes) + sum(problem.weights_workspace_bytes)
+    apart = (
+        sum(problem.step_bytes)
+        + sum(problem.left_bytes)
+        + sum(problem.input_workspace_bytes)
+        + sum(problem.weights_workspace_bytes)
+    )
     return passing + waiting + apart == 0
 
 
@@ -54,7 +59,7 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
     sizes += [size * often for size in (*problem.left_bytes, *problem.input_workspace_bytes)]
-    sizes += problem.weights_workspace_bytes
+    sizes += [*problem.weights_workspace_bytes, *problem.step_bytes]
     for layer in problem.layers:
         sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes * (often if problem.weights_apart else 1)]
         if problem.training:
@@ -151,15 +156,17 @@ def _left_units(problem: Problem, layer: int, unit: int) -> int:
 
 
 def _shared(model: PlacementModel, device: int) -> Term:
-    """What the weight passes of all micro-batches work in."""
+    """What the weight passes of all micro-batches work in, and the optimizer's step."""
+    steps = [sum(map(model.units, _of(model.problem.step_bytes, layers))) for layers in model.nodes.nodes]
+    step = sum(size * model.on(node, device) for node, size in enumerate(steps) if size)
     sizes = [max(map(model.units, _of(model.problem.weights_workspace_bytes, layers))) for layers in model.nodes.nodes]
     if not any(sizes):
-        return 0
+        return step
     shared = model.cp.new_int_var(0, max(sizes), f"weights{device}")
     for node, size in enumerate(sizes):
         if size:
             model.cp.add(shared >= size * model.on(node, device))
-    return shared
+    return shared + step
 
 
 def _of(sizes: Sequence[int], layers: Sequence[int]) -> list[int]:

@@ -193,11 +193,15 @@ class _Moment:
             if value.keepers and value.held_bytes:
                 self._add_pieces(kept, value.held_bytes, [(value.source, self._prefixes(value.keepers)[-1])])
         all_kept = kept.at(len(self._problem.layers))
-        most = there.most + back.most + max((row.workspace for row in rows), default=0) // self._unit
+        steps = [size // self._unit for size in self._problem.step_bytes]
+        most = there.most + back.most + max((row.workspace for row in rows), default=0) // self._unit + sum(steps)
         if not most:
             return all_kept, 0
         moment = self._cp.new_int_var(0, most, "moment")
         self._cp.add(moment >= all_kept)
+        if any(steps):  # of the optimizer, after all passes
+            share = self._place.share
+            self._cp.add(moment >= sum(size * share(self._nodes.node_of[layer]) for layer, size in enumerate(steps)))
         for row in rows:
             self._add_row(moment, row, (there if row.forwards else back).at(row.step))
         return all_kept, moment

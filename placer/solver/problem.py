@@ -151,6 +151,12 @@ class Problem:
         """By layer, what its weight pass works in, where that runs apart: the same memory for all micro-batches."""
         return tuple(layer.weights_workspace_bytes if self.weights_apart else 0 for layer in self.layers)
 
+    @cached_property
+    def step_bytes(self) -> tuple[int, ...]:
+        """By layer, what the optimizer's step makes of its parameters and frees again; nothing in inference."""
+        share = self.request.profile.optimizer_step_share if self.training else 0.0
+        return tuple(int(share * layer.grad_bytes) for layer in self.layers)
+
     @property
     def may_recompute(self) -> bool:
         """Whether any device may."""
@@ -318,6 +324,7 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
         + layer.weights_workspace_bytes
         for layer in request.profile.layers
     )
+    total += int(request.profile.optimizer_step_share * sum(layer.grad_bytes for layer in request.profile.layers))
     if total > LARGEST_BYTES:
         raise InputError(
             f"the layers need {total} bytes in all with {chunks} micro-batches; no more than 2**60 can be placed"

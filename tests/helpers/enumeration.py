@@ -217,10 +217,13 @@ class Enumeration:
         """What is there all the time in training."""
         return sum(x.param_bytes + x.buffer_bytes + x.grad_bytes + x.optimizer_bytes for x in mine)
 
-    @staticmethod
-    def shared(mine):
-        """What weight passes that run apart work in, one after another."""
-        return max((x.weights_workspace_bytes for x in mine), default=0)
+    def shared(self, mine):
+        """What weight passes that run apart work in, one after another, and then the optimizer."""
+        return max((x.weights_workspace_bytes for x in mine), default=0) + self.optimizer_step(mine)
+
+    def optimizer_step(self, mine):
+        """What the optimizer makes and frees again."""
+        return sum(int(self.request.profile.optimizer_step_share * x.grad_bytes) for x in mine)
 
     @functools.cache  # noqa: B019 - an enumeration does not outlive its test
     def alone(self, names):
@@ -255,7 +258,7 @@ class Enumeration:
         kept = sum(layer.saved_bytes for layer in mine)
         kept += sum(e.bytes for e in self.request.profile.edges if names & set(e.saved_by))
         steps = [self.step(names, layer, back) for layer in mine for back in (False, True)]
-        return self.state(mine) + max(steps, default=0), kept
+        return self.state(mine) + max([*steps, self.optimizer_step(mine)], default=0), kept
 
     def step(self, mine, layer, back):
         """What one micro-batch takes of the device of these layers while one of them runs, in training."""

@@ -53,7 +53,13 @@ def profiles(draw, training, row, kinds, count, size):
                     saved_by=kept,
                 )
             )
-    return Profile(layers=layers, edges=edges, training=training, batch_size=size)
+    return Profile(
+        layers=layers,
+        edges=edges,
+        training=training,
+        batch_size=size,
+        optimizer_step_share=draw(st.sampled_from([0, 1, 2.5])),
+    )
 
 
 @st.composite

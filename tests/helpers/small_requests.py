@@ -82,7 +82,13 @@ class DrawnRequest:
             layer.model_copy(update={name: self.random.choice(SIZES) if asked.is_training else 0 for name in fields})
             for layer in asked.profile.layers
         ]
-        return asked.model_copy(update={"profile": asked.profile.model_copy(update={"layers": tuple(layers)})})
+        return asked.model_copy(
+            update={
+                "profile": asked.profile.model_copy(
+                    update={"layers": tuple(layers), "optimizer_step_share": self.random.choice((0.0, 1.5))}
+                )
+            }
+        )
 
     def rarely(self, make, default):
         return make() if self.random.random() < 0.25 else default

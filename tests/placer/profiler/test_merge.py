@@ -71,6 +71,11 @@ def test_the_slower_time_of_one_type_and_the_larger_memory_count() -> None:
     assert {layer.saved_bytes for layer in merged.layers} == {15}
 
 
+def test_the_larger_share_of_an_optimizers_step_counts() -> None:
+    gpu = profile("A100", "node2", optimizer_step_share=1.0)
+    assert merge_profiles(profile(), gpu).optimizer_step_share == 1.0
+
+
 def test_a_value_is_kept_where_any_type_of_device_keeps_it() -> None:
     merged = merge_profiles(profile(), profile("A100", "node2", 2.0))
     assert merged.edges[0].saved_by == ("a", "b")

@@ -99,3 +99,53 @@ def test_an_optimizer_of_sparse_gradients_gets_them() -> None:
 def test_a_failing_step_names_optimizer_and_shape() -> None:
     with pytest.raises(ProfilingError, match=r"optimizer Muon failed on a parameter of shape \(3,\).*2D"):
         OptimizerState("Muon").bytes(nn.Parameter(torch.randn(3)))
+
+
+STEPPED = (
+    ("adam", {}, 1),  # the root of the second moments
+    ("adamw", {"weight_decay": 0.1}, 1),
+    ("sgd", {}, 0),
+    ("sgd", {"lr": 0.1, "momentum": 0.9}, 0),
+    ("sgd", {"lr": 0.1, "weight_decay": 0.1}, 1),  # gradients and their share of the parameters
+    ("adam", {"foreach": False}, 0),
+    ("adamw", {"fused": True}, 0),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "options", "share"), STEPPED)
+def test_a_step_of_all_parameters_together_holds_temporaries_as_large(
+    name: str, options: dict[str, object], share: float, dtype: torch.dtype
+) -> None:
+    parameter = nn.Parameter(torch.randn(20, 30).to(dtype))
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    assert OptimizerState(partial(kinds[name], **options)).step_share([parameter]) == share
+    assert OptimizerState(kinds[name]([parameter], **options)).step_share([parameter]) == share
+
+
+def test_no_step_holds_nothing() -> None:
+    assert OptimizerState(None).step_share([nn.Parameter(torch.randn(3))]) == 0
+    assert OptimizerState("adam").step_share([]) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "options", "share"), STEPPED)
+def test_a_real_step_on_a_gpu_holds_the_share_that_was_found_on_small_tensors(
+    name: str, options: dict[str, object], share: float
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    parameters = [nn.Parameter(torch.randn(2**20, device="cuda")) for _ in range(16)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](
+        parameters, **options
+    )
+    optimizer.step()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    taken = torch.cuda.max_memory_allocated() - before
+    all_bytes = sum(parameter.nbytes for parameter in parameters)
+    largest = parameters[0].nbytes if not options.get("foreach", True) else 0
+    assert share * all_bytes <= taken <= share * all_bytes + 2 * largest + 2**16

@@ -30,6 +30,7 @@ def make_training_problem(random, objective="memory", schedule="fill-drain"):
             forward_ms={"t": 1},
             backward_ms={"t": 1},
             param_bytes=random.choice(sizes),
+            grad_bytes=random.choice(sizes),
             saved_bytes=random.choice(sizes),
             forward_workspace_bytes=random.choice(sizes),
             backward_workspace_bytes=random.choice(sizes),
@@ -48,7 +49,8 @@ def make_training_problem(random, objective="memory", schedule="fill-drain"):
     links = [
         Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(devices, 2)
     ]
-    profile = Profile(layers=layers, edges=edges, training=True, cluster=Cluster(devices=devices, links=links))
+    cluster, share = Cluster(devices=devices, links=links), random.choice((0, 0, 1, 6))
+    profile = Profile(layers=layers, edges=edges, training=True, cluster=cluster, optimizer_step_share=share)
     return Problem.from_request(
         PlacementRequest(
             profile=profile,

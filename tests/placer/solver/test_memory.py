@@ -7,7 +7,7 @@ from placer.solver import costs
 from placer.solver.problem import Problem
 
 
-def memory(where, edges, training=True, chunks=1, schedule="fill-drain", **sizes):
+def memory(where, edges, training=True, chunks=1, schedule="fill-drain", share=0.0, **sizes):
     """The memory of device x, where ``where`` says layer by layer, a, b, c, ..., which device it is on."""
     names = "abcdef"[: len(where)]
     layers = [
@@ -23,7 +23,7 @@ def memory(where, edges, training=True, chunks=1, schedule="fill-drain", **sizes
         devices=[Device(name=name, type="t", memory_bytes=10_000) for name in "xy"],
         links=[{"source": s, "target": t, "bandwidth_bytes_per_s": 1e9} for s, t in ("xy", "yx")],
     )
-    profile = Profile(layers=layers, edges=edges, training=training, cluster=cluster)
+    profile = Profile(layers=layers, edges=edges, training=training, cluster=cluster, optimizer_step_share=share)
     asked = PlacementRequest(profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": False})
     return costs.evaluate(Problem.from_request(asked), ["xy".index(device) for device in where]).memory[0]
 
@@ -109,6 +109,14 @@ def test_weight_passes_of_all_micro_batches_work_in_the_same_memory():
 def test_every_micro_batch_is_rounded_up():
     use = memory("xx", [], chunks=3, schedule="zero-bubble", saved_bytes={"a": 5}, rounding_bytes={"a": 1, "b": 2})
     assert use.total_bytes == 3 * (5 + 1 + 2)
+
+
+def test_the_optimizer_has_the_memory_of_passes_that_are_over_but_none_that_recorded_passes_keep():
+    sizes = {"share": 2.0, "grad_bytes": {"a": 5, "b": 10}}
+    assert memory("xxy", [], **sizes).total_bytes == 15 + 30
+    assert memory("xxy", [], saved_bytes={"a": 29}, **sizes).total_bytes == 15 + 30
+    assert memory("xxy", [], saved_bytes={"a": 31}, **sizes).total_bytes == 15 + 31
+    assert apart("xxy", [], saved_bytes={"a": 31}, **sizes) == (31, 30)
 
 
 def test_a_gradient_that_is_to_be_sent_is_there_until_the_backward_pass_is_over():
