@@ -23,6 +23,7 @@ from math import inf, log2, prod
 import numpy as np
 
 from placer.solver import memory_rules
+from placer.solver.capacity import most_within, state_of, work_on
 from placer.solver.cpsat import Meter
 from placer.solver.exact import Counts, Cut, kinds_left, one_less
 from placer.solver.fronts import MOST_IDEALS, Between, Bools, Front, Graph, Range, Table, Vector, front
@@ -121,38 +122,16 @@ class _Class:
 def _classes(problem: Problem, nodes: Reduction, state: Vector, upper: float) -> tuple[list[_Class], Vector]:
     """The classes of devices, and by node, its work on its fastest."""
     groups = problem.alike_devices()
-    works = np.array([[_work(problem, nodes, node, alike[0]) for node in range(len(nodes.nodes))] for alike in groups])
+    works = np.array([work_on(problem, nodes, alike[0]) for alike in groups])
     fastest: Vector = works.min(axis=0)
     found = []
     for alike, work in zip(groups, works, strict=True):
         taxed = alike[0] not in problem.untaxed
-        most, slope = _most_within(fastest, work, upper)
+        most, slope = most_within(fastest, work, upper)
         room = problem.devices[alike[0]].usable_bytes * (1 + ROUNDING)
-        held = min(room, _most_within(state, work, upper)[0])
+        held = min(room, most_within(state, work, upper)[0])
         found.append(_Class(alike, taxed, work, room, most, slope if taxed else 0.0, held))
     return found, fastest
-
-
-def _work(problem: Problem, nodes: Reduction, node: int, device: int) -> float:
-    if device not in nodes.allowed[node]:
-        return inf
-    return sum(problem.compute_ms(layer, device) for layer in nodes.nodes[node])
-
-
-def _most_within(worth: Vector, work: Vector, upper: float) -> tuple[float, float]:
-    """The most worth that takes no longer than ``upper`` on a device, parts of nodes allowed, and its slope there."""
-    able = work <= upper * (1 + SLACK)
-    value, time_ms = worth[able], work[able]
-    share = np.divide(value, time_ms, out=np.full(len(value), inf), where=time_ms > 0)
-    order = np.argsort(-share, kind="stable")
-    done = np.cumsum(time_ms[order])
-    fit = int(np.searchsorted(done, upper, side="right"))
-    most = float(value[order[:fit]].sum())
-    if fit == len(order):
-        return most, 0.0
-    left = upper - (float(done[fit - 1]) if fit else 0.0)
-    slope = float(share[order[fit]])
-    return most + left * slope, slope
 
 
 class _Chains:
@@ -161,12 +140,7 @@ class _Chains:
     def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
         self.problem, self.nodes, self.upper = problem, nodes, upper
         self.within = upper * (1 + SLACK)
-        self.state_bytes = np.array(
-            [
-                float(sum(memory_rules.state_bytes(problem, problem.layers[layer]) for layer in layers))
-                for layers in nodes.nodes
-            ]
-        )
+        self.state_bytes = state_of(problem, nodes)
         self.classes, self.fastest = _classes(problem, nodes, self.state_bytes, upper)
         ranges = [range(len(one.members) + 1) for one in self.classes]
         self.states: list[list[Counts]] = [[] for _ in range(problem.most_devices + 1)]

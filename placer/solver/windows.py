@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import compress
+from math import inf
 
+from placer.solver.capacity import most_state, state_of
+from placer.solver.memory_rules import can_bind
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import SLACK, Reduction
 
@@ -15,7 +19,8 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
     """By node, the first and the last stage that it can be at in a contiguous placement.
 
     All that a node depends on is at its stage or before, so it cannot be at stage p if that is more work than p + 1
-    stages do in ``upper_ms`` each; the same from the end. Work is reckoned on the fastest device.
+    stages do in ``upper_ms`` each, or more state than they hold; the same from the end. Work is reckoned on the fastest
+    device.
 
     Args:
         problem: what is asked.
@@ -29,12 +34,21 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
     work = [_least_work(problem, layers) for layers in nodes.nodes]
     before, behind = neighbourhood(problem, nodes)
     most = upper_ms * (1 + SLACK)
+    room = most_state(problem, nodes, upper_ms) if can_bind(problem) else [inf]
+    state = state_of(problem, nodes).tolist()
     windows = []
     for node in range(count):
         first = min(int(_total(work, before[node]) / most - SLACK), stages - 1)
-        last = stages - 1 - int(_total(work, behind[node]) / most - SLACK)
-        windows.append((first, last))
+        behind_it = int(_total(work, behind[node]) / most - SLACK)
+        first = max(first, _stages_to_hold(_total(state, before[node]), room) - 1)
+        behind_it = max(behind_it, _stages_to_hold(_total(state, behind[node]), room) - 1)
+        windows.append((first, stages - 1 - behind_it))
     return windows
+
+
+def _stages_to_hold(size: float, room: Sequence[float]) -> int:
+    """How many stages it takes to hold so much state, by what so many can; one more than there are if none do."""
+    return bisect_left(room, size * (1 - SLACK))
 
 
 def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[int]]:

@@ -27,6 +27,14 @@ def test_they_leave_the_optimum_where_it_is(enumerated):
     assert narrower > 5
 
 
+def test_a_layer_is_at_no_stage_before_those_that_hold_what_it_depends_on(chain):
+    # two layers fill a device, so three take two
+    problem = Problem.from_request(chain([1.0] * 4, devices=2, memory_bytes=6, param_bytes=3))
+    assert stage_windows(problem, reduced(problem), 100.0) == [(0, 0), (0, 0), (1, 1), (1, 1)]
+    larger = Problem.from_request(chain([1.0] * 4, devices=2, memory_bytes=12, param_bytes=3))
+    assert stage_windows(larger, reduced(larger), 100.0) == [(0, 1)] * 4
+
+
 def test_a_value_that_must_not_be_cut_brings_its_ends_to_one_stage(chain):
     # l0 without l1 takes 1 + 6, both and l2 1 + 1 + 3 + 6, so l2 and l3 are behind them
     problem = Problem.from_request(chain([1.0, 1.0, 3.0, 1.0], devices=2, value_bytes=1))
