@@ -48,6 +48,16 @@ def measure_halves(trial: Trial) -> Halves:
     Args:
         trial: the layer; it must have run both ways before.
     """
+    try:
+        return _measured(trial, again=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        # Some operations (those of torch.compile) refuse to run backwards twice: the half by weight is not run then.
+        return _measured(trial, again=False)
+
+
+def _measured(trial: Trial, again: bool) -> Halves:
     log, waiting = StorageLog(trial.device, trial.state, trial.reads), _Waiting()
     trial.set_gradients(present=True)
     log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
@@ -57,12 +67,13 @@ def measure_halves(trial: Trial) -> Halves:
             with waiting:
                 trial.forward()
             before = log.count
-            by_input = partial(trial.backward_by_input, waiting.edges, waiting.weights)
+            by_input = partial(trial.backward_by_input, waiting.edges, waiting.weights, again)
             input_bytes = _peak_bytes(trial, log, lambda: gradients.extend(by_input()))
             found = gradients[: len(waiting.edges)]
             keys = {key_of(gradient) for gradient in found if gradient is not None and gradient.layout == torch.strided}
             deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
-            by_weight = [_weights_bytes(trial, log, *each) for each in zip(waiting.operations, found, strict=True)]
+            halves = zip(waiting.operations, found if again else [None] * len(found), strict=True)
+            by_weight = [_weights_bytes(trial, log, *each) for each in halves]
         return Halves(deferred, input_bytes, max(by_weight, default=0))
     finally:
         trial.set_gradients(present=False)

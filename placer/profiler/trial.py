@@ -103,12 +103,15 @@ class Trial:
             arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
             torch.autograd.backward(arrival, torch.empty_like(arrival), inputs=self._leaves)
 
-    def backward_by_input(self, edges: Sequence[GradientEdge], left_out: Collection[int]) -> tuple[Tensor | None, ...]:
-        """As ``accumulate_alone``, without some parameters; where there are edges, another backward pass may follow.
+    def backward_by_input(
+        self, edges: Sequence[GradientEdge], left_out: Collection[int], again: bool
+    ) -> tuple[Tensor | None, ...]:
+        """As ``accumulate_alone``, without some parameters.
 
         Args:
             edges: of operations inside the layer.
             left_out: the ``id`` of each parameter that has no gradient yet.
+            again: whether another backward pass may follow.
 
         Returns:
             The gradients that came to the edges, and then those of the other parameters and of the reads.
@@ -118,9 +121,7 @@ class Trial:
         if not self.flows or not wanted:
             return (None,) * len(wanted)
         arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
-        return torch.autograd.grad(
-            arrival, wanted, torch.empty_like(arrival), retain_graph=bool(edges), allow_unused=True
-        )
+        return torch.autograd.grad(arrival, wanted, torch.empty_like(arrival), retain_graph=again, allow_unused=True)
 
     def set_gradients(self, present: bool) -> None:
         """Give the parameters gradients of zeros, or take all gradients away."""

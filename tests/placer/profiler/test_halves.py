@@ -72,6 +72,31 @@ def test_a_layer_whose_weights_cannot_wait_does_all_of_its_backward_pass_at_once
     assert halves.input_workspace_bytes == measure_memory(trial, training=True).backward_workspace_bytes
 
 
+class _Once(torch.autograd.Function):
+    """Refuses to run backwards where it might again, as what torch.compile makes does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise RuntimeError("this backward function was compiled for retain_graph=False")
+        return 2 * gradients[0]
+
+
+def test_what_refuses_to_run_backwards_twice_is_measured_by_its_input_half_alone(make_trial: Any) -> None:
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        result: Tensor = _Once.apply(conv2d(x, weight))  # type: ignore[no-untyped-call]
+        return result
+
+    halves = measure_halves(make_trial(block, [_tensor(2, 3, 10, 10)], [_tensor(8, 3, 1, 1)]))
+    assert halves.deferred == (4 * 2 * 8 * 100,)
+    assert halves.input_workspace_bytes >= 2 * 4 * 2 * 8 * 100
+    assert halves.weights_workspace_bytes == 0
+
+
 def test_what_gradients_do_not_flow_through_takes_nothing(make_trial: Any) -> None:
     frozen = make_trial(linear, [_tensor(BATCH, INSIDE, grad=False)], [_tensor(OUTSIDE, INSIDE, grad=False)])
     assert measure_halves(frozen) == type(measure_halves(frozen))()
