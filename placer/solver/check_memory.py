@@ -1,6 +1,6 @@
 """The referee's own reading of what devices hold: it plays one micro-batch forwards and backwards, device by device.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``, read a second time.
+Nothing here is shared with the solver; the formulas are those of the docstring of ``memory.py``, read a second time.
 """
 
 from __future__ import annotations

@@ -15,57 +15,10 @@ each.
 
 Objective ``throughput``: the largest load.
 
-**Memory in inference**, in bytes. Value v, made by layer s, is live on d at step l if s <= l and some reader is l or
-later, on d, or anywhere if m(s) = d: it is received as soon as it is made, and freed after its last reader::
-
-    use(d) = params(d) + buffers(d) + max over steps l of
-             (sum of bytes(v) live on d at l  +  forward_workspace(l) if m(l) = d)
-
-**Memory in training**, in bytes. Layers run forwards and backwards at their steps t. A value is kept on d if a layer
-that saves it, a keeper, is on d; it counts once per device. What a layer makes, what it reads and does not keep, and
-the gradients of both are in its workspaces, so only what waits for another layer counts beside them::
-
-    use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + (in_flight(d) - 1) * kept(d) + max(step(d), max over t on d of max(F(d, t), B(d, t)))
-    step(d)   = sum of optimizer_step_share * gradients(l) over l on d: the optimizer's, when no pass runs
-    kept(d)   = sum of saved(l) over l on d  +  sum of bytes(v) kept on d
-    kept(d,t) = sum of saved(l) over l <= t on d  +  sum of bytes(v) over v with a keeper <= t on d
-    F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later reader:
-                v made before t, read on d after t, without a keeper <= t on d
-    B(d,t)    = kept(d,t) + backward_workspace(t) + sum of gradient_bytes(v) that wait on d:
-                v made on d before t and read after t, on any device: the gradient came, its source has yet to run; or
-                v made elsewhere, read on d at t or before and after t: it is summed up here before it is sent
-
-    in_flight(d) = chunks                               fill-drain, and placements that need not be contiguous
-                 = min(chunks, stages - stage(d))       1F1B and interleaved, contiguous
-                 = min(chunks, 2 stages)                zero-bubble, contiguous
-
-Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that no other one
-may work there meanwhile: as they are recorded, the passes of each micro-batch in flight have memory of their own, and
-weight passes, of which nothing is left, the same for all. Then::
-
-    use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + in_flight(d) * (max over t of F(d, t) + max(deferred(d), max over t of I(d, t)) + rounding(d))
-                + max of weights_workspace(l) over l on d + step(d)
-    I(d,t)    = input_workspace(t) + sum of deferred(l) over l > t on d + sum of gradient_bytes(v) that wait or stay:
-                v made on d before t and read after t, on any device; or
-                v made elsewhere before t and read on d after t: it stays until it was sent, after the pass
-    deferred(d), rounding(d) = sums of deferred(l) and rounding(l) over l on d
-
-Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
-``placer.schedule`` has in flight, segment by segment. (in_flight(d) - 1) * kept(d) becomes the sum of
-(in_flight(segment) - 1) * saved(l) over l on d, and of (in_flight - 1) * bytes(v) over v kept on d, with the largest
-in_flight of the segments that keep v.
+**Memory**, in bytes, at a device's worst moment: the formulas are those of ``memory.py``.
 
 A device that recomputes runs forwards once more before each backward pass: its layers' backward times are
-backward(l) + forward(l) everywhere below and above, of further micro-batches it keeps only what comes in, and its
-weight passes do not run apart::
-
-    use(d)      = ... + (in_flight(d) - 1) * entering(d) + ...
-                  in place of (in_flight(d) - 1) * kept(d)
-    entering(d) = sum of bytes(v) over v made elsewhere and read on d
-
-With ``recompute = "always"`` all devices that hold layers do so; with ``"auto"`` those that would be over their limits
+backward(l) + forward(l) everywhere above and below. With ``recompute = "always"`` all devices that hold layers do so; with ``"auto"`` those that would be over their limits
 otherwise (under objective ``memory``: all) and for which that is less; none where micro-batches are counted segment by
 segment.
 

@@ -1,4 +1,4 @@
-"""The memory of ``costs.py`` as constraints of the integer program over nodes and devices, one function a rule."""
+"""The memory of ``memory.py`` as constraints of the integer program over nodes and devices, one function a rule."""
 
 from __future__ import annotations
 
