@@ -18,9 +18,9 @@ Objective ``throughput``: the largest load.
 **Memory**, in bytes, at a device's worst moment: the formulas are those of ``memory.py``.
 
 A device that recomputes runs forwards once more before each backward pass: its layers' backward times are
-backward(l) + forward(l) everywhere above and below. With ``recompute = "always"`` all devices that hold layers do so; with ``"auto"`` those that would be over their limits
-otherwise (under objective ``memory``: all) and for which that is less; none where micro-batches are counted segment by
-segment.
+backward(l) + forward(l) everywhere above and below. With ``recompute = "always"`` all devices that hold layers do so;
+with ``"auto"`` those that would be over their limits otherwise (under objective ``memory``: all) and for which that is
+less; none where micro-batches are counted segment by segment.
 
 Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs
 forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits
