@@ -60,6 +60,8 @@ def few_ideals(search: Search) -> None:
             search.too_many, tries = threshold, tries + 1
         elif chain.devices is None:
             search.prove(search.nothing_below() if threshold == search.better() else threshold)
+            if len(nodes.nodes) == 1:
+                return  # no ideals are needed to tell so; more orders find better thresholds sooner
         else:
             search.prove(min(chain.bound, search.nothing_below()))
             search.offer(chain.devices, "ideals")
