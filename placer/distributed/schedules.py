@@ -27,6 +27,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from placer.errors import InputError
+from placer.graph.given import refuse_no_chunks
 
 SCHEDULES = ("fill-drain", "1f1b", "interleaved", "zero-bubble")
 
@@ -77,8 +78,7 @@ def check(schedule: str, chunks: int, devices: int, rounds: int) -> None:
     """Raise an InputError for a schedule that is not known, or cannot have so many micro-batches."""
     if schedule not in SCHEDULES:
         raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
-    if not isinstance(chunks, int) or chunks < 1:
-        raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
+    refuse_no_chunks(chunks)
     if schedule == "interleaved" and rounds == 1:
         raise InputError("schedule 'interleaved' needs several stages on a device, and each has one; give '1f1b'")
     interleaved = splits(schedule) or (schedule != "fill-drain" and rounds > 1)

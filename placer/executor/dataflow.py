@@ -33,6 +33,7 @@ from placer.executor.segments import Segment, StateLookup, segments
 from placer.executor.statistics import refuse_uncaptured
 from placer.executor.stream import Streams
 from placer.graph.export import batch_size
+from placer.graph.given import refuse_no_chunks
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
@@ -208,8 +209,7 @@ class DataFlow(PipelinedRuns):
             return self.module(*args, **kwargs)
         tensors, inputs = flatten((args, kwargs))
         chunks = self.chunks if chunks is None else chunks
-        if not isinstance(chunks, int) or chunks < 1:
-            raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
+        refuse_no_chunks(chunks)
         batch = batch_size(tensors)
         parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]

@@ -16,6 +16,7 @@ from placer.executor.stream import Streams
 from placer.executor.train import Order
 from placer.executor.train_step import Flow, TrainStep
 from placer.executor.update import Update
+from placer.graph.given import refuse_no_chunks
 from placer.graph.losses import LossFunction
 from placer.report.timeline import Measurement
 from placer.schema import Profile, Schedule
@@ -121,6 +122,11 @@ class PipelinedRuns(nn.Module):
         if (step is None) != (target is None):
             raise InputError("to measure a training step give its target and step=; for inference, neither")
         chunks = self.chunks if chunks is None else chunks
+        refuse_no_chunks(chunks)
+        if profile is not None and not isinstance(profile, Profile):
+            raise InputError(f"profile is a {type(profile).__name__}; give the Profile, such as profile() returned")
+        if step is not None and cast(Any, step.flow) is not self:
+            raise InputError("step is one of another flow; give one that this flow's train_step made")
         if step is not None:
             return measure_step(step, inputs, target, chunks, profile)
         return measure_stream(cast(stream.Flow, self), self._streams, inputs, chunks, profile)

@@ -25,7 +25,7 @@ from placer.executor.update import Update
 from placer.executor.weights import Weights
 from placer.graph import arguments
 from placer.graph.export import batch_size
-from placer.graph.given import refuse_no_loss
+from placer.graph.given import refuse_no_chunks, refuse_no_loss
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction, refuse_other_batch
 from placer.graph.structure import Structure, flatten
@@ -146,6 +146,7 @@ class TrainStep:
         tensors, structure = flatten(arguments.split(inputs))
         goals, target_structure = flatten(target)
         size = batch_size(tensors)
+        _refuse_no_batch(inputs, tensors, size)
         refuse_other_batch(goals, size)
         return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
 
@@ -298,10 +299,16 @@ def _refuse_other_models(optimizer: torch.optim.Optimizer | None, model: nn.Modu
         )
 
 
+def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:
+    if not any(isinstance(tensor, Tensor) for tensor in tensors):
+        raise InputError(f"inputs, a {type(inputs).__name__}, hold no tensor; give tensors, as torch.as_tensor(x) is")
+    if not size:
+        raise InputError("the batch has no samples: leave empty batches out")
+
+
 def _sizes(wanted: int, size: int) -> list[int]:
     """Of the micro-batches."""
-    if not isinstance(wanted, int) or wanted < 1:
-        raise InputError(f"chunks={wanted!r}: give a whole number of micro-batches, 1 or more")
+    refuse_no_chunks(wanted)
     return micro_batch_sizes(size, wanted)
 
 

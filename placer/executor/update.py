@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from placer.errors import InputError
+
+_OF_SCALERS = ("scale", "unscale_", "step", "update", "is_enabled")
+"""What is asked of a gradient scaler."""
 
 
 @dataclass
@@ -36,8 +40,7 @@ class Update:
     norm: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.optimizer is not None and not callable(getattr(self.optimizer, "step", None)):
-            raise InputError(f"optimizer is {self.optimizer!r}; give a torch.optim.Optimizer")
+        self._refuse_no_optimizer()
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise InputError(
                 "LBFGS evaluates the loss several times a step, over all parameters in one vector on one device; "
@@ -45,9 +48,24 @@ class Update:
             )
         if self.scaler is not None and self.optimizer is None:
             raise InputError("a scaler skips and unscales the optimizer's steps: give train_step the optimizer too")
+        if self.scaler is not None and not all(callable(getattr(self.scaler, name, None)) for name in _OF_SCALERS):
+            raise InputError(f"scaler is {self.scaler!r}; give a torch.amp.GradScaler, or leave it out")
         number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
         if self.max_norm is not None and not (number and self.max_norm > 0 and math.isfinite(self.max_norm)):
             raise InputError(f"max_norm={self.max_norm!r}: give a positive number, or leave it out")
+
+    def _refuse_no_optimizer(self) -> None:
+        given: Any = self.optimizer
+        if isinstance(given, type):
+            wanted = f"{given.__name__}(flow.parameters(), ...)"
+            raise InputError(f"optimizer is the class {given.__name__}; give an instance, such as {wanted}")
+        if isinstance(given, LRScheduler):
+            raise InputError(
+                f"optimizer is a {type(given).__name__}, which steps no parameters; give the optimizer that it "
+                "was made for, and step the scheduler yourself"
+            )
+        if given is not None and not callable(getattr(given, "step", None)):
+            raise InputError(f"optimizer is {given!r}; give a torch.optim.Optimizer")
 
     def scale(self, device: torch.device) -> Tensor | None:
         """What the loss is multiplied by before its gradient is taken; None for 1.

@@ -44,4 +44,14 @@ def refuse_no_loss(loss_fn: Any) -> None:
         )
 
 
-__all__ = ["refuse_no_loss", "refuse_no_module"]
+def refuse_no_chunks(chunks: Any) -> None:
+    """Refuse what is no number of micro-batches.
+
+    Raises:
+        InputError: it is no whole number, or below 1.
+    """
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
+
+
+__all__ = ["refuse_no_chunks", "refuse_no_loss", "refuse_no_module"]

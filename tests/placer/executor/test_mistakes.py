@@ -128,3 +128,60 @@ def test_a_model_in_half_precision_is_placed_on_stand_ins() -> None:
     flow = DataFlow(model, DEVICES)
     flow.update_flow(placer.suggest(model, X.half(), devices=DEVICES, progress=False))
     assert torch.equal(flow(X.half()), expected)
+
+
+@pytest.fixture
+def flow() -> DataFlow:
+    flow = DataFlow(ToyModel(), DEVICES)
+    flow.update_flow(_placement())
+    return flow
+
+
+def test_what_steps_no_parameters_is_told_apart_from_an_optimizer(flow: DataFlow) -> None:
+    optimizer = torch.optim.SGD(flow.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"the class SGD; give an instance, such as SGD\(flow.parameters"):
+        flow.train_step(functional.mse_loss, torch.optim.SGD)  # type: ignore[arg-type]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(InputError, match="a StepLR, which steps no parameters; give the optimizer"):
+        flow.train_step(functional.mse_loss, scheduler)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"scaler is True; give a torch.amp.GradScaler"):
+        flow.train_step(functional.mse_loss, optimizer, scaler=True)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        (X[:0], "the batch has no samples"),
+        (X.numpy(), r"inputs, a ndarray, hold no tensor; give tensors, as torch.as_tensor\(x\) is"),
+        ((), "inputs, a tuple, hold no tensor"),
+    ],
+    ids=["empty", "numpy", "nothing"],
+)
+def test_what_is_no_batch_to_train_on_is_named_and_nothing_is_stepped(flow: DataFlow, inputs: Any, told: str) -> None:
+    before = [parameter.detach().clone() for parameter in flow.parameters()]
+    step = flow.train_step(functional.mse_loss, torch.optim.SGD(flow.parameters(), lr=0.1))
+    with pytest.raises(InputError, match=told):
+        step(inputs, torch.randn(4, 5))
+    assert all(torch.equal(a, b) for a, b in zip(before, flow.parameters(), strict=True))
+    step(X, torch.randn(4, 5))
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, True, "2"])
+def test_what_is_no_number_of_micro_batches_is_named_wherever_it_is_given(flow: DataFlow, chunks: Any) -> None:
+    step = flow.train_step(functional.mse_loss, torch.optim.SGD(flow.parameters(), lr=0.1))
+    for run in (
+        lambda: flow(X, chunks=chunks),
+        lambda: step(X, torch.randn(4, 5), chunks=chunks),
+        lambda: flow.measure(X, chunks=chunks),
+    ):
+        with pytest.raises(InputError, match=f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more"):
+            run()
+
+
+def test_what_a_measurement_cannot_take_is_named(flow: DataFlow) -> None:
+    other = DataFlow(ToyModel(), DEVICES)
+    other.update_flow(_placement())
+    with pytest.raises(InputError, match="step is one of another flow"):
+        flow.measure(X, torch.randn(4, 5), step=other.train_step(functional.mse_loss))
+    with pytest.raises(InputError, match="profile is a str; give the Profile"):
+        flow.measure(X, profile="profile.json")  # type: ignore[arg-type]
