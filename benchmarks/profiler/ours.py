@@ -187,7 +187,7 @@ def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -
 
 
 def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int, int]]:
-    """By device, the most bytes of tensors in a pass over one micro-batch from the host, and the most held for them.
+    """By device, the most bytes of tensors in a step over one micro-batch from the host, and the most held for them.
 
     What is held has rounding and fragments in it. What libraries keep is in neither: the device's reserve has it. What
     stood empty before is not in it either. Without GPUs nothing is counted.
@@ -204,16 +204,15 @@ def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int
     def run() -> None:
         with torch.set_grad_enabled(case.training):
             output = flow(inputs, chunks=1)
-            if case.training:
+            if optimizer is not None:
                 output.mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
         for place in places:
             torch.cuda.synchronize(place)
 
     try:
-        run()  # libraries take what they keep
-        if optimizer is not None:
-            optimizer.step()  # the first one makes the optimizer's state
-            optimizer.zero_grad(set_to_none=False)
+        run()  # libraries take what they keep, and the optimizer makes its state
         release()
         beside = [allocated(place) - _held(model, optimizer, place) for place in places]
         empty = [int(torch.cuda.memory_reserved(place)) - allocated(place) for place in places]

@@ -148,4 +148,5 @@ def test_a_real_step_on_a_gpu_holds_the_share_that_was_found_on_small_tensors(
     taken = torch.cuda.max_memory_allocated() - before
     all_bytes = sum(parameter.nbytes for parameter in parameters)
     largest = parameters[0].nbytes if not options.get("foreach", True) else 0
-    assert share * all_bytes <= taken <= share * all_bytes + 2 * largest + 2**16
+    # Parameter by parameter: a root, its quotient, and the moment without bias at one time.
+    assert share * all_bytes <= taken <= share * all_bytes + 3 * largest + 2**16
