@@ -4,38 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_flows import CPU, Model, X, placed
 from splitting import assert_same, scatter_layers, step, twins
-from torch import Tensor, nn
+from torch import nn
 
 from placer import DataFlow
 from placer.errors import InputError, PlacementError
 from placer.graph import capture
 from placer.schema import Infeasibility, Placement
 from placer.testing import logical_devices
-
-X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
-
-
-CPU = [torch.device("cpu", index) for index in range(4)]
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        return self.head(x + self.body(x))
-
-
-def _flow(model: nn.Module, **places: int | str | torch.device) -> DataFlow:
-    flow = DataFlow(model)
-    flow.layer_gpus.update(places)
-    flow.update_flow()
-    return flow
 
 
 def _places(model: nn.Module) -> dict[str, torch.device]:
@@ -55,14 +32,14 @@ def test_layer_gpus_names_the_leaves_when_fine_grained() -> None:
 def test_a_device_is_given_as_an_index_a_string_or_a_torch_device(place: int | str | torch.device) -> None:
     model = Model().double()
     with logical_devices(3):
-        _flow(model, head=place)(X)
+        placed(model, head=place)(X)
         assert model.head.weight.device == CPU[2]
 
 
 def test_parameters_are_on_the_devices_that_the_map_says() -> None:
     model = Model().double()
     with logical_devices(4):
-        _flow(model, stem=3, body=1, head=2)
+        placed(model, stem=3, body=1, head=2)
         places = {name.partition(".")[0]: place for name, place in _places(model).items()}
         assert places == {"stem": CPU[3], "body": CPU[1], "head": CPU[2]}
         assert model.body[1].running_mean.device == CPU[1]
@@ -88,7 +65,7 @@ def test_parameters_and_buffers_keep_their_identity() -> None:
     model = Model().double()
     before = [*model.parameters(), *model.buffers()]
     with logical_devices(3):
-        flow = _flow(model, stem=1, body=2)
+        flow = placed(model, stem=1, body=2)
         flow(X).sum().backward()
         flow.undo()
     assert all(ours is theirs for ours, theirs in zip(before, [*model.parameters(), *model.buffers()], strict=True))
@@ -131,7 +108,7 @@ def test_inference_only_keeps_no_graph() -> None:
 def test_train_and_eval_switch_dropout_and_batch_norm() -> None:
     model, reference = twins(Model)
     with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
+        flow = placed(model, stem=1, head=2)
         for training in (True, False, True, False):
             flow.train(training)
             reference.train(training)
@@ -141,7 +118,7 @@ def test_train_and_eval_switch_dropout_and_batch_norm() -> None:
 def test_switching_a_part_of_the_model_to_eval_is_seen() -> None:
     model, reference = twins(Model)
     with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
+        flow = placed(model, stem=1, head=2)
         flow(X)
         model.body.eval()
         reference(X)
@@ -153,7 +130,7 @@ def test_switching_a_part_of_the_model_to_eval_is_seen() -> None:
 def test_batches_of_another_size_run(sizes: tuple[int, ...]) -> None:
     model, reference = twins(Model, training=False)
     with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
+        flow = placed(model, stem=1, head=2)
         for size in sizes:
             assert_same(step(flow, model, (X[:size],), {}), step(reference, reference, (X[:size],), {}))
 
@@ -162,7 +139,7 @@ def test_batches_of_a_data_loader_run() -> None:
     model, reference = twins(Model, training=False)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, torch.arange(6)), batch_size=4)
     with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
+        flow = placed(model, stem=1, head=2)
         results = [flow(x).detach().cpu() for x, _ in loader]
     torch.testing.assert_close(torch.cat(results), reference(X).detach(), atol=1e-10, rtol=1e-10)
 
@@ -170,7 +147,7 @@ def test_batches_of_a_data_loader_run() -> None:
 def test_freezing_after_a_run_is_respected() -> None:
     model, _ = twins(Model)
     with logical_devices(2):
-        flow = _flow(model, head=1)
+        flow = placed(model, head=1)
         flow(X).sum().backward()
         flow.zero_grad()
         model.stem.requires_grad_(False)
@@ -203,7 +180,7 @@ def _unharmed(flow: DataFlow, reference: nn.Module) -> None:
 def test_an_unknown_layer_is_named_and_nothing_moves() -> None:
     model, reference = twins(Model, training=False)
     with logical_devices(2):
-        flow = _flow(model, head=1)
+        flow = placed(model, head=1)
         flow.layer_gpus["haed"] = 0
         with pytest.raises(PlacementError, match=r"'haed'.*stem"):
             flow.update_flow()
@@ -216,7 +193,7 @@ def test_an_unknown_layer_is_named_and_nothing_moves() -> None:
 def test_an_unknown_device_is_named_and_nothing_moves(place: int | str) -> None:
     model, reference = twins(Model, training=False)
     with logical_devices(2):
-        flow = _flow(model, head=1)
+        flow = placed(model, head=1)
         flow.layer_gpus["stem"] = place
         with pytest.raises(PlacementError, match=str(place)):
             flow.update_flow()
@@ -229,7 +206,7 @@ def test_an_infeasible_placement_is_refused_with_its_reason() -> None:
     why = Infeasibility(reason="layer 'body' needs 9 bytes more than cpu:1 has")
     placement = Placement(status="infeasible", objective="throughput", infeasible=why)
     with logical_devices(2):
-        flow = _flow(model, head=1)
+        flow = placed(model, head=1)
         with pytest.raises(PlacementError, match="9 bytes more"):
             flow.update_flow(placement)
         _unharmed(flow, reference)
@@ -239,7 +216,7 @@ def test_a_placement_of_another_model_is_refused_and_leaves_the_map() -> None:
     model, reference = twins(Model, training=False)
     placement = Placement(status="optimal", objective="throughput", layer_devices={"features.0": "cpu:0"})
     with logical_devices(2):
-        flow = _flow(model, head=1)
+        flow = placed(model, head=1)
         with pytest.raises(PlacementError, match=r"features\.0"):
             flow.update_flow(placement)
         assert list(flow.layer_gpus) == ["stem", "body", "head"]
@@ -249,7 +226,7 @@ def test_a_placement_of_another_model_is_refused_and_leaves_the_map() -> None:
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, "two"])
 def test_chunks_must_be_a_whole_number_of_one_or_more(chunks: int) -> None:
     with logical_devices(2):
-        flow = _flow(Model().double(), head=1)
+        flow = placed(Model().double(), head=1)
         with pytest.raises(InputError, match="chunks"):
             flow(X, chunks=chunks)
 
@@ -282,7 +259,7 @@ def test_what_is_no_module_is_refused() -> None:
 def test_an_error_of_the_model_leaves_the_flow_usable() -> None:
     model, reference = twins(Model, training=False)
     with logical_devices(2):
-        flow = _flow(model, head=1)
+        flow = placed(model, head=1)
         with pytest.raises(Exception, match=r"shape|size|dim"):
             flow(X[:, :3])
         _unharmed(flow, reference)

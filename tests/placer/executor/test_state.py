@@ -9,35 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_flows import CPU, Model, X, placed
 from splitting import twins
 from torch import Tensor, nn
 
 from placer import DataFlow
 from placer.testing import logical_devices
-
-X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
-
-
-CPU = [torch.device("cpu", index) for index in range(4)]
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        return self.head(x + self.body(x))
-
-
-def _flow(model: nn.Module, **places: int | str | torch.device) -> DataFlow:
-    flow = DataFlow(model)
-    flow.layer_gpus.update(places)
-    flow.update_flow()
-    return flow
 
 
 def _train(run: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -63,7 +40,7 @@ def test_an_optimizer_made_before_trains_the_split_model_as_the_unsplit_one(name
     optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
     _train(reference, other, 4)
     with logical_devices(3):
-        _train(_flow(model, stem=1, head=2), optimizer, 4)
+        _train(placed(model, stem=1, head=2), optimizer, 4)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-10, rtol=1e-10)
 
@@ -93,7 +70,7 @@ def test_the_state_of_an_optimizer_given_along_moves_with_the_parameters(name: s
 def test_state_dict_keys_and_values_never_change() -> None:
     model, reference = twins(Model)
     with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
+        flow = placed(model, stem=1, head=2)
         flow(X)
         assert list(model.state_dict()) == list(reference.state_dict())
         assert list(flow.state_dict()) == [f"module.{name}" for name in reference.state_dict()]
@@ -105,7 +82,7 @@ def test_a_state_dict_loads_with_and_without_the_prefix(prefix: str) -> None:
     other = Model().double().eval()
     state = {f"{prefix}{name}": value for name, value in other.state_dict().items()}
     with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
+        flow = placed(model, stem=1, head=2)
         flow(X)
         result = flow.load_state_dict(state)
         assert not result.missing_keys and not result.unexpected_keys
@@ -124,7 +101,7 @@ def test_a_missing_key_is_an_error_of_load_state_dict() -> None:
 
 def test_a_saved_state_dict_loads_into_a_plain_model(tmp_path: Path) -> None:
     model, reference = twins(Model)
-    flow = _flow(model, stem=1, head=2)
+    flow = placed(model, stem=1, head=2)
     flow(X)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     reference.load_state_dict(torch.load(tmp_path / "model.pt"))
@@ -135,7 +112,7 @@ def test_a_saved_state_dict_loads_into_a_plain_model(tmp_path: Path) -> None:
 def test_a_deepcopy_of_the_flow_is_a_flow_of_its_own() -> None:
     model, reference = twins(Model, training=False)
     with logical_devices(3):
-        flow = _flow(model, stem=1, head=2)
+        flow = placed(model, stem=1, head=2)
         flow(X)
         other = copy.deepcopy(flow)
         with torch.no_grad():
@@ -148,7 +125,7 @@ def test_a_deepcopy_of_the_flow_is_a_flow_of_its_own() -> None:
 
 def test_model_and_flow_are_pickled() -> None:
     model, reference = twins(Model, training=False)
-    flow = _flow(model, stem=1, head=2)
+    flow = placed(model, stem=1, head=2)
     flow(X)
     for loaded in (pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(flow))):
         torch.testing.assert_close(loaded(X), reference(X), atol=1e-10, rtol=1e-10)
