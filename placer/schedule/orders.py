@@ -24,7 +24,7 @@ def in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) ->
     if schedule == "zero-bubble":
         # A step alone would do with one less. In a row the last stage waits until its last gradients have gone
         # all the way back and the next step's first micro-batch came: weight halves are left for that time.
-        return min(chunks, 2 * stages)
+        return min(chunks, 2 * stages if stages > 1 else 1)
     return min(chunks, stages - stage)
 
 

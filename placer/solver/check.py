@@ -277,7 +277,7 @@ def _flight(request: PlacementRequest, where: Where, stages: tuple[str, ...], co
     if not contiguous or device not in stages or request.schedule == "fill-drain":
         return request.chunks
     room = 2 * len(stages) if request.schedule == "zero-bubble" else len(stages) - stages.index(device)
-    return min(request.chunks, room)
+    return min(request.chunks, room) if len(stages) > 1 else 1
 
 
 # Objective

@@ -26,7 +26,7 @@ the gradients of both are in its workspaces, so only what waits for another laye
 
     in_flight(d) = chunks                               fill-drain, and placements that need not be contiguous
                  = min(chunks, stages - stage(d))       1F1B and interleaved, contiguous
-                 = min(chunks, 2 stages)                zero-bubble, contiguous
+                 = min(chunks, 2 stages)                zero-bubble, contiguous; 1 of a single stage
 
 Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that no other one
 may work there meanwhile: as they are recorded, the passes of each micro-batch in flight have memory of their own, and

@@ -177,8 +177,8 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
     """How many micro-batches a device holds, and the literals under which it does.
 
     Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p + f - 1 is used.
-    Under zero-bubble every stage holds 2 S: so many if stage S - 1 is used. Where the device may recompute, one:
-    what it keeps of others is left to the evaluation of what is found.
+    Under zero-bubble every stage holds 2 S, but a single one 1: so many if stage S - 1 is used. Where the device may
+    recompute, one: what it keeps of others is left to the evaluation of what is found.
     """
     chunks, schedule = model.problem.request.chunks, model.problem.request.schedule
     if model.problem.recompute[device] != "never":
@@ -188,7 +188,8 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
         yield chunks, []
         return
     if schedule == "zero-bubble":
-        for p in range(min(len(model.stages), -(-chunks // 2))):
+        yield 1, []
+        for p in range(1, min(len(model.stages), max(2, -(-chunks // 2)))):
             yield min(chunks, 2 * p + 2), [model.used[p]]
         return
     for p in model.stages:

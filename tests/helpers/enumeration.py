@@ -186,7 +186,7 @@ class Enumeration:
                     if self.request.schedule in ("1f1b", "interleaved"):
                         flight = min(flight, len(order) - p)
                     if self.request.schedule == "zero-bubble":
-                        flight = min(flight, 2 * len(order))
+                        flight = min(flight, 2 * len(order)) if len(order) > 1 else 1
                     use[device] = self.use(where, device, flight)
                 yield use
 

@@ -63,6 +63,10 @@ def test_zero_bubble_holds_two_for_every_stage():
     assert [in_flight("zero-bubble", 4, stage, 12) for stage in range(4)] == [8, 8, 8, 8]
 
 
+def test_under_zero_bubble_a_single_stage_waits_for_nobody_and_holds_one():
+    assert in_flight("zero-bubble", 1, 0, 12) == 1
+
+
 @given(stages=SIZES, chunks=SIZES)
 def test_interleaving_one_stage_a_device_is_1f1b(stages, chunks):
     assert plan("interleaved", range(stages), chunks) == plan("1f1b", range(stages), chunks)

@@ -108,8 +108,10 @@ class Recomputed:
 
     def use(self, where, order, device, again):
         chunks = self.request.chunks
-        room = {"fill-drain": chunks, "zero-bubble": 2 * len(order), "1f1b": len(order) - order.index(device)}
-        flight = min(chunks, room[self.request.schedule])
+        stages = len(order)
+        room = {"fill-drain": chunks, "zero-bubble": 2 * stages, "1f1b": stages - order.index(device)}
+        alone = stages == 1 and self.request.schedule != "fill-drain"
+        flight = 1 if alone else min(chunks, room[self.request.schedule])
         if not again:
             return self.plain.use(where, device, flight)
         entering = {number for number, _, target in self.plain.sends(where) if target == device}
