@@ -143,10 +143,16 @@ def measure_sizes(
 
 def _sizes(text: str) -> list[int]:
     """The micro-batch sizes that a command line names, the smallest first."""
-    sizes = [size.strip() for size in text.split(",")]
-    if not all(size.isdecimal() and int(size) for size in sizes) or len(set(map(int, sizes))) < len(sizes):
+    sizes = sample_counts(text)
+    if sizes is None or len(set(sizes)) < len(sizes):
         raise InputError(f"--batch-sizes {text!r}: give different numbers of samples, each at least 1, as in 4,8,16")
-    return sorted(map(int, sizes))
+    return sizes
+
+
+def sample_counts(text: str) -> list[int] | None:
+    """Numbers of samples between commas, the smallest first; None where one is no number or is below 1."""
+    counts = [count.strip() for count in text.split(",")]
+    return sorted(map(int, counts)) if all(count.isdecimal() and int(count) for count in counts) else None
 
 
 def _names(output: str | None, sizes: Sequence[int], as_json: bool) -> list[str | None]:

@@ -46,7 +46,7 @@ from placer.cli.options import (
     TransfersOption,
     WorkLimit,
 )
-from placer.cli.profiling import cached, loss_of, measure_sizes
+from placer.cli.profiling import cached, loss_of, measure_sizes, sample_counts
 from placer.cli.terminal import spinner
 from placer.errors import InputError
 from placer.request_spec import limited, request_for, rules
@@ -154,10 +154,10 @@ def suggest(
 def _sizes(text: str | None) -> list[int] | None:
     if text is None:
         return None
-    sizes = [size.strip() for size in text.split(",")]
-    if not all(size.isdecimal() and int(size) for size in sizes):
+    sizes = sample_counts(text)
+    if sizes is None:
         raise InputError(f"--micro-batches {text!r}: give numbers of samples, as in 8,16")
-    return sorted(map(int, sizes))
+    return sizes
 
 
 def answer(request: PlacementRequest, server: str | None, output: str | None, as_json: bool) -> NoReturn:
