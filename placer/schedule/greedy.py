@@ -6,6 +6,10 @@ without foresight. Of several stages of one device, the one that is nearest to t
 
 Transfers take no time here: they are the simulation's, and the order is one that does not know of them.
 
+Times are counted in whole ticks, so that their sums are exact. Stages of equal layers come to equal times by sums in
+another order; in floating point the order of passes would hang on the last digit of one of them, and who adds up
+otherwise, as the referee does, would find another step.
+
 It never gets stuck: micro-batches keep their order, and the first that is not done has room everywhere.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the greedy rule here in place of their fixed orders.
@@ -16,19 +20,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from placer.schedule.passes import Pass, Phase, TimelineTask
+from placer.schedule.passes import Pass, Phase
 
-Arrivals = dict[Phase, list[float]]
+Arrivals = dict[Phase, list[int]]
+
+TICKS_PER_MS = 2**20
+"""About a nanosecond each. As a power of two it leaves no time of few decimals half-way between two ticks."""
 
 
-def greedy(
-    places: Sequence[int], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]
-) -> list[TimelineTask]:
+def greedy(places: Sequence[int], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]) -> list[Pass]:
     """The passes of a step through a chain of stages, by their start.
 
     Args:
         places: by stage, its device.
-        times: by phase, then stage; with phase ``weights`` backward passes are in two halves.
+        times: by phase, then stage, in milliseconds; with phase ``weights`` backward passes are in two halves.
         chunks: micro-batches in a batch, at least 1.
         room: by stage, for how many micro-batches at once, at least 1.
     """
@@ -39,36 +44,37 @@ class _Greedy:
     def __init__(
         self, places: Sequence[int], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]
     ) -> None:
-        self._places, self._times, self._room = places, times, room
+        self._places, self._room = places, room
+        self._ticks = {phase: [round(time_ms * TICKS_PER_MS) for time_ms in each] for phase, each in times.items()}
         self._last: Phase = "weights" if "weights" in times else "backward"
         self._done: list[dict[Phase, int]] = [{"forward": 0, "backward": 0, "weights": 0} for _ in places]
         self._there: list[Arrivals] = [{"forward": [], "backward": []} for _ in places]
-        self._there[0]["forward"] = [0.0] * chunks
+        self._there[0]["forward"] = [0] * chunks
         self._stages: dict[int, list[int]] = {}
         for stage in reversed(range(len(places))):
             self._stages.setdefault(places[stage], []).append(stage)
 
-    def run(self) -> list[TimelineTask]:
+    def run(self) -> list[Pass]:
         """Play the step."""
-        free = dict.fromkeys(self._stages, 0.0)
-        wake = [(0.0, device) for device in free]
+        free = dict.fromkeys(self._stages, 0)
+        wake = [(0, device) for device in free]
         heapq.heapify(wake)
-        tasks: list[TimelineTask] = []
+        begun: list[tuple[int, int, Pass]] = []
         while wake:
             now, device = heapq.heappop(wake)
             chosen = self._most_urgent(device, now) if now >= free[device] else None
             if chosen is None:
                 continue
-            stage, phase, micro_batch = chosen
-            end = free[device] = now + self._times[phase][stage]
+            stage, phase, _ = chosen
+            end = free[device] = now + self._ticks[phase][stage]
             self._done[stage][phase] += 1
-            tasks.append(TimelineTask(stage, phase, micro_batch, now, end, device))
+            begun.append((now, end, chosen))
             heapq.heappush(wake, (end, device))
             for woken in self._hand_on(stage, phase, end):
                 heapq.heappush(wake, woken)
-        return sorted(tasks, key=lambda task: (task.start_ms, task.end_ms))
+        return [item for _, _, item in sorted(begun, key=lambda task: task[:2])]
 
-    def _most_urgent(self, device: int, now: float) -> Pass | None:
+    def _most_urgent(self, device: int, now: int) -> Pass | None:
         stages = self._stages[device]
         phases: tuple[Phase, ...] = ("backward", "forward", "weights")
         for phase in phases:
@@ -77,7 +83,7 @@ class _Greedy:
                     return Pass(stage, phase, self._done[stage][phase])
         return None
 
-    def _is_ready(self, stage: int, phase: Phase, now: float) -> bool:
+    def _is_ready(self, stage: int, phase: Phase, now: int) -> bool:
         done = self._done[stage]
         if phase == "weights":
             return self._last == "weights" and done["weights"] < done["backward"]
@@ -86,7 +92,7 @@ class _Greedy:
         arrivals = self._there[stage][phase]
         return done[phase] < len(arrivals) and arrivals[done[phase]] <= now
 
-    def _hand_on(self, stage: int, phase: Phase, end: float) -> list[tuple[float, int]]:
+    def _hand_on(self, stage: int, phase: Phase, end: int) -> list[tuple[int, int]]:
         """Tell the stage that waits for a pass; when to look at its device."""
         last = len(self._places) - 1
         if phase == "weights" or (phase == "backward" and stage == 0):

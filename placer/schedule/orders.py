@@ -111,8 +111,7 @@ def _clock(stages: int, chunks: int) -> Iterator[tuple[int, int]]:
 
 def _greedy(places: tuple[int, ...], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]) -> Plan:
     split = "weights" in times
-    passes = tuple(Pass(*task[:3]) for task in greedy(places, times, chunks, room))
-    return Plan(places, chunks, passes, tuple(room), split=split)
+    return Plan(places, chunks, tuple(greedy(places, times, chunks, room)), tuple(room), split=split)
 
 
 def _interleaved(places: tuple[int, ...], times: dict[Phase, Sequence[float]], chunks: int) -> Plan:

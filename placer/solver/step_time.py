@@ -256,7 +256,7 @@ class StepSearch:
         single = self._single_device()
         speedup = single.objective_value / best.value if best.value else None
         fields = {"id": self.request.content_hash(), "single_device": single, "speedup": speedup}
-        return placement.model_copy(update=fields | {"step": self._step(), "ties": broken})
+        return placement.model_copy(update=fields | {"step": self._step(placement), "ties": broken})
 
     def _nothing(self) -> Placement:
         """There is none, if that is proven of every choice; else none was found."""
@@ -279,12 +279,14 @@ class StepSearch:
         singles = [answer.single_device(choice.problem) for choice in self.choices]
         return min(singles, key=lambda single: (not single.fits, single.objective_value, single.device))
 
-    def _step(self) -> Step:
+    def _step(self, placement: Placement) -> Step:
+        """The step of the placement that is returned: what was found, on the devices as they are named."""
         best, problem = self.best, self.best.problem
-        assert best.devices is not None
-        result = costs.evaluate(problem, best.devices)
+        number = {device.name: index for index, device in enumerate(problem.devices)}
+        devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]
+        result = costs.evaluate(problem, devices)
         assert result is not None
-        pipeline = pipelines.pipeline_of(problem, best.devices, result.stages, result.recompute)
+        pipeline = pipelines.pipeline_of(problem, devices, result.stages, result.recompute)
         plan = pipelines.plan_of(problem, pipeline)
         optimizer = pipeline.optimizer_by_device()
         timeline = schedule.simulate(pipeline, plan)

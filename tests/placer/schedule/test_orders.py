@@ -107,3 +107,13 @@ def test_times_of_another_number_of_stages_are_refused():
 def test_passes_that_wait_for_each_other_are_refused():
     with pytest.raises(InputError, match="stage 0 waits for ever: the input of backward 0"):
         merged([[Pass(0, "backward", 0), Pass(0, "forward", 0)], [Pass(1, "forward", 0), Pass(1, "backward", 0)]])
+
+
+@given(places=PLACES, chunks=SIZES, schedule=st.sampled_from(["zero-bubble", "interleaved"]), data=st.data())
+def test_no_order_hangs_on_the_last_digit_of_a_sum(places, chunks, schedule, data):
+    """0.1 + 0.2 is as long as 0.3, whoever adds it up in whichever order."""
+    layers = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+    tenths = data.draw(st.lists(layers, min_size=len(places), max_size=len(places)))
+    there = [sum(tenth / 10 for tenth in each) for each in tenths]
+    back = [sum(tenth / 10 for tenth in reversed(each)) for each in tenths]
+    assert plan(schedule, places, chunks, forward_ms=there) == plan(schedule, places, chunks, forward_ms=back)

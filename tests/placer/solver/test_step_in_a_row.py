@@ -1,6 +1,7 @@
 """Objective ``step`` for steps in a row: what is chosen, proven, said and checked."""
 
 import itertools
+import random
 from fractions import Fraction
 
 import pytest
@@ -74,6 +75,39 @@ def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to
         placement = solve(large.model_copy(update={"profiles": (small,)}))
         chosen[steps] = (placement.chunks, placement.schedule, pytest.approx(placement.objective_value))
     assert chosen == {"alone": (8, "zero-bubble", 51.0), "in-a-row": (4, "zero-bubble", 48.0)}
+
+
+@given(
+    tenths=st.lists(st.integers(1, 9), min_size=4, max_size=12),
+    devices=st.integers(2, 4),
+    chunks=st.integers(2, 9),
+    steps=st.sampled_from(["alone", "in-a-row"]),
+)
+def test_equal_times_from_other_sums_are_no_other_step(tenths, devices, chunks, steps):
+    """Stages of tenths of a millisecond tie in many ways; ``solve`` raises if the referee orders passes otherwise."""
+    times = [tenth / 10 for tenth in tenths]
+    solve(row(times, devices=devices, chunks=chunks, schedule="zero-bubble", steps=steps, work_limit=0.2))
+
+
+@pytest.mark.parametrize("seed", [7, 28, 32, 70, 104, 107, 126])
+def test_links_that_differ_by_direction_are_told_of_the_devices_that_are_returned(seed):
+    """In a row either device may come first, alone not; ``solve`` raises where it tells another time than is true."""
+    chance = random.Random(seed)
+    times = [chance.randint(1, 1000) / 100 for _ in range(chance.randint(4, 24))]
+    chunks, schedule = chance.choice([4, 8]), chance.choice(["zero-bubble", "auto"])
+    asked = row(times, chunks=chunks, schedule=schedule, work_limit=0.5)
+    sizes = [chance.randint(1, 1000) for _ in asked.profile.edges]
+    edges = [
+        edge.model_copy(update={"bytes": size, "gradient_bytes": size})
+        for edge, size in zip(asked.profile.edges, sizes, strict=True)
+    ]
+    links = [
+        Link(source=a, target=b, bandwidth_bytes_per_s=chance.uniform(1e6, 1.05e6))
+        for a, b in (("d0", "d1"), ("d1", "d0"))
+    ]
+    profile = asked.profile.model_copy(update={"edges": tuple(edges)})
+    cluster = asked.cluster.model_copy(update={"links": tuple(links)})
+    assert solve(asked.model_copy(update={"profile": profile, "cluster": cluster})).step is not None
 
 
 @pytest.mark.parametrize("steps", ["alone", "in-a-row"])
