@@ -267,6 +267,7 @@ class Conflict:
         use = [memory.total_bytes for memory in result.memory]
         layers = Counter(devices).values()
         problem = self._ways[0]  # what is asked of devices and layers is the same for all
+        in_time = _in_time(easier, result)
         holds: dict[str, Callable[[Requirement], bool]] = {
             "pin": lambda r: devices[r.layers[0]] == r.device,
             "ban": lambda r: all(devices[layer] != r.device for layer in r.layers),
@@ -275,11 +276,23 @@ class Conflict:
             "most": lambda _: len(layers) <= problem.most_devices,
             "least": lambda _: len(layers) >= problem.least_devices,
             "layers": lambda _: max(layers) <= (problem.most_layers or len(devices)),
-            "links": lambda _: costs.passable(problem, devices),
-            "bottleneck": lambda _: max(result.load_ms) <= (problem.request.bottleneck_ms or 0) * (1 + costs.ROUNDING),
+            "links": lambda _: _passes(replace(easier, links=problem.links), devices, in_time),
+            "bottleneck": lambda _: in_time,
             "limit": lambda r: use[r.device] <= problem.devices[r.device].usable_bytes,
         }
         return frozenset(number for number, asked in enumerate(self.all) if holds[asked.kind](asked))
+
+
+def _in_time(problem: Problem, result: costs.Costs) -> bool:
+    """Whether no device is busier than is asked for."""
+    most_ms = problem.request.bottleneck_ms
+    return most_ms is None or max(result.load_ms) <= most_ms * (1 + costs.ROUNDING)
+
+
+def _passes(problem: Problem, devices: Sequence[int], in_time: bool) -> bool:
+    """Whether values pass over the links that there are; where all was in time without, in time over them."""
+    result = costs.evaluate(problem, devices)
+    return result is not None and (_in_time(problem, result) or not in_time)
 
 
 def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[int], ...]:
