@@ -53,6 +53,10 @@ SEARCH_SHARE = 0.3
 """How much of a choice's time the search for the smallest bottleneck may take."""
 
 
+NO_CUT = Infeasibility(reason="no cut of the row of layers keeps to each device's memory and to what else is required")
+"""Where every cut was looked at before the search for the smallest bottleneck came to an end."""
+
+
 class Share(NamedTuple):
     """Until when one part of the search may go on: the time in seconds, and the work."""
 
@@ -189,6 +193,7 @@ class StepSearch:
             choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
             if devices is None:
                 choice.cuts = None
+                choice.reason = None if choice.devices is not None else choice.reason or NO_CUT
             else:
                 self._offer(choice, devices, "cuts of a row")
 

@@ -117,16 +117,15 @@ class Steps:
         for profile in (self.request.profile, *self.request.profiles):
             chunks, rest = divmod(self.request.batch_size, profile.batch_size)
             for order, contiguous in kinds if not rest else []:
-                yield (
-                    self.request.model_copy(update={"profile": profile, "chunks": chunks, "schedule": order}),
-                    contiguous,
-                )
+                chosen = {"profile": profile, "chunks": chunks, "schedule": order, "cluster": self.request.placed_on}
+                yield self.request.model_copy(update=chosen), contiguous
 
     def steps(self, every, where):
         """The step for each order of the stages in which memory suffices."""
         for again in self.recomputed(every, where):
             for pipeline, stage_of, found in self.plans(every, where, again):
-                if self.fits(every, where, stage_of, found, again):
+                asked = every, where, stage_of, found, again
+                if self.fits(*asked) and self.needed(*asked):
                     yield self.step(pipeline, found)
 
     def step(self, pipeline, found):
@@ -151,6 +150,13 @@ class Steps:
         for size in range(len(free) + 1):
             for chosen in itertools.combinations(free, size):
                 yield {*fixed, *chosen}
+
+    def needed(self, every, where, stage_of, found, again):
+        """Whether those that recompute and need not are over their limits otherwise, and it helps them."""
+        uses = [self.uses(every, where, stage_of, found, some) for some in ((), again)]
+        limits = {device.name: device.memory_bytes - device.reserve_bytes for device in every.devices}
+        free = [device for device in again if self.rule(device) == "auto"]
+        return all(uses[0][device] > max(limits[device], uses[1][device]) for device in free)
 
     def plans(self, every, where, again=frozenset()):
         """By order of the stages: one if they are a row, or segments."""
@@ -190,7 +196,7 @@ class Steps:
             edge = every.request.profile.edges[number]
             first = min(stage_of[name] for name in edge.targets if where[name] == b)
             there[stage_of[edge.source], first] += every.hop(a, b, edge.bytes)
-            if edge.gradient_bytes:
+            if every.training and edge.gradient_bytes:
                 back[stage_of[edge.source], first] += every.hop(b, a, edge.gradient_bytes)
         transfers = tuple(Transfer(*pair, time, back.get(pair)) for pair, time in sorted(there.items()))
         places = tuple([device.name for device in every.devices].index(name) for name in stages)

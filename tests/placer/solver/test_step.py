@@ -169,6 +169,14 @@ def test_what_no_choice_can_hold_is_infeasible():
     assert placement.status == "infeasible" and placement.infeasible.reason
 
 
+@pytest.mark.parametrize("work_limit", [0.001, 0.01, None])
+def test_what_no_cut_of_a_row_can_hold_is_infeasible_however_little_is_searched(work_limit):
+    """Three layers of 3 bytes on two devices of 5: together they fit, and each alone, but two on one device do not."""
+    asked = {"saved_bytes": 3, "memory_bytes": 5, "chunks": 1, "constraints": Constraints(contiguous=True)}
+    placement = solve(row([1.0] * 3, schedule="fill-drain", work_limit=work_limit, **asked))
+    assert placement.status == "infeasible" and "memory" in placement.infeasible.reason
+
+
 def test_a_stop_ends_the_search_with_the_best_so_far():
     import threading
 
