@@ -62,7 +62,7 @@ def test_a_bottleneck_is_one_of_the_requirements_that_cannot_hold_together(chain
 
 
 def test_links_that_are_missing_do_not_make_those_that_are_there_free(chain):
-    """Two devices would do if a value took no time; over their link it takes 10 ms. The third has a link to one alone."""
+    """Two devices would do if a value took no time; over their link it takes 10 ms. Two of three have none."""
     request = chain([1, 1], devices=3, value_bytes=10, objective="devices", bottleneck_ms=1.5)
     links = [link for link in request.placed_on.links if {link.source, link.target} != {"d1", "d2"}]
     cluster = request.placed_on.model_copy(update={"links": tuple(links)})
