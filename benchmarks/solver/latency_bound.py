@@ -9,11 +9,14 @@ before the run and read in the hull, and one made in the hull and read past it. 
 takes time, or is outside and what crosses costs: the cheaper, a smallest cut, where the first reckoning used the run.
 So the smallest sum over all ways to cut the path into at most as many runs as there are accelerators, each of which
 fits in memory, and nodes on the CPU between them, is a bound.
+
+What is outside may be late: on the CPU it begins when the last node of the path ahead of it is done, and no bound for
+that is known at first. So bounds come in rounds, each with what the one before proved of the path's nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -21,13 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .latency import Graph
-from .latency_cuts import Cuts, heads, tails
+from .latency_cuts import Cuts, Wait, heads, tails
 
 Table = NDArray[np.float64]
 Run = tuple[int, int]
 
 MOST_CUTS = 3000
 SLACK = 1e-9
+WORTH = 1e-7
+"""Another round follows one that made the bound larger by more than this share."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,9 @@ class _PathBound:
         behind: by node, the first place on the path that it reaches; the path's length if there is none.
         cost: by the first and last place of a run, no more than what the subgraph takes; infinite if it cannot be.
         exact: the runs that were cut, and their best subgraphs.
-        waiting: by last and first place of those that wait, how long and what they take then, as ``Least.steps``.
+        waiting: by last and first place of those that were cut, how long they wait and what they take then, as
+            ``Least.steps``.
+        waited: by first place of those to the end that were cut, what they take with all that waits for them.
     """
 
     def __init__(self, read: Graph) -> None:
@@ -73,19 +80,42 @@ class _PathBound:
             self.behind[node] = min([self.behind[node], *(self.behind[reader] for reader in read.readers[node])])
         self.cost = self._first_costs()
         self._ahead, self._behind = np.array(self.ahead), np.array(self.behind)
-        self.cuts, self.heads, self.tails = Cuts(read), heads(read), tails(read)
+        self.cuts = Cuts(read)
+        self._with_sources = self.cuts.with_sources()
+        self.tails = tails(read, self.cuts.with_readers())
+        self.heads: list[Wait] = []
         self.exact: dict[Run, frozenset[int]] = {}
         self.waiting: list[dict[int, tuple[tuple[float, float], ...]]] = [{} for _ in self.path]
+        self.waited: dict[int, float] = {}
+        self._made = 0
 
     def proof(self) -> Proof:
+        """Rounds of cuts: with a bound comes when each node of the path is done, and so what other nodes wait for."""
+        known = 0.0
+        while True:
+            best, runs = self._best()
+            self.heads = heads(self.read, self._ahead_ms(best), self._with_sources)
+            self.exact.clear()
+            runs = self._cut_all()
+            bound = float(self._best()[0][-1, -1])
+            if bound <= known * (1 + WORTH) or self._made > MOST_CUTS:
+                return Proof(max(bound, known), tuple(self._subgraph(run) for run in runs))
+            known = bound
+
+    def _cut_all(self) -> list[Run]:
         """Reckon, cut what was used, and reckon again until all that is used was cut."""
         while True:
-            prefix, runs = self._best()
+            best, runs = self._best()
             new = [run for run in runs if run not in self.exact]
-            if not new or len(self.exact) > MOST_CUTS:
-                return Proof(float(prefix[-1]), tuple(self._subgraph(run) for run in runs))
+            if not new or self._made > MOST_CUTS:
+                return runs
             for run in new:
-                self._cut(run, float(prefix[run[0]]))
+                self._cut(run, float(best[-1, run[0]]))
+
+    def _ahead_ms(self, best: Table) -> list[float]:
+        """By node, when the last node of the path from which it is reached is done at the earliest."""
+        done = np.minimum.accumulate(best[-1, -2:0:-1])[::-1]  # it may be in a run that ends later
+        return [float(done[place]) if place >= 0 else 0.0 for place in self.ahead]
 
     def _subgraph(self, run: Run) -> frozenset[int]:
         return self.exact[run] if run in self.exact else self._hull(run)
@@ -126,45 +156,58 @@ class _PathBound:
         return found
 
     def _best(self) -> tuple[Table, list[Run]]:
-        """By place, the smallest sum of all before it; and the runs of the whole path's."""
+        """By most runs and place, the earliest that all before it are done, last the last end; and its runs."""
         length, most = len(self.path), self.read.accelerators
-        best = np.full((most + 1, length + 1), inf)
+        best = np.full((most + 1, length + 2), inf)
         best[:, 0] = 0.0
-        came = np.full((most + 1, length + 1), -1)
-        for end in range(1, length + 1):
-            best[:, end] = best[:, end - 1] + self.read.cpu_ms[self.path[end - 1]]
-            through = best[:-1, :end] + self.cost[:end, end - 1]
-            for first, steps in self.waiting[end - 1].items():
-                through[:, first] = np.min(
-                    [np.maximum(best[:-1, first], time) + value for time, value in steps], axis=0
-                )
+        came = np.full((most + 1, length + 2), -1)
+        for column in range(1, length + 2):
+            end = min(column, length)
+            best[:, column] = best[:, end - 1] + self.read.cpu_ms[self.path[end - 1]]
+            through = self._through(best, end, self.waited if column > length else {})
             first = through.argmin(axis=1)
             value = through[np.arange(most), first]
-            better = np.flatnonzero(value < best[1:, end])
-            best[better + 1, end] = value[better]
-            came[better + 1, end] = first[better]
-        return best[most], list(self._runs(came))[::-1]
+            better = np.flatnonzero(value < best[1:, column])
+            best[better + 1, column] = value[better]
+            came[better + 1, column] = first[better]
+        return best, list(self._runs(came))[::-1]
+
+    def _through(self, best: Table, end: int, waited: Mapping[int, float]) -> Table:
+        """By runs before and first place, when a run up to a place is done, or all that waits for it."""
+        through: Table = best[:-1, :end] + self.cost[:end, end - 1]
+        for first, steps in self.waiting[end - 1].items():
+            ends = np.min([np.maximum(best[:-1, first], time) + value for time, value in steps], axis=0)
+            through[:, first] = np.maximum(through[:, first], ends)
+        for first, value in waited.items():
+            through[:, first] = np.maximum(through[:, first], best[:-1, first] + value)
+        return through
 
     def _runs(self, came: NDArray[np.int64]) -> Iterator[Run]:
-        used, end = self.read.accelerators, len(self.path)
-        while end:
-            first = int(came[used, end])
+        length = len(self.path)
+        used, column = self.read.accelerators, length + 1
+        while column:
+            end, first = min(column, length), int(came[used, column])
             if first >= 0:
                 yield first, end - 1
-                used, end = used - 1, first
+                used, column = used - 1, first
             else:
-                end -= 1
+                column = end - 1
 
     def _cut(self, run: Run, since: float) -> None:
         """Find what the run's subgraph takes at least, and what it waits for if it starts at ``since``."""
         first, last = run
-        barred = (self._behind < first) | (self._ahead > last)
-        at_end = last == len(self.path) - 1 and first > 0
-        found = self.cuts.least(self._hull(run), barred, self.tails if at_end else self.heads, 0.0 if at_end else since)
+        self._made += 1
+        barred, hull = (self._behind < first) | (self._ahead > last), self._hull(run)
+        found = self.cuts.least(hull, barred, self.heads, since)
         self.exact[run] = found.nodes
-        self.cost[run] = max(self.cost[run], found.value)
-        if len(found.steps) > 1 and not at_end:
+        if found.steps:
             self.waiting[last][first] = found.steps
+        else:
+            self.cost[run] = inf
+        if last == len(self.path) - 1:
+            found = self.cuts.least(hull, barred, self.tails)
+            self.waited[first] = found.value
+            self.exact[run] = found.nodes
 
 
 def _longest(read: Graph) -> list[int]:

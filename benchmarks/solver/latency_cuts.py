@@ -1,8 +1,9 @@
-"""The least that the subgraph of one run can take: smallest cuts, with the memory priced and the waiting in steps."""
+"""The least that the subgraph of one run can take: smallest cuts, that fit, and the waiting in steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -12,15 +13,16 @@ from numpy.typing import NDArray
 from ortools.graph.python import max_flow
 
 from .latency import Graph
+from .latency_whole import least_that_fits
 
 UNIT_MS = 1e-7
 """Cuts are counted in these, rounded down."""
 
 ENDLESS = 10**14
-MOST_PRICES = 10
 SLACK = 1e-9
 
 Arcs = NDArray[np.int64]
+Arc = tuple[int, int]
 Wait = tuple[float, int, int]
 """A time, and two nodes: with the first inside and the second outside, the end waits so long for the second."""
 
@@ -65,7 +67,7 @@ class Cuts:
         """
         if barred[list(hull)].any():
             return Least(inf, hull)
-        best = self._priced(hull, barred, [])  # with no regard to waits: nothing takes less
+        best = self._fitting(hull, barred, [])  # with no regard to waits: nothing takes less
         times = sorted({wait[0] for wait in waits if wait[0] > since + SLACK})
         if not times:
             return Least(best.value, best.nodes, ((since, best.value),))
@@ -74,7 +76,7 @@ class Cuts:
             if time - since + floor >= best.value:
                 steps.append((time, floor))  # whatever waits longer takes no less than that
                 break
-            found = self._priced(hull, barred, [wait for wait in waits if wait[0] > time])
+            found = self._fitting(hull, barred, [wait for wait in waits if wait[0] > time])
             steps.append((time, found.value))
             if time - since + found.value < best.value:
                 best = Least(time - since + found.value, found.nodes)
@@ -82,51 +84,66 @@ class Cuts:
                 break
         return Least(best.value, best.nodes, tuple(steps))
 
-    def _priced(self, hull: frozenset[int], barred: NDArray[np.bool_], kept: Sequence[Wait]) -> Least:
-        """The smallest cut; if it does not fit in memory, that with the price for memory that makes it the largest.
+    def with_sources(self) -> dict[Arc, float]:
+        """By arc, what a subgraph takes at the least that has its source and not its reader."""
+        return self._apart(self.read.readers, lambda source, reader: (source, reader))
 
-        For any price p >= 0 the cut with p * size added to each node's time, less p * memory, is a bound. By price
-        these are a concave function, which every cut touches with a line: the next price is where two lines meet.
-        """
-        memory = self.read.memory
-        value, nodes = self._cut(hull, barred, kept, 0.0)
-        over = self._size(nodes) - memory
-        if over <= SLACK * memory or value == inf:
-            return Least(value, nodes)
-        steep, flat = (self._time(nodes), over), (self._time(hull), self._size(hull) - memory)
-        if flat[1] > SLACK * memory:
+    def with_readers(self) -> dict[Arc, float]:
+        """By arc, what a subgraph takes at the least that has its reader and not its source."""
+        return self._apart(self.read.sources, lambda reader, source: (source, reader))
+
+    def _apart(self, near: Sequence[Sequence[int]], arc: Callable[[int, int], Arc]) -> dict[Arc, float]:
+        """By node and one next to it, the least time of a subgraph with the first and without the second."""
+        found: dict[Arc, float] = {}
+        for node, others in enumerate(near):
+            with_node, barred = frozenset(self.read.siblings[node]), np.zeros(len(near), np.bool_)
+            least = self.least(with_node, barred)
+            for other in others:
+                value = least.value
+                if other in least.nodes:
+                    barred[other] = True
+                    value = self.least(with_node, barred).value
+                    barred[other] = False
+                found[arc(node, other)] = value
+        return found
+
+    def _fitting(self, hull: frozenset[int], barred: NDArray[np.bool_], kept: Sequence[Wait]) -> Least:
+        """The smallest cut; if it does not fit in memory, the least that does."""
+        memory = self.read.memory * (1 + SLACK)
+        hull = self._closed(hull, kept)
+        if self._size(hull) > memory:
             return Least(inf, hull)
-        best, fitting = value, hull
-        for _ in range(MOST_PRICES):
-            price = (flat[0] - steep[0]) / (steep[1] - flat[1])
-            bound, nodes = self._cut(hull, barred, kept, price)
-            best = max(best, bound - price * memory)
-            line = (self._time(nodes), self._size(nodes) - memory)
-            if line[1] <= SLACK * memory:
-                if self._time(nodes) < self._time(fitting):
-                    fitting = nodes
-                if line == flat:
-                    break
-                flat = line
-            elif line == steep:
-                break
-            else:
-                steep = line
-        return Least(best, fitting)
+        value, nodes = self._cut(hull, barred, kept)
+        if value == inf or self._size(nodes) <= memory:
+            return Least(value, nodes)
+        outside = frozenset(int(node) for node in np.flatnonzero(barred))
+        value, fitting = least_that_fits(self.read, hull, outside, [wait[1:] for wait in kept], value)
+        return Least(value, hull if fitting is None else fitting)
 
-    def _time(self, nodes: frozenset[int]) -> float:
-        return self.read.duration_ms(nodes)
+    def _closed(self, nodes: frozenset[int], kept: Sequence[Wait]) -> frozenset[int]:
+        """The nodes with all that must be with them."""
+        bound: dict[int, list[int]] = defaultdict(list)
+        for _, inside, drawn in kept:
+            bound[inside].append(drawn)
+        found: set[int] = set()
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack += [*bound[node], *self.read.siblings[node]]
+        return frozenset(found)
 
     def _size(self, nodes: frozenset[int]) -> float:
         return sum(self.read.size[node] for node in nodes)
 
     def _cut(
-        self, hull: frozenset[int], barred: NDArray[np.bool_], kept: Sequence[Wait], price: float
+        self, hull: frozenset[int], barred: NDArray[np.bool_], kept: Sequence[Wait]
     ) -> tuple[float, frozenset[int]]:
         count = len(self.read.ids)
         source, sink = 3 * count, 3 * count + 1
         tails, heads, capacities = self._crossings
-        weights = np.floor((self._times + price * self._sizes) / UNIT_MS)
+        weights = np.floor(self._times / UNIT_MS)
         weights[barred | (weights > ENDLESS)] = ENDLESS
         inside = np.fromiter(sorted(hull), np.int64)
         forced = np.array([wait[1:] for wait in kept], np.int64).reshape(-1, 2)
@@ -148,10 +165,6 @@ class Cuts:
         return np.array(self.read.accelerator_ms)
 
     @cached_property
-    def _sizes(self) -> NDArray[np.float64]:
-        return np.array(self.read.size)
-
-    @cached_property
     def _crossings(self) -> tuple[Arcs, Arcs, Arcs]:
         """A value costs once if its source is inside and a reader is not, and once if it is the other way round."""
         arcs: list[tuple[int, int, int]] = []
@@ -167,21 +180,37 @@ class Cuts:
         return table[:, 0], table[:, 1], table[:, 2]
 
 
-def heads(read: Graph) -> list[Wait]:
-    """By value and reader, when the value is there at the earliest if another subgraph or the CPU makes it."""
+def heads(read: Graph, ahead_ms: Sequence[float], alone_ms: Mapping[Arc, float]) -> list[Wait]:
+    """By value and reader, when the value is there at the earliest if another subgraph or the CPU makes it.
+
+    Args:
+        read: the input.
+        ahead_ms: by node, when it is there at the earliest, as far as is known.
+        alone_ms: by arc, what a subgraph takes at the least that has its source and not its reader.
+    """
     quick = [min(pair) for pair in zip(read.cpu_ms, read.accelerator_ms, strict=True)]
-    end: list[float] = []
+    chain: list[float] = []
+    there: list[float] = []
     found = []
     for node, readers in enumerate(read.readers):
-        start = max((end[source] for source in read.sources[node]), default=0.0)
-        end.append(start + quick[node])
-        alone = start + min(read.cpu_ms[node], read.accelerator_ms[node] + read.transfer_ms[node])
-        found += [(alone, reader, node) for reader in readers]
+        ready = max((there[source] for source in read.sources[node]), default=0.0)
+        ready_alone = max((chain[source] for source in read.sources[node]), default=0.0)
+        chain.append(ready_alone + quick[node])
+        there.append(max(chain[node], ready, ahead_ms[node]))
+        sent = ready_alone + read.accelerator_ms[node] + read.transfer_ms[node]
+        for reader in readers:
+            on_accelerator = max(sent, there[node], alone_ms[node, reader])
+            found.append((min(ready + read.cpu_ms[node], on_accelerator), reader, node))
     return found
 
 
-def tails(read: Graph) -> list[Wait]:
-    """By value and reader, how long the last end is after the value, at least, if the reader is not with its source."""
+def tails(read: Graph, alone_ms: Mapping[Arc, float]) -> list[Wait]:
+    """By value and reader, how long the last end is after the value, at least, if the reader is not with its source.
+
+    Args:
+        read: the input.
+        alone_ms: by arc, what a subgraph takes at the least that has its reader and not its source.
+    """
     count = len(read.ids)
     quick = [min(pair) for pair in zip(read.cpu_ms, read.accelerator_ms, strict=True)]
     left = [0.0] * count
@@ -190,6 +219,6 @@ def tails(read: Graph) -> list[Wait]:
         rest = max((left[reader] for reader in read.readers[node]), default=0.0)
         left[node] = rest + quick[node]
         for source in read.sources[node]:
-            alone = min(read.cpu_ms[node], read.accelerator_ms[node] + read.transfer_ms[source])
-            found.append((rest + alone, source, node))
+            taken = max(rest + read.accelerator_ms[node] + read.transfer_ms[source], alone_ms[source, node])
+            found.append((min(rest + read.cpu_ms[node], taken), source, node))
     return found

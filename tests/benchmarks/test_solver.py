@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,34 @@ def test_the_referee_of_latency_says_what_the_definition_says(part, seed):
         assert latency.finish_ms(read, [where[node] for node in read.ids]) == slow_latency(given, where)
 
 
-@pytest.mark.parametrize("name", ["layer_bert24_inference", "layer_resnet50_inference"])
+@pytest.mark.parametrize("seed", range(60))
+def test_the_least_time_of_a_subgraph_with_its_waiting_is_that_of_the_best_of_all_subgraphs(part, seed):
+    read, draw = part("latency").graph(small_input(seed)), random.Random(seed)
+    barred = np.array([draw.random() < 0.2 for _ in read.ids])
+    waits = [(draw.randint(1, 20), *draw.sample(range(6), 2)) for _ in range(draw.randint(0, 4))]
+    hull = frozenset(read.siblings[draw.randrange(6)])
+
+    def took(nodes):
+        whole = all(nodes.issuperset(read.siblings[node]) for node in nodes) and hull <= nodes
+        if not whole or any(barred[node] for node in nodes) or sum(read.size[node] for node in nodes) > read.memory:
+            return float("inf")
+        waited = max((time for time, inside, outside in waits if inside in nodes and outside not in nodes), default=0)
+        return max(0, waited - 3) + read.duration_ms(nodes)
+
+    best = min(took(frozenset(nodes)) for size in range(7) for nodes in itertools.combinations(range(6), size))
+    found = part("latency_cuts").Cuts(read).least(hull, barred, waits, since=3)
+    assert found.value == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_bert24_inference",
+        "layer_gnmt_inference",
+        "layer_resnet50_inference",
+        "operator_bert3_inference",
+    ],
+)
 def test_latency_inputs_that_are_known_are_proven_at_once(part, name):
     latency = part("latency")
     placement = latency.solve(latency.load(name), limit_s=30)
