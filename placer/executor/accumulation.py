@@ -12,6 +12,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from placer.executor.weakly import weakly
+
 _MOST_BYTES = 32 * 2**20
 """Of gradients that wait to be added: what a pass takes beside what autograd would."""
 
@@ -30,7 +32,7 @@ class Accumulation:
         self._bytes = 0
         self._is_open = False
         for weight in self._weights.values():
-            weight.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            weight.register_post_accumulate_grad_hook(weakly(self._take))  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> None:
         # Without a gradient to add to, autograd hands over the one that it made.
@@ -47,7 +49,7 @@ class Accumulation:
         if error is None:
             self.flush()
         else:
-            self._waiting.clear()
+            self.drop()
 
     def _take(self, weight: Tensor) -> None:
         total = self._sums[id(weight)]
@@ -71,6 +73,11 @@ class Accumulation:
         if self._bytes > _MOST_BYTES:
             self.flush()
 
+    def drop(self) -> None:
+        """Forget all that waits."""
+        self._waiting.clear()
+        self._bytes = 0
+
     @torch.no_grad()
     def flush(self) -> None:
         """Add all that waits."""
@@ -80,5 +87,4 @@ class Accumulation:
         for pairs in kinds.values():
             totals, gradients = map(list, zip(*pairs, strict=True))
             torch._foreach_add_(totals, gradients)
-        self._waiting.clear()
-        self._bytes = 0
+        self.drop()

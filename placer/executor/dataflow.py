@@ -24,6 +24,7 @@ from placer.executor.assignment import Assignment, layer_names, placing, refuse_
 from placer.executor.calls import call_captured, joined, joined_by_size
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.clones import Clones, state_lookup
+from placer.executor.faults import nothing_held
 from placer.executor.hooked import HookPath
 from placer.executor.pipeline import scatter
 from placer.executor.pipelined_runs import PipelinedRuns
@@ -214,11 +215,12 @@ class DataFlow(PipelinedRuns):
         parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
         captures = self._program.captures(parts, inputs)
-        if captures is None:
-            return self._run_hooked(parts, inputs, weights)
-        results = self._repeated.run(captures, parts, weights) if self._can_be_streamed(weights) else None
-        if results is None:
-            results = self._run_captured(captures, parts)
+        with nothing_held():
+            if captures is None:
+                return self._run_hooked(parts, inputs, weights)
+            results = self._repeated.run(captures, parts, weights) if self._can_be_streamed(weights) else None
+            if results is None:
+                results = self._run_captured(captures, parts)
         return joined(results, self._plan(captures[0])[0], weights, captures[0].exported.outputs)
 
     def _can_be_streamed(self, weights: list[int]) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +94,39 @@ def explain(error: BaseException, place: Place) -> BaseException:
         help = "; place fewer layers there, or cut the batch into more micro-batches"
     text = f"{place.unit} {place.micro_batch} failed in {place}: {type(error).__name__}: {error}{help}"
     return kind(text, str(place.device), place.layer, place.micro_batch)
+
+
+def raise_explained(error: BaseException, place: Place) -> NoReturn:
+    """Raise for an error what says in which pass it happened; see ``explain``."""
+    found = explain(error, place)
+    try:
+        if found is error:
+            raise error
+        raise found from error
+    finally:
+        del found, error  # they hold this call, which would hold them, and with them all that the pass had made
+
+
+@contextmanager
+def nothing_held() -> Iterator[None]:
+    """Let an error for want of memory hold none: what the calls that it passed through had made is let go of."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        _clear_frames(error)
+        raise
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Forget the local variables of the calls that an error passed through, and of their callers, that are over."""
+    while error is not None:
+        for call, _ in traceback.walk_tb(error.__traceback__):
+            frame: FrameType | None = call
+            with suppress(RuntimeError):  # of a call that is not over, and so are its callers not
+                while frame is not None:
+                    frame.clear()
+                    frame = frame.f_back
+        error = error.__cause__ or error.__context__
 
 
 def failed_module(error: BaseException, root: nn.Module) -> str | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import starmap
 from typing import Any
 
@@ -21,9 +20,10 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
-from placer.executor.faults import Place, Trail, explain
+from placer.executor.faults import Place, Trail, raise_explained
 from placer.executor.issued import Issued
 from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
+from placer.executor.weakly import weakly
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 
@@ -77,7 +77,7 @@ class Stage:
     def open(self) -> Slot:
         """One slot more, its inputs like those of the first."""
         slot = Slot()
-        slot.run = partial(self._compute, slot)
+        slot.run = weakly(self._compute, slot)
         for name, value in self.slots[0].inputs.items() if self.slots else ():
             slot.inputs[name] = value.clone() if isinstance(value, Tensor) else value
         slot.over = [Lane(self.device, caller=True).mark()]
@@ -265,10 +265,7 @@ class InferencePipeline:
         except Exception as error:
             count, layer = len(self.stages), stage.trail.layer
             place = Place(passage.number, "forward", passage.stage, count, stage.device, layer, unit="batch")
-            found = explain(error, place)
-            if found is error:
-                raise
-            raise found from error
+            raise_explained(error, place)
 
     def _deliver(self, passage: Passage, name: str, value: Any, ready: Mark, maker: int | None, reader: int) -> Mark:
         """Copy a value into the slot of a stage that reads it."""

@@ -1,4 +1,4 @@
-"""Buffers as they were, for a step that fails."""
+"""Buffers and random numbers as they were, for a step that fails."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from placer import devices
 
 
 class Kept:
-    """Copies of the buffers that layers change.
+    """Copies of the buffers that layers change, and the states of random number generators.
 
     Args:
         buffers: those to keep.
+        places: the devices whose generators are kept, beside the host's.
     """
 
-    def __init__(self, buffers: Iterable[Tensor]) -> None:
+    def __init__(self, buffers: Iterable[Tensor], places: Iterable[torch.device]) -> None:
+        self._gpus = [place for place in places if place.type == "cuda"]
+        self._random: list[Tensor] = []
         self._groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for buffer in buffers:
             own, copies = self._groups.setdefault((devices.location(buffer), buffer.dtype), ([], []))
@@ -29,9 +32,14 @@ class Kept:
         """Copy them."""
         for own, copies in self._groups.values():
             torch._foreach_copy_(copies, own)
+        self._random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Give them the values back that they had when they were copied."""
+        host, *others = self._random
+        torch.set_rng_state(host)
+        for place, state in zip(self._gpus, others, strict=True):
+            torch.cuda.set_rng_state(state, place)
         for own, copies in self._groups.values():
             torch._foreach_copy_(own, copies)

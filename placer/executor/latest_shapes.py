@@ -20,10 +20,11 @@ class LatestShapes(OrderedDict[Hashable, Made]):
     """What was made for the shapes that were used last, the latest last.
 
     Args:
-        places: the devices that may still be at work with it; what is let go of is waited for.
+        places: of something that was made, the devices that may still be at work with it; what is let go of is waited
+            for. It should not hold the owner of these: they would live until Python looks for cycles.
     """
 
-    def __init__(self, places: Callable[[], Iterable[torch.device]]) -> None:
+    def __init__(self, places: Callable[[Made], Iterable[torch.device]]) -> None:
         super().__init__()
         self._places = places
 
@@ -40,6 +41,6 @@ class LatestShapes(OrderedDict[Hashable, Made]):
 
     def let_go(self, key: Hashable) -> None:
         """Let go of a shape, once the devices are done with it."""
-        for place in self._places():
+        for place in self._places(self[key]):
             devices.synchronise(place)
         del self[key]

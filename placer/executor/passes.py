@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from placer.devices import Mark
+from placer.executor.faults import raise_explained
 from placer.executor.feed import Feed
 from placer.executor.issued import Issued
 from placer.executor.slot import Slot
@@ -117,7 +118,7 @@ class Passes:
             with lane:
                 work()
         except BaseException as error:
-            self._pipeline.fail(error, index, phase, chunk)
+            raise_explained(error, self._pipeline.place(index, phase, chunk))
         ended = self._done[index, phase, chunk] = lane.mark(timed=self._trace is not None)
         if phase == self._last:
             self._stages[index].slot(chunk).over = ended

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.errors import InputError
-from placer.executor.faults import Place, explain
+from placer.executor.faults import Place, raise_explained
 from placer.executor.segments import MicroBatch, Segment
 
 
@@ -52,10 +52,7 @@ def run(
                 part.run(batch)
         except BaseException as error:
             place = Place(chunk, "forward", segment, len(pipeline[0]), part.device, batch.trail.layer)
-            found = explain(error, place)
-            if found is error:
-                raise
-            raise found from error
+            raise_explained(error, place)
 
 
 def scatter(tensors: Sequence[Any], chunks: int, batch: int) -> list[list[Any]]:

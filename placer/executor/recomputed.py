@@ -64,6 +64,7 @@ class RecomputedStage(Stage):
 
     def release(self) -> None:
         """Nothing is left in the slots between passes."""
+        self._accumulation.drop()
         for slot in (*self.slots, *self.tail.values()):
             self._let_go(slot)
 
@@ -99,11 +100,13 @@ class RecomputedStage(Stage):
         outputs = slot.outputs
         if self._buffers:
             torch._foreach_copy_([copy for _, copy in self._buffers], self._before[id(slot)])
-        with self._chance(slot, "again"):
-            self._compute(slot, self._again)
-        super()._backward(slot)
-        slot.outputs = outputs
-        self._let_go(slot)
+        try:
+            with self._chance(slot, "again"):
+                self._compute(slot, self._again)
+            super()._backward(slot)
+        finally:
+            slot.outputs = outputs
+            self._let_go(slot)
 
     def _chance(self, slot: Slot, which: str) -> AbstractContextManager[None]:
         chance = self._chances.get(id(slot))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from placer.executor.deferred import DeferWeights
 from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.slot import Head, NamedQueue, Slot
+from placer.executor.weakly import weakly
 from placer.graph.layers import Value
 from placer.graph.losses import refuse_no_number, refuse_untrained
 
@@ -136,9 +136,7 @@ class Stage:
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
             slot.deferred = NamedQueue(self.trail, self.reach, self._accumulation)
-            slot.forward = partial(self._forward, slot)
-            slot.backward = partial(self._backward, slot)
-            slot.weights = partial(self._weights, slot)
+            self._run_eagerly(slot)
             slots.append(slot)
         first = slots[0]
         self._compute(first, self.segment)
@@ -154,6 +152,11 @@ class Stage:
         first.leaves, first.outputs, first.roots = {}, {}, []
         return slots, {name: value.detach() if isinstance(value, Tensor) else value for name, value in made.items()}
 
+    def _run_eagerly(self, slot: Slot) -> None:
+        slot.forward = weakly(self._forward, slot)
+        slot.backward = weakly(self._backward, slot)
+        slot.weights = weakly(self._weights, slot)
+
     def _beyond_loss(self, slot: Slot) -> frozenset[str]:
         """Of what entered, the values that the loss does not depend on."""
         if not slot.leaves:
@@ -168,6 +171,7 @@ class Stage:
 
     def release(self) -> None:
         """Let go of what passes that ran left in the slots, after a failure; recorded passes keep theirs."""
+        self._accumulation.drop()
         if self.device.type == "cuda" and not self.not_recorded_because:
             return
         for slot in (*self.slots, *self.tail.values()):
@@ -192,6 +196,8 @@ class Stage:
                 self._recorded(slot)
             except devices.NotRecordable as error:
                 self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
+                for other in every:
+                    self._run_eagerly(other)
                 return
 
     def _recorded(self, slot: Slot) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from placer.devices import Courier, Lane
 from placer.errors import InputError, StageError
 from placer.executor import autocast
 from placer.executor.assignment import Assignment
+from placer.executor.faults import StageMemoryError, nothing_held
 from placer.executor.inference import InferencePipeline, Passage
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.program import Capture, shapes
@@ -112,7 +113,8 @@ class Streams:
         self._flow = flow
         self.lanes: dict[torch.device, Lane] = {}
         self.courier = Courier()
-        self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(lambda: self.lanes)
+        lanes = self.lanes  # of all shapes, since batches of several are on their way at once
+        self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(lambda made: lanes)
         self._moving: list[_Ticket] = []
 
     def open(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
@@ -245,19 +247,33 @@ class Streams:
 
     def _handed_out(self, ticket: _Ticket) -> Any:
         if ticket.error is not None:
-            self._drop(ticket)
-            raise ticket.error
+            self._fail(ticket)
         if ticket.pipeline is None or ticket.passage is None:
             return ticket.result
         with _inference():
             leaves = ticket.pipeline.leaves(ticket.passage)
         return leaves if ticket.is_flat else ticket.pipeline.outputs.unflatten(leaves)
 
+    def _fail(self, ticket: _Ticket) -> NoReturn:
+        """Raise the error of a batch, which is then held by nothing; for want of memory, recordings are let go of."""
+        error = ticket.error
+        assert error is not None
+        self._drop(ticket)
+        if isinstance(error, torch.OutOfMemoryError):
+            self.clear()
+        try:
+            with nothing_held():
+                raise error
+        finally:
+            del error
+
     def _drop(self, ticket: _Ticket) -> None:
+        """Forget a batch, wherever it is; the ticket, which an error's calls may hold, then holds nothing."""
         if ticket in self._moving:
             self._moving.remove(ticket)
         if ticket.pipeline is not None and ticket.passage is not None:
             ticket.pipeline.drop(ticket.passage)
+        ticket.pipeline = ticket.passage = ticket.result = ticket.error = None
 
     def _begin(self) -> None:
         """Let the devices see the model as it is now."""
@@ -309,6 +325,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _outside_layers(error: Exception, passage: Passage) -> StageError:
     text = f"batch {passage.number} failed between segments, before segment {passage.stage}"
-    failure = StageError(f"{text}: {type(error).__name__}: {error}", "", None, passage.number)
+    kind = StageMemoryError if isinstance(error, torch.OutOfMemoryError) else StageError
+    failure = kind(f"{text}: {type(error).__name__}: {error}", "", None, passage.number)
     failure.__cause__ = error
     return failure

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from placer import devices
 from placer.devices import Courier, Lane, Mark
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.compiled import Backend, compile_stage
-from placer.executor.faults import Place, explain
+from placer.executor.faults import Place, raise_explained
 from placer.executor.feed import Feed, Key
 from placer.executor.issued import Issued
 from placer.executor.kept import Kept
@@ -85,6 +85,7 @@ class TrainingPipeline:
 
     Attributes:
         trace: a list that collects every pass of the next batches; None, as it is at first, to collect none.
+        is_prepared: whether its passes are ready, as they are once a batch has gone through.
     """
 
     def __init__(
@@ -114,14 +115,14 @@ class TrainingPipeline:
         self.stages = self._stages(parts, head)
         self.courier = Courier()
         mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
-        self._kept = Kept(graph.state[name] for name in mutated)
+        self._kept = Kept((graph.state[name] for name in mutated), self.lanes)
         spread = set(spread_state(graph, places))
         self.spread = [spread.intersection(name for step in part.steps for name in step.layer.state) for part in parts]
         self.trace: list[Issued] | None = None
         state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
         self._buffers = [item for item in state.values() if not isinstance(item, nn.Parameter)]
         self._pointers = [item.data_ptr() for item in self._buffers]
-        self._prepared = False
+        self.is_prepared = False
         self._scaled = False
 
     def is_stale(self) -> bool:
@@ -142,9 +143,18 @@ class TrainingPipeline:
         Returns:
             The mean loss, a number on the last stage's device, without the scale.
         """
-        if not self._prepared:
+        if not self.is_prepared:
             self._prepare(cut(batch, self.sizes), cut(targets, self.sizes))
         self._kept.save()
+        try:
+            self._run(batch, targets, keep, scale)
+        except BaseException:
+            self._recover()
+            raise
+        head = self._head
+        return head.total.to(head.dtype, copy=True)
+
+    def _run(self, batch: Sequence[Any], targets: Sequence[Any], keep: bool, scale: Tensor | None) -> None:
         if self.statistics is not None:
             self.statistics.begin()
         given: dict[Key, Any] = {**dict(zip(self.graph.inputs, batch, strict=True)), **dict(enumerate(targets))}
@@ -152,11 +162,7 @@ class TrainingPipeline:
         callers = {place: Lane(place, caller=True) for place in (*self.lanes, *owners, *self.weights.homes)}
         begun = {place: caller.mark() for place, caller in callers.items()}
         feed = Feed(given, self.sizes, self.courier, begun)
-        try:
-            self._issue(feed, begun, keep, scale)
-        except BaseException:
-            self._recover()
-            raise
+        self._issue(feed, begun, keep, scale)
         for place, lane in self.lanes.items():
             callers[place].wait(lane.mark())
         for (place, _), mark in feed.read.items():
@@ -164,8 +170,6 @@ class TrainingPipeline:
         self.weights.finish()
         if self.statistics is not None:
             self.statistics.commit()
-        head = self._head
-        return head.total.to(head.dtype, copy=True)
 
     @property
     def not_recorded_because(self) -> dict[str, str]:
@@ -209,7 +213,7 @@ class TrainingPipeline:
         Passes(self, feed, {place: lane.mark() for place, lane in self.lanes.items()}).issue()
 
     def _recover(self) -> None:
-        """After a batch that failed: nothing runs any more, buffers are as they were, and there are no gradients."""
+        """After a batch that failed: nothing runs any more; buffers are as before it, and there are no gradients."""
         with suppress(RuntimeError):  # of a device that is lost the first error tells
             for place in self.lanes:
                 devices.synchronise(place)
@@ -257,15 +261,14 @@ class TrainingPipeline:
         """Make every stage's slots from these micro-batches, and record them; buffers and random numbers stay."""
         self._kept.save()
         try:
-            with devices.keep_random_state(list(self.lanes)):
-                self._open(parts, goals)
+            self._open(parts, goals)
         except BaseException:
             for stage in self.stages:  # the next batch begins anew
                 stage.close_slots()
             raise
         finally:
             self._kept.restore()
-        self._prepared = True
+        self.is_prepared = True
 
     def _open(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
         """Give every stage its slots, one stage's results to the next, and record their passes."""
@@ -299,12 +302,9 @@ class TrainingPipeline:
         try:
             yield
         except BaseException as error:
-            self.fail(error, index, phase, micro_batch)
+            raise_explained(error, self.place(index, phase, micro_batch))
 
-    def fail(self, error: BaseException, index: int, phase: str, micro_batch: int) -> NoReturn:
-        """Raise for an error what says in which pass it happened."""
+    def place(self, index: int, phase: str, micro_batch: int) -> Place:
+        """Where a pass of a stage is, and in which layer it is now."""
         stage = self.stages[index]
-        found = explain(error, Place(micro_batch, phase, index, len(self.stages), stage.device, stage.trail.layer))
-        if found is error:
-            raise error
-        raise found from error
+        return Place(micro_batch, phase, index, len(self.stages), stage.device, stage.trail.layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from placer.errors import InputError
 from placer.executor import autocast
 from placer.executor.assignment import Assignment
 from placer.executor.compiled import Backend
-from placer.executor.faults import Place, explain, failed_module
+from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
 from placer.executor.kept import Kept
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.pipeline import cut, micro_batch_sizes
@@ -88,7 +89,7 @@ class TrainStep:
         self.update = update
         self.schedule = schedule
         self.compile = compile
-        self._pipelines: LatestShapes[TrainingPipeline] = LatestShapes(self._places)
+        self._pipelines: LatestShapes[TrainingPipeline] = LatestShapes(lambda pipeline: pipeline.lanes)
         self._placed: Any = None
         self._keep = False
 
@@ -110,17 +111,36 @@ class TrainStep:
             InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode, or the target is of
                 another size than the batch.
         """
-        tensors, structure, goals, target_structure, sizes = self._taken(inputs, target, chunks)
-        pipeline = self._pipeline(tensors, structure, goals, target_structure, sizes)
+        batch = self._taken(inputs, target, chunks)
         keep, self._keep = self._keep, False
-        if pipeline is None:
-            loss = self._through_hooks(tensors, structure, goals, target_structure, sizes, keep)
-        else:
-            loss = pipeline.run(tensors, goals, keep, self.update.scale(pipeline.stages[-1].device))
-        self._keep = not update
-        if update:
-            self.update(self.flow.module)
-        return loss
+        with nothing_held():
+            loss = self._computed(*batch, keep)
+            self._keep = not update
+            if update:
+                self.update(self.flow.module)
+            return loss
+
+    def _computed(
+        self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int], keep: bool
+    ) -> Tensor:
+        """The loss of a batch; gradients are in place then, and gone where it fails."""
+        pipeline = None
+        try:
+            pipeline = self._pipeline(tensors, inputs, goals, target, sizes)
+            if pipeline is None:
+                return self._through_hooks(tensors, inputs, goals, target, sizes, keep)
+            return pipeline.run(tensors, goals, keep, self.update.scale(pipeline.stages[-1].device))
+        except BaseException as error:
+            self.flow.module.zero_grad()
+            self._let_go(None if isinstance(error, Exception) else pipeline)
+            raise
+
+    def _let_go(self, interrupted: TrainingPipeline | None) -> None:
+        """Keep no passes that were half made, and none that an interrupt, which comes anywhere, may have left so."""
+        for key, pipeline in list(self._pipelines.items()):
+            if pipeline is interrupted or not pipeline.is_prepared:
+                with suppress(RuntimeError):  # of a device that is lost the first error tells
+                    self._pipelines.let_go(key)
 
     def pipeline(
         self, inputs: Any, target: Any, chunks: int | None = None
@@ -149,9 +169,6 @@ class TrainStep:
         _refuse_no_batch(inputs, tensors, size)
         refuse_other_batch(goals, size)
         return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
-
-    def _places(self) -> set[torch.device]:
-        return {place for item in self._pipelines.values() for place in item.lanes}
 
     @property
     def pipelines(self) -> list[TrainingPipeline]:
@@ -239,7 +256,7 @@ class TrainStep:
         module, place = self.flow.module, self.flow.output_device
         if self.flow.deferred_batch_norm and len(sizes) > 1:
             refuse_uncaptured(module, self.flow.not_captured_because)
-        kept = Kept(module.buffers())
+        kept = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
         kept.save()
         if not keep:
             module.zero_grad()
@@ -256,11 +273,7 @@ class TrainStep:
                 losses.append(loss.detach())
         except BaseException as error:
             kept.restore()
-            module.zero_grad()
-            found = explain(error, self._place(error, len(losses)))
-            if found is error:
-                raise
-            raise found from error
+            raise_explained(error, self._place(error, len(losses)))
         return torch.stack(losses).sum()
 
     def _place(self, error: BaseException, micro_batch: int) -> Place:

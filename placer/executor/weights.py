@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.devices import Lane, Mark
+from placer.executor.weakly import weakly
 from placer.graph.layers import LayerGraph
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -70,7 +71,7 @@ class Weights:
         alias = devices.move(parameter.detach(), place).requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             alias.grad = torch.zeros_like(alias, requires_grad=False)
-            self._handles.append(alias.register_post_accumulate_grad_hook(self.reach))  # type: ignore[no-untyped-call]
+            self._handles.append(alias.register_post_accumulate_grad_hook(weakly(self.reach)))  # type: ignore[no-untyped-call]
         self.aliases[name, place] = alias
         return alias
 

@@ -1,0 +1,183 @@
+"""What failed, and what is let go of, holds no memory: at once, for no device asks Python to look for cycles."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from faults import Faults
+from live_storages import LiveStorages
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.errors import StageError
+from placer.executor.train import Order
+
+CHUNKS = 4
+
+
+class _Model(nn.Module):
+    """Both kinds of layers whose weight gradients can wait, one that fails, and a buffer that a step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.middle, self.brittle, self.last = nn.Flatten(), nn.Hardtanh(), nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.brittle(self.middle(self.norm(self.first(x)))))
+        return result
+
+
+MAP = {"first": 0, "norm": 0, "middle": 1, "brittle": 1, "last": 2}
+X, TARGET = torch.randn(8, 1, 8), torch.randn(8, 2)
+
+
+def _flow(model: nn.Module, recompute: bool = False) -> DataFlow:
+    flow = DataFlow(model, ["cpu:0", "cpu:1", "cpu:2"])
+    flow.layer_gpus.update(MAP)
+    flow.update_flow()
+    flow.recompute = [0, 1, 2] if recompute else []
+    for training in (True, False):
+        flow.train(training)
+        with torch.no_grad():
+            flow(X[:2])  # captures; in training the running statistics change
+    flow.train()
+    return flow
+
+
+@pytest.fixture(autouse=True)
+def no_search_for_cycles() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _counted(model: nn.Module) -> LiveStorages:
+    return LiveStorages([X, TARGET, *model.parameters(), *model.buffers()])
+
+
+def _no_memory() -> BaseException:
+    return torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("fault", [_no_memory, KeyboardInterrupt, lambda: ValueError("a fault")])
+def test_a_first_pass_that_fails_leaves_nothing(
+    schedule: Order, recompute: bool, fault: Callable[[], BaseException]
+) -> None:
+    model = _Model()
+    step = _flow(model, recompute).train_step(functional.mse_loss, schedule=schedule)
+    with _counted(model) as alive, Faults() as faults:
+        faults.at["forward", 0] = fault
+        with pytest.raises((StageError, KeyboardInterrupt)):
+            step(X, TARGET, chunks=CHUNKS)
+        assert alive.bytes == 0
+        faults.reset()
+        assert step(X, TARGET, chunks=CHUNKS).isfinite()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("fault", [_no_memory, lambda: ValueError("a fault")])
+def test_a_later_step_that_fails_leaves_no_more_than_there_was_before_it(
+    schedule: Order, recompute: bool, phase: str, fault: Callable[[], BaseException]
+) -> None:
+    model = _Model()
+    step = _flow(model, recompute).train_step(functional.mse_loss, schedule=schedule)
+    with _counted(model) as alive, Faults() as faults:
+        for _ in range(2):
+            step(X, TARGET, chunks=CHUNKS)
+        before = alive.bytes
+        faults.reset()
+        faults.at[phase, 2] = fault
+        with pytest.raises(StageError):
+            step(X, TARGET, chunks=CHUNKS)
+        assert 0 < alive.bytes <= before
+        faults.reset()
+        for _ in range(2):
+            step(X, TARGET, chunks=CHUNKS)
+        assert alive.bytes <= before
+
+
+def test_an_interrupt_leaves_no_passes_of_the_batch_that_it_came_in() -> None:
+    model = _Model()
+    step = _flow(model).train_step(functional.mse_loss)
+    with _counted(model) as alive, Faults() as faults:
+        step(X, TARGET, chunks=CHUNKS)
+        faults.reset()
+        faults.at["backward", 1] = KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            step(X, TARGET, chunks=CHUNKS)
+        assert step.pipelines == [] and alive.bytes == 0
+        faults.reset()
+        assert step(X, TARGET, chunks=CHUNKS).isfinite()
+
+
+def _train(flow: DataFlow) -> None:
+    flow.train_step(functional.mse_loss)(X, TARGET, chunks=CHUNKS)
+
+
+def _call(flow: DataFlow) -> None:
+    flow(X, chunks=CHUNKS)
+
+
+def _stream(flow: DataFlow) -> None:
+    list(flow.eval().stream([X, X]))
+
+
+@pytest.mark.parametrize("run", [_train, _call, _stream])
+def test_want_of_memory_holds_none_even_while_its_error_is_looked_at(run: Callable[[DataFlow], None]) -> None:
+    model = _Model()
+    flow = _flow(model)
+    with _counted(model) as alive, Faults() as faults:
+        faults.at["forward", 0] = _no_memory
+        try:
+            run(flow)
+        except torch.OutOfMemoryError:
+            assert alive.bytes == 0
+        else:
+            pytest.fail("it did not fail")
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_stream_that_fails_holds_its_error_no_longer_than_its_caller(batch: int) -> None:
+    model = _Model()
+    flow = _flow(model).eval()
+    with _counted(model) as alive, Faults() as faults:
+        faults.at["forward", batch] = _no_memory
+        with pytest.raises(torch.OutOfMemoryError):
+            list(flow.stream([X] * 4))
+        assert alive.bytes == 0
+        faults.reset()
+        assert len(list(flow.stream([X] * 4))) == 4
+
+
+def _drop_step(made: dict[str, Any]) -> None:
+    del made["step"]
+
+
+def _replace_step(made: dict[str, Any]) -> None:
+    made["step"] = made["flow"].train_step(functional.mse_loss)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("let_go", [_drop_step, _replace_step])
+def test_a_step_that_is_let_go_of_leaves_the_gradients_alone(schedule: Order, let_go: Callable[[Any], None]) -> None:
+    model = _Model()
+    flow = _flow(model)
+    made: dict[str, Any] = {"flow": flow}
+    with _counted(model) as alive:
+        made["step"] = flow.train_step(functional.mse_loss, schedule=schedule)
+        made["step"](X, TARGET, chunks=CHUNKS)
+        let_go(made)
+        assert alive.bytes == sum(parameter.nbytes for parameter in model.parameters())
+        model.zero_grad()
+        assert alive.bytes == 0
