@@ -44,7 +44,9 @@ class _Greedy:
     def __init__(
         self, places: Sequence[int], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]
     ) -> None:
-        self._places, self._room = places, room
+        number: dict[int, int] = {}  # by first stage: of devices that are ready at once, which goes first is no chance
+        self._places = [number.setdefault(place, len(number)) for place in places]
+        self._room = room
         self._ticks = {phase: [round(time_ms * TICKS_PER_MS) for time_ms in each] for phase, each in times.items()}
         self._last: Phase = "weights" if "weights" in times else "backward"
         self._done: list[dict[Phase, int]] = [{"forward": 0, "backward": 0, "weights": 0} for _ in places]
@@ -52,7 +54,7 @@ class _Greedy:
         self._there[0]["forward"] = [0] * chunks
         self._stages: dict[int, list[int]] = {}
         for stage in reversed(range(len(places))):
-            self._stages.setdefault(places[stage], []).append(stage)
+            self._stages.setdefault(self._places[stage], []).append(stage)
 
     def run(self) -> list[Pass]:
         """Play the step."""

@@ -117,3 +117,16 @@ def test_no_order_hangs_on_the_last_digit_of_a_sum(places, chunks, schedule, dat
     there = [sum(tenth / 10 for tenth in each) for each in tenths]
     back = [sum(tenth / 10 for tenth in reversed(each)) for each in tenths]
     assert plan(schedule, places, chunks, forward_ms=there) == plan(schedule, places, chunks, forward_ms=back)
+
+
+@given(
+    order=st.permutations(range(5)),
+    times=st.lists(st.integers(0, 2), min_size=5, max_size=5),
+    chunks=st.integers(2, 7),
+    schedule=st.sampled_from(["zero-bubble", "interleaved"]),
+    turns=st.integers(1, 2),
+)
+def test_no_order_hangs_on_how_devices_are_numbered(order, times, chunks, schedule, turns):
+    """Also where passes take no time and devices are ready at once: devices that are alike can be exchanged."""
+    asked = {"chunks": chunks, "forward_ms": times * turns}
+    assert plan(schedule, order * turns, **asked).issue == plan(schedule, [*range(5)] * turns, **asked).issue
