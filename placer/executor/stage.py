@@ -191,16 +191,23 @@ class Stage:
         if not self.split and len(every) > 1:
             for slot in every:
                 slot.landing = self._landing(slot)
-        for slot in every:
-            try:
-                self._recorded(slot)
-            except devices.NotRecordable as error:
-                self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
-                for other in every:
-                    self._run_eagerly(other)
-                return
+        try:
+            rooms = self._rooms(self.slots[0])
+            for slot in self.slots:
+                self._recorded(slot, rooms)
+            for slot in self.tail.values():
+                self._recorded(slot, ())
+        except devices.NotRecordable as error:
+            self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
+            for other in every:
+                self._run_eagerly(other)
 
-    def _recorded(self, slot: Slot) -> None:
+    def _rooms(self, slot: Slot) -> list[int]:
+        """In how large a piece of memory each pass of a slot works best."""
+        passes = [slot.forward, slot.backward, slot.weights] if self.split else [slot.forward, slot.backward]
+        return devices.fitting_rooms(passes, self.device)
+
+    def _recorded(self, slot: Slot, rooms: Sequence[int]) -> None:
         # What a pass leaves must not lie where another one works before it is used. A forward pass leaves activations
         # to the backward pass of its slot; this, where weights are apart, something to their pass, and gradients that
         # are still on their way to other stages when the slot's next forward pass runs. The last pass leaves nothing:
@@ -208,10 +215,10 @@ class Stage:
         ahead, last = devices.memory_pool(self.device), self._shared_memory
         if self.split:
             passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, devices.memory_pool(self.device), last]
-            slot.forward, slot.backward, slot.weights = devices.record(passes, self.device, pools=pools)
+            slot.forward, slot.backward, slot.weights = devices.record(passes, self.device, pools=pools, rooms=rooms)
         else:
             passes, pools = [slot.forward, slot.backward], [ahead, last]
-            slot.forward, slot.backward = devices.record(passes, self.device, pools=pools)
+            slot.forward, slot.backward = devices.record(passes, self.device, pools=pools, rooms=rooms)
 
     def pass_ms(self) -> tuple[float, float, float]:
         """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is done at once."""

@@ -240,8 +240,9 @@ class TrainStep:
             capture.exported.checkpoints,
         )
         self._pipelines.make_room()
-        self._pipelines[key] = TrainingPipeline(graph, places, recipe)
-        return self._pipelines[key]
+        self._pipelines[key] = made = TrainingPipeline(graph, places, recipe)
+        made.weights.leave_out(flow.module.parameters())
+        return made
 
     def _through_hooks(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,23 @@ class Update:
         return scale
 
     def __call__(self, module: nn.Module) -> None:
-        """Update the parameters of a module by their gradients."""
+        """Update the parameters of a module by their gradients.
+
+        An error leaves the parameters as the optimizer left them, the gradients in place, and the next step to begin
+        anew.
+        """
+        try:
+            self._step(module)
+        except BaseException as error:
+            error.add_note(
+                "in the optimizer's part of a training step: gradients are in place, and parameters as it left them"
+            )
+            if self.scaler is not None:
+                with suppress(Exception):  # else it would take the next batch's gradients for this one's, unscaled
+                    self.scaler.update()
+            raise
+
+    def _step(self, module: nn.Module) -> None:
         if self.scaler is not None:
             self._clip(module)
             self.scaler.step(self.optimizer)

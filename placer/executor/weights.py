@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -40,10 +40,16 @@ class Weights:
 
     An alias shares its parameter's storage but none of its history, so a loss that the user keeps does not disturb a
     recording. A parameter that layers on several devices use has a replica on each further one.
+
+    Attributes:
+        aliases: by name and device.
+        parameters: of the graph, by name.
+        idle: those of the model that no layer of the graph uses; see ``leave_out``.
     """
 
     aliases: dict[tuple[str, torch.device], Tensor]
     parameters: dict[str, nn.Parameter]
+    idle: list[nn.Parameter] = field(default_factory=list)
     _reached: set[int] = field(default_factory=set)
     _handles: list[Any] = field(default_factory=list)
 
@@ -51,6 +57,15 @@ class Weights:
     def of(cls, graph: LayerGraph) -> Weights:
         """For a graph's parameters; aliases are made when they are looked up."""
         return cls({}, {name: item for name, item in graph.state.items() if isinstance(item, nn.Parameter)})
+
+    def leave_out(self, everything: Iterable[nn.Parameter]) -> None:
+        """Let a batch leave no gradient of an earlier one with a parameter that it does not use.
+
+        Args:
+            everything: the model's parameters.
+        """
+        used = {id(self.parameters[name]) for name, _ in self.aliases}
+        self.idle = [parameter for parameter in everything if id(parameter) not in used]
 
     def lookup(self, graph: LayerGraph) -> Callable[[str, torch.device], Tensor]:
         """What the layers of a graph use for their state."""
@@ -135,7 +150,7 @@ class Weights:
             keep: whether the batch adds to the gradients that the parameters have; else they begin at zero.
         """
         if not keep:
-            for parameter in self._guests:
+            for parameter in chain(self._guests, self.idle):
                 parameter.grad = None
             for held in self._held.values():
                 for parameter, alias in held.own:
