@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.errors import InputError
 from placer.executor.checkpointed import CheckpointedSegment
 from placer.executor.recomputed import RecomputedStage
 from placer.executor.segments import MicroBatch, Segment
@@ -24,6 +25,29 @@ from placer.executor.stage import Stage
 
 Backend = str | Callable[..., Any]
 _REPEATS = 5
+
+
+def backend_of(compile: bool | Backend | None) -> Backend | None:
+    """The backend of torch.compile that a user asks for; None for none.
+
+    Args:
+        compile: True for torch's own, a name, or what torch.compile takes in its place.
+
+    Raises:
+        InputError: torch knows no backend of that name, or it is none.
+    """
+    if compile is None or compile is False:
+        return None
+    if compile is True:
+        return "inductor"
+    if callable(compile):
+        return compile
+    if not isinstance(compile, str):
+        raise InputError(f"compile={compile!r}: give True, False, a function, or the name of a backend")
+    known = torch.compiler.list_backends(exclude_tags=())
+    if compile not in known:
+        raise InputError(f"compile={compile!r} is no backend of torch.compile; it knows {', '.join(sorted(known))}")
+    return compile
 
 
 @dataclass

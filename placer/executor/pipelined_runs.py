@@ -10,7 +10,7 @@ from torch import nn
 
 from placer.errors import InputError
 from placer.executor import stream
-from placer.executor.compiled import Backend
+from placer.executor.compiled import Backend, backend_of
 from placer.executor.measure import measure_step, measure_stream
 from placer.executor.stream import Streams
 from placer.executor.train import Order
@@ -67,8 +67,8 @@ class PipelinedRuns(nn.Module):
             InputError: an argument cannot be used; the message says which, and what can.
         """
         update = Update(optimizer, scaler, max_norm)
-        backend = ("inductor" if compile is True else compile) or None
-        return TrainStep(cast(Flow, self), loss_fn, update, self.schedule if schedule is None else schedule, backend)
+        order = self.schedule if schedule is None else schedule
+        return TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile))
 
     def stream(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
         """Run batch after batch without gradients: each enters the first device while earlier ones are in later ones.

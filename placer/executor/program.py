@@ -86,13 +86,14 @@ class Program:
         return self._seen[key]
 
     def _look(self) -> Census:
-        """The model as it is now; captures of one with another module, parameter or buffer in a place are forgotten."""
+        """The model as it is now; what is known of one with another module, parameter or buffer is not."""
         before = self._census
         if before is None or not before.holds():
             self._census = Census(self.module)
             if before is not None and not are_same(before.members, self._census.members):
                 self._captures.clear()
                 self._seen.clear()
+                self.refused.clear()
         assert self._census is not None
         return self._census
 

@@ -88,7 +88,7 @@ def test_a_failure_in_the_pass_of_weight_gradients_leaves_none_to_the_next_step(
     pair.model.drop.p = pair.whole.drop.p = 0.0
     pair.step(*_batch(), chunks=CHUNKS)
     pair.unsplit()
-    with _WeightsFault(), pytest.raises(StageError, match="the weights pass of segment 1 .* 'second'"):
+    with _WeightsFault(), pytest.raises(StageError, match=r"the weights pass of segment 1 .* 'second'"):
         pair.step(*_batch(), chunks=CHUNKS)
     pair.step(*_batch(), chunks=CHUNKS)
     pair.unsplit()

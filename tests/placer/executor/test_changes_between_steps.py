@@ -93,6 +93,31 @@ def test_a_buffer_a_parameter_or_a_module_that_is_replaced() -> None:
         torch.testing.assert_close(trained.flow(inputs).cpu(), trained.whole(inputs))
 
 
+class Branching(nn.Linear):
+    """A branch on a tensor's value, which no capture covers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs if inputs.sum() > 1e9 else -inputs)
+
+
+def test_a_model_is_captured_again_once_the_module_that_was_refused_is_replaced() -> None:
+    with logical_devices(3):
+        trained = Trained()
+        for model in (trained.model, trained.whole):
+            model.scale = torch.ones(1, dtype=torch.float64)
+        kept = [model.middle for model in (trained.model, trained.whole)]
+        for model in (trained.model, trained.whole):
+            model.middle = Branching(4, 4).double()
+        trained.whole.load_state_dict(trained.model.state_dict())
+        trained.flow.update_flow()
+        trained.check(torch.rand(4, 2))
+        assert trained.flow.not_captured_because and trained.step.pipelines == []
+        for model, middle in zip((trained.model, trained.whole), kept, strict=True):
+            model.middle = middle
+        trained.check(torch.rand(4, 2))
+        assert trained.flow.not_captured_because == "" and len(trained.step.pipelines) == 1
+
+
 def test_hooks_on_parameters_run() -> None:
     with logical_devices(3):
         trained = Trained()

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from placer import DataFlow
+from placer.errors import InputError
 from placer.executor import compiled
 from placer.executor.train import Order
 from placer.executor.train_step import TrainStep
@@ -115,6 +116,20 @@ def test_a_compiler_that_fails_leaves_the_segments_as_they_were_and_says_why() -
     assert step.compiled == {}
     reasons = set(step.not_compiled_because.values())
     assert len(reasons) == 1 and "no such operation" in reasons.pop()
+
+
+@pytest.mark.parametrize(
+    ("compile", "told"),
+    [
+        ("inducter", r"compile='inducter' is no backend of torch.compile; it knows .*aot_eager.*inductor"),
+        ("", "compile='' is no backend"),
+        (2, "compile=2: give True, False, a function, or the name of a backend"),
+    ],
+)
+def test_what_is_no_backend_is_named_at_once_with_those_that_are(compile: Any, told: str) -> None:
+    flow = _flow(_Model())
+    with pytest.raises(InputError, match=told):
+        flow.train_step(functional.mse_loss, compile=compile)
 
 
 def test_without_being_asked_nothing_is_compiled() -> None:
