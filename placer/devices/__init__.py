@@ -32,6 +32,7 @@ from placer.devices.names import (
 from placer.devices.recording import (
     NotRecordable,
     cache_bytes,
+    fitting_rooms,
     keep_random_state,
     memory_pool,
     queued_ms,
@@ -67,6 +68,7 @@ __all__ = [
     "default_kind",
     "detour",
     "fill",
+    "fitting_rooms",
     "fragmented_bytes",
     "has_detour",
     "host_buffer",

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from placer.devices.fitting import fit
+
 
 @dataclass(frozen=True)
 class Recorder:
@@ -62,6 +64,7 @@ def record(
     *,
     pools: Sequence[Any] | None = None,
     generators: Sequence[Sequence[torch.Generator]] | None = None,
+    rooms: Sequence[int] = (),
 ) -> list[Callable[[], None]]:
     """Record each pass as a CUDA graph; graphs that share memory replay only in order, one after another.
 
@@ -73,6 +76,8 @@ def record(
         device: where they run.
         pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them, and theirs alone, if None.
         generators: by pass, those that it draws random numbers from beside the device's.
+        rooms: by pass, the piece of memory that it takes first, in bytes, and works in; see ``fitting_rooms``. If
+            empty it takes piece by piece.
 
     Returns:
         What replays each.
@@ -80,20 +85,64 @@ def record(
     Raises:
         NotRecordable: a pass cannot be recorded.
     """
+    pools = [memory_pool(device)] * len(passes) if pools is None else pools
+    with _recordable(device) as stream:
+        _warm_up(passes, stream)
+        rows = zip(passes, pools, generators or [()] * len(passes), rooms or [0] * len(passes), strict=True)
+        return [_captured(run, stream, pool, drawn_from, room)[0].replay for run, pool, drawn_from, room in rows]
+
+
+def fitting_rooms(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[int]:
+    """By pass, the piece of memory from which it takes the least in all, in bytes; 0: it does best piece by piece.
+
+    Piece by piece, what is freed in a pass serves only what is no larger, and a small tensor in it spoils it for the
+    next large one: gaps stay that take up to half of the memory. Pieces that lie side by side are joined when they are
+    free. How much is enough no sum tells, so the passes are recorded a few times, each time in another piece.
+
+    Args:
+        passes: as for ``record``; each is to have memory of its own, or to share it with others as large.
+        device: where they run.
+
+    Raises:
+        NotRecordable: a pass cannot be recorded.
+    """
+    with _recordable(device) as stream:
+        _warm_up(passes, stream)
+
+        def taken(rooms: Sequence[int]) -> list[int]:
+            rows = zip(passes, rooms, strict=True)
+            return [_captured(run, stream, memory_pool(device), (), room)[1] for run, room in rows]
+
+        first = taken([0] * len(passes))
+        torch.cuda.empty_cache()
+        scarce = 2 * sum(first) > torch.cuda.mem_get_info(device)[0]  # a trial may take more than it will save
+        return [0] * len(passes) if scarce else fit(taken, first)
+
+
+def _captured(
+    run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any, drawn_from: Sequence[torch.Generator], room: int
+) -> tuple[torch.cuda.CUDAGraph, int]:
+    """The graph of a pass, and what it took of the device's memory beyond what its pool had, in bytes."""
+    graph = torch.cuda.CUDAGraph()
+    for generator in drawn_from:
+        graph.register_generator_state(generator)
+    with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
+        warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
+        before = torch.cuda.memory_reserved(stream.device)
+        if room:
+            torch.empty(room, dtype=torch.uint8, device=stream.device)  # free at once, and the pool's from now on
+        run()
+        after = torch.cuda.memory_reserved(stream.device)
+    return graph, int(after) - int(before)
+
+
+@contextmanager
+def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Give the stream to record on; what cannot be recorded is said so, and leaves the device as it was."""
     with torch.cuda.device(device):  # a capture fails while another device is current
         stream, before = recorder(device).stream, torch.cuda.current_stream(device)
         try:
-            _warm_up(passes, stream)
-            pools = [torch.cuda.graph_pool_handle()] * len(passes) if pools is None else pools
-            graphs = []
-            for run, pool, drawn_from in zip(passes, pools, generators or [()] * len(passes), strict=True):
-                graph = torch.cuda.CUDAGraph()
-                for generator in drawn_from:
-                    graph.register_generator_state(generator)
-                with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
-                    warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
-                    run()
-                graphs.append(graph)
+            yield stream
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -102,7 +151,6 @@ def record(
             generator.graphsafe_set_state(generator.clone_state())
             torch.cuda.synchronize(device)
             raise NotRecordable(str(error)) from error
-    return [graph.replay for graph in graphs]
 
 
 def recording() -> bool:

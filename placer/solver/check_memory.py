@@ -72,27 +72,31 @@ class Memory:
     def _here(self, names: Iterable[str], device: str) -> list[int]:
         return sorted(self._order[name] for name in names if self._where[name] == device)
 
-    def _kept_at(self, device: str) -> dict[int, int]:
-        """By step, what is kept from then on."""
+    def _edges_at(self, device: str, own: bool) -> list[Edge]:
+        """All edges of a device, or those that it makes itself."""
+        return [edge for edge in self._edges[device] if not own or self._where[edge.source] == device]
+
+    def _kept_at(self, device: str, own: bool = False) -> dict[int, int]:
+        """By step, what is kept from then on; of values, perhaps those alone that the device makes itself."""
         kept: dict[int, int] = defaultdict(int)
         for layer in self._layers[device]:
             kept[self._order[layer.name]] += layer.saved_bytes
-        for edge in self._edges[device]:
+        for edge in self._edges_at(device, own):
             for first in self._here(edge.saved_by, device)[:1]:
                 kept[first] += edge.bytes
         return kept
 
-    def _forwards(self, device: str) -> Iterator[Split]:
+    def _forwards(self, device: str, own: bool = False) -> Iterator[Split]:
         """Play the forward pass: a value arrives when it is made, and goes when it is kept or was read for good."""
         arriving: dict[int, int] = defaultdict(int)
         leaving: dict[int, int] = defaultdict(int)
-        for edge in self._edges[device]:
+        for edge in self._edges_at(device, own):
             readers, keepers = self._here(edge.targets, device), self._here(edge.saved_by, device)
             made = self._order[edge.source]
             if readers and made not in keepers:
                 arriving[made] += edge.bytes
                 leaving[keepers[0] if keepers else readers[-1]] += edge.bytes
-        kept_at, layer_at = self._kept_at(device), self._layer_at(device)
+        kept_at, layer_at = self._kept_at(device, own), self._layer_at(device)
         kept = waiting = 0
         for step in sorted({*arriving, *layer_at}):
             if step in layer_at:
@@ -127,10 +131,22 @@ class Memory:
     def _in_halves(self, device: str, flight: int) -> Split:
         """Passes that each have memory of their own, for each micro-batch; and what all weight passes work in."""
         mine = self._layers[device]
-        forwards = max((held + workspace for held, workspace in self._forwards(device)), default=0)
+        forwards = max((held + workspace for held, workspace in self._forwards(device, own=True)), default=0)
         rounding = sum(layer.rounding_bytes for layer in mine)
         shared = max((layer.weights_workspace_bytes for layer in mine), default=0)
-        return flight * (forwards + rounding + self._input_half(device)), shared + self._step(device)
+        each = forwards + rounding + self._input_half(device) + self._places(device)
+        return flight * each, shared + self._step(device)
+
+    def _places(self, device: str) -> int:
+        """What arrives from other devices, values and gradients, and what is sent to them, unless it is kept anyway."""
+        places = 0
+        for edge in self._edges[device]:
+            if self._where[edge.source] != device:
+                places += edge.bytes
+            elif any(self._where[name] != device for name in edge.targets):
+                places += edge.gradient_bytes
+                places += 0 if self._here(edge.saved_by, device) else edge.bytes
+        return places
 
     def _step(self, device: str) -> int:
         """What the optimizer makes and frees again."""
@@ -141,12 +157,8 @@ class Memory:
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)
         for edge in self._edges[device]:
-            if self._where[edge.source] == device:
-                arriving[max(self._order[name] for name in edge.targets)] += edge.gradient_bytes
-                used[self._order[edge.source]] += edge.gradient_bytes
-            else:
-                readers = self._here(edge.targets, device)
-                arriving[readers[-1]] += edge.gradient_bytes
+            for last in self._here(edge.targets, device)[-1:]:
+                arriving[last] += edge.gradient_bytes
                 used[self._order[edge.source]] += edge.gradient_bytes
         layer_at = self._layer_at(device)
         left = waiting = most = 0

@@ -10,7 +10,8 @@ that joins makes values, and gradients, wait at the steps before it, back to the
 Where the order is not the profile's, the moment is about that of the placement.
 
 Where weight halves run apart, every pass has memory of its own: forwards and backwards have a worst moment each, what
-is kept does not count backwards, but what layers have yet to leave to weight passes does, as less than nothing.
+is kept does not count backwards, but what layers have yet to leave to weight passes does, as less than nothing. What
+other stages make has its place beside, and is not counted here.
 """
 
 from __future__ import annotations
@@ -96,16 +97,23 @@ class TrainingMoments:
         for layer, step in self._step.items():
             self._keep(change, [step], self._problem.layers[layer].saved_bytes)
         for value in self._problem.values:
-            self._keep(change, sorted(self._step[keeper] for keeper in value.keepers), value.held_bytes)
+            keepers = sorted(self._step[keeper] for keeper in value.keepers)
+            if self._apart:
+                self._keep(change, keepers[:1], value.held_bytes, self._block[self._step[value.source]] + 1)
+            else:
+                self._keep(change, keepers, value.held_bytes)
         np.cumsum(change, axis=0, out=change)
         np.cumsum(change, axis=1, out=change)
         return change[:-1, :-1]
 
-    def _keep(self, change: Table, keepers: Sequence[int], size: int) -> None:
-        """A size that is kept from the first of some steps that is in the stage, as differences along both axes."""
+    def _keep(self, change: Table, keepers: Sequence[int], size: int, most: int | None = None) -> None:
+        """A size that is kept from the first of some steps that is in the stage, as differences along both axes.
+
+        Where ``most`` is given, only in stages that begin before that block.
+        """
         before = 0
         for step in keepers if size else ():
-            until = self._block[step] + 1
+            until = self._block[step] + 1 if most is None else min(most, self._block[step] + 1)
             change[before, step] += size
             change[until, step] -= size
             before = until
@@ -152,7 +160,8 @@ class TrainingMoments:
             if before in keepers:
                 first = self._block[before] + 1
             joined = self._block[reader]
-            yield _Wait(joined, 0, (first, joined + 1), (begin, reader), value.held_bytes)
+            end = 1 + (min(joined, self._block[source]) if self._apart else joined)
+            yield _Wait(joined, 0, (first, end), (begin, reader), value.held_bytes)
             before = begin = reader
 
     def _gradients(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
@@ -163,9 +172,7 @@ class TrainingMoments:
             yield _Wait(self._block[reader], 1, (here + 1, self._block[before] + 1), (before, reader), size)
 
     def _staying(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
-        """Backwards: where the source is, for it; elsewhere, from the last reader there on, to be sent later."""
-        here = self._block[source]
-        yield _Wait(here, 1, (0, here + 1), (source + 1, readers[-1]), size)
+        """Backwards, from the last reader that is there on: for the source, or to be sent later."""
         for before, reader in pairwise((source + 1, *readers)):
             joined = self._block[reader]
-            yield _Wait(joined, 1, (here + 1, joined + 1), (before, reader), size)
+            yield _Wait(joined, 1, (0, joined + 1), (before, reader), size)

@@ -164,6 +164,27 @@ class Intervals:
         entering: Table = np.cumsum(np.cumsum(tables[1], axis=0), axis=1)[:-1, :-1]
         return entering
 
+    @cached_property
+    def _crossing(self) -> Table:
+        """What has its place beside passes, for one micro-batch; see ``memory.crossing_bytes``."""
+        shape = (self._count + 2, self._count + 2)
+        tables = (np.zeros(shape), np.zeros(shape))
+        for value in self.problem.values:
+            source = self._block_of[value.source]
+            readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
+            keepers = {self._block_of[keeper] for keeper in value.keepers}
+            if readers:
+                _add_entering(tables, source, readers, value.held_bytes)
+                _add_leaving(tables, source, readers, value.gradient_bytes)
+                if not keepers:
+                    _add_leaving(tables, source, readers, value.held_bytes)
+                elif source not in keepers:  # a keeper reads it: a stage without one lacks a reader
+                    before = max((keeper for keeper in keepers if keeper < source), default=-1)
+                    after = min((keeper for keeper in keepers if keeper > source), default=self._count)
+                    _add(tables, value.held_bytes, (before + 1, source + 1), (source + 1, after + 1))
+        crossing: Table = np.cumsum(np.cumsum(tables[1], axis=0), axis=1)[:-1, :-1]
+        return crossing
+
     def _measure_memory(self) -> None:
         """State, what one micro-batch keeps, and the worst moment of each interval."""
         shape = (self._count + 1, self._count + 1)
@@ -174,7 +195,7 @@ class Intervals:
             return
         if problem.weights_apart:
             apart = TrainingMoments(problem, self._layers, apart=True)
-            self._each = apart.moment + self._summed(problem.left_bytes)
+            self._each = apart.moment + self._summed(problem.left_bytes) + self._crossing
             self._shared = self._largest(problem.weights_workspace_bytes) + self._summed(problem.step_bytes)
             self.exact = apart.follows
         if problem.training and (problem.may_recompute or not problem.weights_apart):

@@ -30,15 +30,20 @@ the gradients of both are in its workspaces, so only what waits for another laye
 
 Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that no other one
 may work there meanwhile: as they are recorded, the passes of each micro-batch in flight have memory of their own, and
-weight passes, of which nothing is left, the same for all. Then::
+weight passes, of which nothing is left, the same for all. What arrives from other devices has its place beside, and
+what is sent stays until the next micro-batch comes. Then::
 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + in_flight(d) * (max over t of F(d, t) + max(deferred(d), max over t of I(d, t)) + rounding(d))
+                + in_flight(d) * (max over t of O(d, t) + max(deferred(d), max over t of I(d, t)) + rounding(d)
+                                  + crossing(d))
                 + max of weights_workspace(l) over l on d + step(d)
-    I(d,t)    = input_workspace(t) + sum of deferred(l) over l > t on d + sum of gradient_bytes(v) that wait or stay:
-                v made on d before t and read after t, on any device; or
-                v made elsewhere before t and read on d after t: it stays until it was sent, after the pass
+    O(d,t)    = F(d, t) without values that are made elsewhere
+    I(d,t)    = input_workspace(t) + sum of deferred(l) over l > t on d
+                + sum of gradient_bytes(v) over v made before t and read on d after t: it waits, or is to be sent
     deferred(d), rounding(d) = sums of deferred(l) and rounding(l) over l on d
+    crossing(d) = sum of bytes(v) over v made elsewhere and read on d
+                  + sum over v made on d and read elsewhere of gradient_bytes(v), once for all who read, and of bytes(v)
+                  if nobody on d keeps it
 
 Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
 ``placer.schedule`` has in flight, segment by segment. (in_flight(d) - 1) * kept(d) becomes the sum of
@@ -156,7 +161,7 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     entering = sum(
         value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.readers)
     )
-    return Footprint(one, sum(kept.values()), entering, _apart(problem, held, kept) if problem.weights_apart else None)
+    return Footprint(one, sum(kept.values()), entering, _apart(problem, held) if problem.weights_apart else None)
 
 
 # Training
@@ -212,24 +217,25 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
     return values, gradients
 
 
-def _apart(problem: Problem, held: Held, kept: Mapping[int, int]) -> Apart:
+def _apart(problem: Problem, held: Held) -> Apart:
     """What it holds of passes that each have memory of their own."""
-    moments = moments_apart(problem, held, kept)
+    moments = moments_apart(problem, held)
     forwards = max((sum(moment) for moment, _ in moments), default=0)
     backwards = max((sum(moment) for _, moment in moments), default=0)
-    left = sum(problem.left_bytes[layer] for layer in held.layers)
+    left = sum(problem.left_bytes[layer] for layer in held.layers) + crossing_bytes(held)
     shared = max((problem.weights_workspace_bytes[layer] for layer in held.layers), default=0)
     step = sum(problem.step_bytes[layer] for layer in held.layers)
     return Apart(forwards + left + max(0, backwards), shared + step)
 
 
-def moments_apart(problem: Problem, held: Held, kept: Mapping[int, int]) -> list[tuple[Moment, Moment]]:
+def moments_apart(problem: Problem, held: Held) -> list[tuple[Moment, Moment]]:
     """As ``moments_of_training``, with passes that each have memory of their own, and weight passes apart.
 
     Backwards it is beyond what layers leave to weight passes, which all of them up to a step have yet to leave.
     """
-    values, _ = _waiting(held)
-    gradients = _staying(held)
+    here = set(held.layers)
+    own = Held(held.layers, [value for value in held.values if value.source in here])
+    kept, (values, _), gradients = kept_by_step(problem, own), _waiting(own), _staying(held)
     deferred = {layer: problem.deferred_bytes[layer] for layer in held.layers}
     steps = zip(*(sums(changes, held.layers) for changes in (kept, values, gradients, deferred)), strict=True)
     return [
@@ -241,12 +247,29 @@ def moments_apart(problem: Problem, held: Held, kept: Mapping[int, int]) -> list
     ]
 
 
+def crossing_bytes(held: Held) -> int:
+    """What has its place beside passes, of one micro-batch: what arrives from other devices, and what is sent."""
+    here = set(held.layers)
+    total = 0
+    for value in held.values:
+        if value.source not in here:
+            total += 0 if here.isdisjoint(value.readers) else value.held_bytes
+        elif not here.issuperset(value.readers):
+            total += value.gradient_bytes + (value.held_bytes if here.isdisjoint(value.keepers) else 0)
+    return total
+
+
+def most_crossing_bytes(problem: Problem) -> int:
+    """What ``crossing_bytes`` is of no device more than, where weight passes run apart."""
+    return sum(value.held_bytes + value.gradient_bytes for value in problem.values) if problem.weights_apart else 0
+
+
 def _staying(held: Held) -> Mapping[int, int]:
     """By step, how the bytes of gradients change that wait, or that are there until they were sent: after the pass."""
     gradients: Counter[int] = Counter()
     here = set(held.layers)
     for value in held.values:
-        readers = value.readers if value.source in here else [reader for reader in value.readers if reader in here]
+        readers = [reader for reader in value.readers if reader in here]
         if readers:
             between(gradients, value.source + 1, readers[-1], value.gradient_bytes)
     return gradients

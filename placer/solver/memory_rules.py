@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from placer.schema import Layer
-from placer.solver.memory import Held, footprint
-from placer.solver.moment_rules import moment_apart, moment_of_training
+from placer.solver.memory import Held, footprint, most_crossing_bytes
+from placer.solver.moment_rules import crossing, moment_apart, moment_of_training
 from placer.solver.problem import Problem
 
 if TYPE_CHECKING:
@@ -47,11 +47,12 @@ def holds_state_alone(problem: Problem) -> bool:
 
 
 def use_of_all(problem: Problem) -> int:
-    """What a device with all layers would hold with all micro-batches in flight, in bytes."""
+    """What no device holds more than, whatever is on it, with all micro-batches in flight, in bytes."""
     if holds_state_alone(problem):
         return sum(state_bytes(problem, layer) for layer in problem.layers)
     everything = Held(list(range(len(problem.layers))), list(problem.values))
-    return footprint(problem, everything).total_bytes(problem.request.chunks)
+    chunks = problem.request.chunks
+    return footprint(problem, everything).total_bytes(chunks) + chunks * most_crossing_bytes(problem)
 
 
 def byte_sizes(problem: Problem, chunks: int) -> list[int]:
@@ -136,7 +137,9 @@ def _training_apart(model: PlacementModel, device: int, fixed: Term) -> None:
     """The state, what every micro-batch in flight has for itself, and what their weight passes share."""
     problem, limit = model.problem, model.problem.devices[device].usable_bytes
     limit = 0 if model.objective == "memory" else limit
-    each = _left(model, device) + moment_apart(_OnDevice(model, device), problem, model.nodes, model.byte_unit, limit)
+    place = _OnDevice(model, device)
+    each = _left(model, device) + moment_apart(place, problem, model.nodes, model.byte_unit, limit)
+    each += crossing(place, problem, model.nodes, model.byte_unit)
     shared = _shared(model, device)
     for flight, given in _in_flight(model, device):
         _within(model, device, fixed + flight * each + shared, given)

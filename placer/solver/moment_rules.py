@@ -85,12 +85,38 @@ def moment_apart(place: Place, problem: Problem, nodes: Reduction, unit: int, li
     return _Moment(place, problem, nodes, unit).written_apart(_rows_apart(problem, nodes, limit_bytes))
 
 
+def crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> Term:
+    """What has its place beside passes, for one micro-batch; see ``memory.crossing_bytes``.
+
+    Arguments are those of ``moment_of_training``.
+    """
+    total: Term = 0
+    for value in problem.values:
+        source = nodes.node_of[value.source]
+        readers = {nodes.node_of[reader] for reader in value.readers} - {source}
+        keepers = {nodes.node_of[keeper] for keeper in value.keepers}
+        comes = [place.share(reader) - place.share(source) for reader in sorted(readers)]
+        kept = sum(place.share(keeper) for keeper in sorted(keepers))
+        for size, cases in (
+            (value.held_bytes, comes),
+            (value.gradient_bytes, [-one for one in comes]),
+            (value.held_bytes, [-one - kept for one in comes] if source not in keepers else []),
+        ):
+            if size // unit and cases:
+                crosses = place.cp.new_bool_var("")
+                for least in cases:
+                    place.cp.add(crosses >= least)
+                total += size // unit * crosses
+    return total
+
+
 def _rows_apart(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[_Row]:
     """The steps that may need the most, in order, each of the two ways for itself."""
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
-    moments = memory.moments_apart(problem, everything, memory.kept_by_step(problem, everything))
+    moments = memory.moments_apart(problem, everything)
     chunks = problem.request.chunks
     all_bytes = memory.footprint(problem, everything).total_bytes(chunks)
+    all_bytes += chunks * memory.most_crossing_bytes(problem)
     waits = _may_wait(problem)
     rows = []
     for forwards in (True, False):
@@ -217,7 +243,8 @@ class _Moment:
                 back.add(step, -left, self._place.share(self._nodes.node_of[step]))
                 back.least -= left
         for value in self._problem.values:
-            self._add_pieces(there, value.held_bytes, self._held(value))
+            own = ((step, self._both(self._here(value.source), held)) for step, held in self._held(value))
+            self._add_pieces(there, value.held_bytes, own)
             self._add_pieces(back, value.gradient_bytes, self._staying(value))
         worst: Term = 0
         for forwards, held in ((True, there), (False, back)):
@@ -280,11 +307,11 @@ class _Moment:
         yield readers[-1], None
 
     def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards, as ``_gradient``, but a reader's gradient is here until the pass is over: it is sent then."""
-        source, before = self._here(value.source), value.source + 1
+        """Backwards: the gradient of a reader that is here waits for the source, or is to be sent after the pass."""
+        before = value.source + 1
         for reader, later in zip(value.readers, self._prefixes(value.readers[::-1])[::-1], strict=True):
             if before < reader:
-                yield before, self._any(source, later)
+                yield before, later
             before = reader
         yield before, None
 
@@ -313,8 +340,8 @@ class _Moment:
 
     def _both(self, one: Literal, other: Literal) -> Literal:
         """A literal that holds if both do."""
-        if one is None or other is None:
-            return None
+        if one is None or other is None or one is other:
+            return None if one is None else other
         both = self._cp.new_bool_var("")
         self._cp.add_bool_or(~one, ~other, both)
         return both

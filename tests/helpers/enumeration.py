@@ -229,17 +229,22 @@ class Enumeration:
     def alone(self, names):
         """What one micro-batch has for itself on a device of these layers, where weight passes run apart."""
         mine = [layer for layer in self.layers if layer.name in names]
-        ahead = max((self.step(names, layer, False) for layer in mine), default=0)
+        edges = self.request.profile.edges
+        own = [e for e in edges if e.source in names]
+        ahead = max((self.step(names, layer, False, own) for layer in mine), default=0)
         back = sum(layer.deferred_bytes for layer in mine)
         for place, layer in enumerate(mine):
             now = self.order.index(layer.name)
             held = sum(later.deferred_bytes for later in mine[place + 1 :])
-            for e in self.request.profile.edges:
-                there = [self.order.index(name) for name in e.targets if e.source in names or name in names]
+            for e in edges:
+                there = [self.order.index(name) for name in e.targets if name in names]
                 if there and self.order.index(e.source) < now < max(there):
                     held += e.gradient_bytes
             back = max(back, held + (layer.input_workspace_bytes or layer.backward_workspace_bytes))
-        return ahead + back + sum(layer.rounding_bytes for layer in mine)
+        come = sum(e.bytes for e in edges if e not in own and names & set(e.targets))
+        gone = [e for e in own if set(e.targets) - names]
+        sent = sum(e.gradient_bytes + (0 if names & set(e.saved_by) else e.bytes) for e in gone)
+        return ahead + back + sum(layer.rounding_bytes for layer in mine) + come + sent
 
     @functools.cached_property
     def order(self):
@@ -260,14 +265,14 @@ class Enumeration:
         steps = [self.step(names, layer, back) for layer in mine for back in (False, True)]
         return self.state(mine) + max([*steps, self.optimizer_step(mine)], default=0), kept
 
-    def step(self, mine, layer, back):
+    def step(self, mine, layer, back, edges=None):
         """What one micro-batch takes of the device of these layers while one of them runs, in training."""
         order = [x.name for x in self.layers]
         now = order.index(layer.name)
         done, to_come = set(order[: now + 1]), set(order[now + 1 :])
         total = layer.backward_workspace_bytes if back else layer.forward_workspace_bytes
         total += sum(x.saved_bytes for x in self.layers if x.name in mine & done)
-        for e in self.request.profile.edges:
+        for e in self.request.profile.edges if edges is None else edges:
             readers = set(e.targets)
             kept = set(e.saved_by) & mine & done
             total += e.bytes if kept else 0

@@ -121,9 +121,22 @@ def test_the_optimizer_has_the_memory_of_passes_that_are_over_but_none_that_reco
 
 def test_a_gradient_that_is_to_be_sent_is_there_until_the_backward_pass_is_over():
     edges = [Edge(source="a", targets=["d"], bytes=100, gradient_bytes=10)]
-    # d made it, b and c work while it is there; all at once it was sent before
+    # a made it elsewhere; d's part of its gradient is there while b and c work; all at once it was sent before
     assert apart("yxxx", edges, input_workspace_bytes={"b": 7, "c": 5})[0] == 100 + 17
     assert memory("yxxx", edges, backward_workspace_bytes={"b": 7, "c": 5}).total_bytes == 100 + 0
+
+
+def test_what_crosses_has_its_place_beside_recorded_passes():
+    one = [Edge(source="a", targets=["d"], bytes=100, gradient_bytes=10)]
+    # On d's device the value lies in its place, whether d keeps it or not; the pass adds its gradient.
+    assert apart("yyyx", one) == (100, 0)
+    assert apart("yyyx", [one[0].model_copy(update={"saved_by": ("d",)})]) == (100, 0)
+    # Where it was made it stays until the next micro-batch comes, and its gradient has its place.
+    assert apart("xxxy", one) == (110, 0)
+    assert apart("xxxy", [one[0].model_copy(update={"saved_by": ("a",)})]) == (110, 0)
+    assert apart("xxxx", one) == (100 + 10, 0)  # while b runs forwards, and while it runs backwards
+    twice = [Edge(source="a", targets=["c", "d"], bytes=100, gradient_bytes=10)]
+    assert apart("xxxy", twice) == (100 + 10 + 100 + 10, 0)  # c's part of the gradient waits beside what arrives
 
 
 def test_a_device_without_layers_holds_nothing():
