@@ -43,12 +43,23 @@ class Choice:
         return bottleneck_of(self.problem)
 
 
-def bottleneck_of(problem: Problem) -> Problem:
-    """A question by objective ``step`` as one for a small bottleneck, which no less can be placed for."""
+def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
+    """A question by objective ``step`` as one for a small bottleneck, which no less can be placed for.
+
+    Args:
+        problem: what is asked.
+        held: where micro-batches in flight are counted segment by segment, how many each is taken to hold. At least
+            one is: what cannot be with one cannot be at all. What can be with all of them can be.
+    """
     asked = problem.request.model_copy(update={"objective": "throughput", "transfers": "overlapped"})
-    if asked.schedule == "interleaved" and not problem.contiguous:
-        asked = asked.model_copy(update={"chunks": 1})  # at least one is in flight: infeasible is infeasible
+    if by_segment(problem):
+        asked = asked.model_copy(update={"chunks": held})
     return replace(problem, request=asked)
+
+
+def by_segment(problem: Problem) -> bool:
+    """Whether micro-batches in flight are counted segment by segment."""
+    return problem.request.schedule == "interleaved" and not problem.contiguous
 
 
 def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:

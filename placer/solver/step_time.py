@@ -1,6 +1,7 @@
 """Objective ``step``: micro-batches, schedule, interleaving and map together, for the shortest whole batch.
 
     for every micro-batch size, schedule and kind of placement: a choice, with a lower bound on its steps
+      every map        of few that are no row: each simulated
       starts           cuts of the row where the bound is lowest, the best map by bottleneck, maps of other choices
       small changes    nodes to the other side of a cut, devices swapped, each simulated
       cuts of a row    every cut whose bound is below the best step, simulated: what is left out is proven not better
@@ -22,10 +23,10 @@ from typing import NamedTuple
 
 from placer import schedule
 from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
-from placer.solver import answer, costs, pipelines, step_bounds, step_moves, step_ties
+from placer.solver import answer, costs, pipelines, step_bounds, step_maps, step_moves, step_ties
 from placer.solver.cpsat import Meter
 from placer.solver.problem import Problem
-from placer.solver.step_choices import Choice, choice_of, questions, said
+from placer.solver.step_choices import Choice, bottleneck_of, by_segment, choice_of, questions, said
 
 BottleneckSearch = Callable[[Problem, Meter], Placement]
 """Answers a question with objective ``throughput``, within some work."""
@@ -49,12 +50,18 @@ PATIENCE = 4
 FIRST_SHARE = 0.5
 """How much of the time that is left all choices together get at first."""
 
+MAPS_SHARE = 0.5
+"""How much of a choice's work may go to trying every map."""
+
 SEARCH_SHARE = 0.3
 """How much of a choice's time the search for the smallest bottleneck may take."""
 
 
 NO_CUT = Infeasibility(reason="no cut of the row of layers keeps to each device's memory and to what else is required")
 """Where every cut was looked at before the search for the smallest bottleneck came to an end."""
+
+NO_MAP = Infeasibility(reason="no map of the layers keeps to each device's memory and to what else is required")
+"""The same of every map, where they are few."""
 
 
 class Share(NamedTuple):
@@ -153,25 +160,71 @@ class StepSearch:
                 self._offer(choice, devices, "cuts of a row")
                 if self._over(choice, share):
                     return
-        if table is None or choice.devices is None:
-            for devices in self._by_bottleneck(choice, share):
-                self._offer(choice, devices, "smallest bottleneck")
+        elif self._all_maps(choice, share) or self._closed(choice):
+            return
+        near = self._by_bottleneck(choice, share) if table is None or choice.devices is None else []
         for devices in self._rounds(choice):
             self._offer(choice, devices, "rounds")
+        for devices in near if choice.devices is None and choice.reason is None else ():
+            self._make_room(choice, devices, share)
 
-    def _by_bottleneck(self, choice: Choice, share: Share) -> Iterator[list[int]]:
-        """The map of the smallest bottleneck; or the proof that there is none at all."""
-        asked = choice.bottleneck
+    def _all_maps(self, choice: Choice, share: Share) -> bool:
+        """Try every map, where they are so few that there is work left; whether all were."""
+        most = MAPS_SHARE * (share.work - self.meter.done) / EVALUATION
+        maps, proven = step_maps.few(choice.problem, choice.nodes, most), True
+        if maps is None:
+            return False
+        for devices in maps:
+            if self._over(choice, share):
+                return False
+            result = self._offer(choice, devices, "every map")
+            proven = proven and (result is None or step_maps.has_one_order(choice.problem, devices, result.stages))
+        if choice.devices is None:
+            self._by_bottleneck(choice, share)
+            choice.reason = choice.reason or NO_MAP
+        elif proven:
+            choice.bound = max(choice.bound, min(choice.value, self._better()))
+        return True
+
+    def _by_bottleneck(self, choice: Choice, share: Share) -> list[list[int]]:
+        """Try the map of the smallest bottleneck, or find the proof that there is none at all.
+
+        Returns:
+            The maps that were tried, by layer the device: none of them may be one where they were taken to hold less.
+        """
+        found = self._searched(choice, choice.bottleneck, share)
+        if found and choice.devices is None and by_segment(choice.problem):
+            found += self._searched(choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share)
+        return found
+
+    def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
+        """Small changes that let devices lack less memory."""
+
+        def short_bytes(devices: list[int]) -> float:
+            self.meter.done += EVALUATION
+            return step_maps.short_bytes(choice.problem, devices)
+
+        def over() -> bool:
+            return self._over(choice, share)
+
+        self._offer(choice, step_moves.climb(choice.problem, choice.nodes, start, short_bytes, over), "small changes")
+
+    def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
+        """Try the map of the smallest bottleneck of a question; it alone, or none."""
         allowed = Meter(SEARCH_SHARE * (share.work - self.meter.done))
         by_work = self.meter.limit < inf  # then the clock must not decide
         limit_s = max(0.01, self._left_s() if by_work else SEARCH_SHARE * (share.time_s - self._time_s()))
         limited = replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
         placement = self.search(limited, allowed)
         self.meter.done += allowed.done
-        choice.reason = placement.infeasible
-        if placement.layer_devices:
-            index = {device.name: number for number, device in enumerate(choice.problem.devices)}
-            yield [index[device] for device in placement.layer_devices.values()]
+        if asked == choice.bottleneck:  # what holds more can be infeasible by that
+            choice.reason = placement.infeasible
+        if not placement.layer_devices:
+            return []
+        index = {device.name: number for number, device in enumerate(choice.problem.devices)}
+        devices = [index[device] for device in placement.layer_devices.values()]
+        self._offer(choice, devices, "smallest bottleneck")
+        return [devices]
 
     def _rounds(self, choice: Choice) -> Iterator[list[int]]:
         """Where a device may have several segments: the layers dealt out to the devices, round after round."""
@@ -220,17 +273,18 @@ class StepSearch:
 
         return step_ms
 
-    def _offer(self, choice: Choice, devices: list[int], method: str) -> None:
-        """Keep an assignment if it meets every requirement and is better."""
+    def _offer(self, choice: Choice, devices: list[int], method: str) -> costs.Costs | None:
+        """Keep an assignment if it meets every requirement and is better; what it costs, if it meets them."""
         result = self._judged(choice, devices)
         if result is None or result.objective_value >= choice.value:
-            return
+            return result
         before = self.best.value
         choice.devices, choice.value = devices, result.objective_value
         if choice.value < before:
             self.best, self.method = choice, method
             if self.found is not None:
                 self.found(choice.value, min(self._bound(), choice.value), self._time_s())
+        return result
 
     def _better(self) -> float:
         """The step from which a placement counts as better than the best so far."""

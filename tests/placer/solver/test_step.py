@@ -62,6 +62,18 @@ def test_a_row_is_cut_for_the_shortest_step_and_that_is_proven(request):
 
 
 @SETTINGS
+@given(request=requests(row=True))
+def test_of_few_free_maps_the_best_is_proven_too(request):
+    placement = solve(request)
+    best = min(Steps(request).all(), default=None)
+    if best is None:
+        assert placement.status == "infeasible" and placement.infeasible.reason
+        return
+    assert placement.status == "optimal"
+    assert placement.objective_value == pytest.approx(best, rel=2e-6)
+
+
+@SETTINGS
 @given(request=requests(contiguous=True))
 def test_the_bound_of_contiguous_placements_of_any_graph_holds(request):
     placement = solve(request)
@@ -175,6 +187,20 @@ def test_what_no_cut_of_a_row_can_hold_is_infeasible_however_little_is_searched(
     asked = {"saved_bytes": 3, "memory_bytes": 5, "chunks": 1, "constraints": Constraints(contiguous=True)}
     placement = solve(row([1.0] * 3, schedule="fill-drain", work_limit=work_limit, **asked))
     assert placement.status == "infeasible" and "memory" in placement.infeasible.reason
+
+
+def test_no_free_map_holds_two_micro_batches_where_memory_is_for_one():
+    """Each device could hold its half of one; the first of several segments has two in flight."""
+    asked = {"saved_bytes": 10, "memory_bytes": 24, "chunks": 2, "constraints": Constraints(contiguous=False)}
+    assert solve(row([1.0] * 4, schedule="interleaved", **asked)).status == "infeasible"
+
+
+def test_a_free_map_with_room_for_micro_batches_in_flight_is_found():
+    """The first layer and the last share a device, so no cut of a row will do, and one micro-batch is not the most."""
+    rules = Constraints(colocated=(("l0", "l13"),))
+    asked = {"saved_bytes": 10, "memory_bytes": 126, "chunks": 4, "constraints": rules, "workers": 1}
+    placement = solve(row([1.0] * 14, schedule="interleaved", work_limit=10, **asked))
+    assert placement.layer_devices and not placement.contiguous
 
 
 def test_a_stop_ends_the_search_with_the_best_so_far():

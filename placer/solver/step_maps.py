@@ -1,0 +1,65 @@
+"""Every map of a question whose layers and devices are few, and how far a map is from what memory allows.
+
+Where the model is no row, bounds know little: of few maps each is simulated, which proves the best one, or that there
+is none. Devices that are alike are taken in their order, as exchanging them changes nothing.
+
+A map is what it costs in one order of its stages (see ``costs``). Where values allow another one, its step may be
+shorter in that, so that no bound is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import inf, prod
+
+from placer.solver import costs
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import Reduction
+
+MOST = 1_000
+"""So many maps are few."""
+
+
+def few(problem: Problem, nodes: Reduction, most: float = MOST) -> Iterator[list[int]] | None:
+    """By layer, its device, for every map; None if they are not few.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        most: fewer than ``MOST`` that are few, where it is less.
+    """
+    if prod(map(len, nodes.allowed)) > min(most, MOST):
+        return None
+    before = {
+        device: members[place - 1]
+        for members in problem.alike_devices()
+        for place, device in enumerate(members)
+        if place
+    }
+    return map(nodes.spread, _maps(nodes, before, []))
+
+
+def _maps(nodes: Reduction, before: dict[int, int], taken: list[int]) -> Iterator[list[int]]:
+    """By node, its device; one with a device ``before`` it only where that is used by an earlier node."""
+    if len(taken) == len(nodes.nodes):
+        yield taken
+        return
+    for device in sorted(nodes.allowed[len(taken)]):
+        if device in taken or before.get(device, device) in (device, *taken):
+            yield from _maps(nodes, before, [*taken, device])
+
+
+def has_one_order(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> bool:
+    """Whether the stages of a map can follow one another in no other order."""
+    feeds = {(assignment[source], assignment[reader]) for source, reader in arcs_of(problem.values)}
+    return not problem.contiguous or all(pair in feeds for pair in pairwise(stages))
+
+
+def short_bytes(problem: Problem, assignment: list[int]) -> float:
+    """What devices lack together for a map, in bytes; infinite if it breaks a requirement other than memory."""
+    result = costs.evaluate(problem, assignment) if costs.allowed(problem, assignment) else None
+    if result is None:
+        return inf
+    pairs = zip(result.memory, problem.devices, strict=True)
+    return sum(max(0, use.total_bytes - device.usable_bytes) for use, device in pairs)
