@@ -11,9 +11,7 @@ from torch import Tensor
 from placer import devices
 from placer.devices import Courier, Lane, Mark
 from placer.executor.pipeline import cut
-
-Key = str | int
-"""The name of an input of the model, or the position of a tensor in the target."""
+from placer.executor.slot import Key
 
 
 class Feed:

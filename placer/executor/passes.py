@@ -11,8 +11,9 @@ from torch import Tensor
 from placer.devices import Mark
 from placer.executor.faults import raise_explained
 from placer.executor.feed import Feed
+from placer.executor.input_gradients import InputGradients
 from placer.executor.issued import Issued
-from placer.executor.slot import Slot
+from placer.executor.slot import Key, Slot
 from placer.schedule import Phase as Half
 
 if TYPE_CHECKING:
@@ -27,15 +28,19 @@ class Passes:
     Args:
         pipeline: the stages, their lanes and their plan.
         feed: the batch and the target.
+        gradients: of those that require one.
         start: by device, when its gradients and copies of parameters are ready for the batch.
     """
 
-    def __init__(self, pipeline: TrainingPipeline, feed: Feed, start: Mapping[torch.device, Mark]) -> None:
+    def __init__(
+        self, pipeline: TrainingPipeline, feed: Feed, gradients: InputGradients, start: Mapping[torch.device, Mark]
+    ) -> None:
         self._stages = pipeline.stages
         self._lanes = pipeline.lanes
         self._courier = pipeline.courier
         self._pipeline = pipeline
         self._feed = feed
+        self._gradients = gradients
         self._start = start
         self._last: Half = "weights" if pipeline.plan.split else "backward"
         self._trace = pipeline.trace
@@ -97,9 +102,10 @@ class Passes:
         self._run(index, "backward", chunk, slot.backward, [*self._landed.pop((index, chunk), []), *sent_before])
         # Gradients leave at once: the slot that waits for them is theirs until its backward pass, this one is not.
         for name, gradient in slot.input_gradients.items():
-            maker = self._maker.get(name)
-            if maker is None:
+            if isinstance(name, int) or name not in self._maker:
+                self._leave(index, chunk, name, gradient)
                 continue
+            maker = self._maker[name]
             receiver = self._stages[maker].slot(chunk)
             target = receiver.gradients.get((name, index))
             if target is None:
@@ -109,6 +115,14 @@ class Passes:
             mark = self._courier.send(gradient, self._done[index, "backward", chunk], target, free, "backward", label)
             self._landed.setdefault((maker, chunk), []).append(mark)
             slot.sent.append(mark)
+
+    def _leave(self, index: int, chunk: int, key: Key, gradient: Tensor) -> None:
+        """Let the gradient of what the caller gave leave the pipeline."""
+        slot = self._stages[index].slot(chunk)
+        if key in self._gradients and key not in slot.unreached:
+            label = (index, None, "backward", chunk)
+            done = self._done[index, "backward", chunk]
+            slot.sent.append(self._gradients.take(key, index, chunk, gradient, done, label))
 
     def _run(self, index: int, phase: Half, chunk: int, work: Callable[[], None], after: Sequence[Mark]) -> None:
         lane = self._lanes[self._stages[index].device]

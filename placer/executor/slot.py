@@ -18,6 +18,9 @@ from placer.executor.faults import Trail
 Reader = int | None
 """The stage that reads a value; None for the loss."""
 
+Key = str | int
+"""The name of a value, or the position of a tensor in the target."""
+
 
 @dataclass
 class Head:
@@ -48,9 +51,12 @@ class Slot:
         weight: of its loss in the batch's: its share of the samples.
         targets: static tensors of the loss's target, in the last stage.
         gradients: of each output from each of its readers, static.
-        leaves: what the forward pass differentiates by, by name.
+        entering: the inputs and targets that a gradient goes back to.
+        leaves: what the forward pass differentiates by, of these.
         outputs: what it made, by name.
         roots: what the backward pass starts from.
+        input_gradients: what it made for those that entered.
+        unreached: those of them that it had no gradient for; zeros stand for it.
         forward: runs or replays the forward pass.
         backward: runs or replays the backward pass.
         weights: runs or replays the weight half of the backward pass, where it is apart.
@@ -66,18 +72,24 @@ class Slot:
     weight: float
     targets: list[Any] = field(default_factory=list)
     gradients: dict[tuple[str, Reader], Tensor] = field(default_factory=dict)
-    leaves: dict[str, Tensor] = field(default_factory=dict)
+    entering: tuple[Key, ...] = ()
+    leaves: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
     roots: list[Tensor] = field(default_factory=list)
-    input_gradients: dict[str, Tensor] = field(default_factory=dict)
+    input_gradients: dict[Key, Tensor] = field(default_factory=dict)
+    unreached: frozenset[Key] = frozenset()
     forward: Callable[[], None] = lambda: None
     backward: Callable[[], None] = lambda: None
     weights: Callable[[], None] = lambda: None
     deferred: Queue = field(default_factory=Queue)
-    landing: dict[str, Tensor] = field(default_factory=dict)
+    landing: dict[Key, Tensor] = field(default_factory=dict)
     over: Mark = None
     fetched: list[Mark] = field(default_factory=list)
     sent: list[Mark] = field(default_factory=list)
+
+    def static(self, key: Key) -> Any:
+        """The static tensor of an input or a target."""
+        return self.inputs[key] if isinstance(key, str) else self.targets[key]
 
 
 class NamedQueue(Queue):

@@ -20,10 +20,10 @@ from placer.executor import autocast
 from placer.executor.accumulation import Accumulation
 from placer.executor.deferred import DeferWeights
 from placer.executor.faults import Trail
+from placer.executor.input_gradients import detached
 from placer.executor.segments import MicroBatch, Segment
-from placer.executor.slot import Head, NamedQueue, Slot
+from placer.executor.slot import Head, Key, NamedQueue, Slot
 from placer.executor.weakly import weakly
-from placer.graph.layers import Value
 from placer.graph.losses import refuse_no_number, refuse_untrained
 
 LOSS = "(loss)"
@@ -47,7 +47,6 @@ class Stage:
 
     Args:
         segment: its layers, over aliases of the parameters.
-        values: of the whole graph.
         reads: names of the values that come from other stages, or from the batch.
         writes: for each value that is read elsewhere: the stages that read it.
         head: the loss, in the last stage.
@@ -69,7 +68,6 @@ class Stage:
     def __init__(
         self,
         segment: Segment,
-        values: Mapping[str, Value],
         reads: Sequence[str],
         writes: Mapping[str, Sequence[int]],
         head: Head | None = None,
@@ -93,8 +91,7 @@ class Stage:
         self.compiled = ""
         self.not_compiled_because = ""
         self.trail = Trail(backwards=True)
-        self.unreached: frozenset[str] = frozenset()
-        self._values = values
+        self.unreached: frozenset[Key] = frozenset()
         self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
         self._shared_memory: Any = None
 
@@ -105,8 +102,8 @@ class Stage:
 
         Args:
             count: micro-batches in flight.
-            inputs: an example of every value that the stage reads.
-            targets: an example of the loss's target.
+            inputs: an example of every value that the stage reads; it requires a gradient where one goes back to it.
+            targets: an example of the loss's target, likewise.
             weight: of each one's loss in the batch's.
 
         Returns:
@@ -131,10 +128,13 @@ class Stage:
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
     ) -> tuple[list[Slot], dict[str, Any]]:
         slots = []
+        examples: dict[Key, Any] = dict(enumerate(targets))
+        examples.update(inputs)
         for _ in range(count):
             slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
+            slot.entering = tuple(key for key in (*self.reads, *range(len(slot.targets))) if _flows_back(examples[key]))
             slot.deferred = NamedQueue(self.trail, self.reach, self._accumulation)
             self._run_eagerly(slot)
             slots.append(slot)
@@ -150,14 +150,14 @@ class Stage:
                         slot.gradients[name, reader] = torch.zeros_like(made[name])
         # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
         first.leaves, first.outputs, first.roots = {}, {}, []
-        return slots, {name: value.detach() if isinstance(value, Tensor) else value for name, value in made.items()}
+        return slots, dict(zip(made, detached(list(made.values())), strict=True))
 
     def _run_eagerly(self, slot: Slot) -> None:
         slot.forward = weakly(self._forward, slot)
         slot.backward = weakly(self._backward, slot)
         slot.weights = weakly(self._weights, slot)
 
-    def _beyond_loss(self, slot: Slot) -> frozenset[str]:
+    def _beyond_loss(self, slot: Slot) -> frozenset[Key]:
         """Of what entered, the values that the loss does not depend on."""
         if not slot.leaves:
             return frozenset()
@@ -237,14 +237,6 @@ class Stage:
             static.copy_(example.detach())
         return static
 
-    def _entering(self, slot: Slot) -> list[str]:
-        """The inputs that a gradient goes back to."""
-        return [
-            name
-            for name, value in slot.inputs.items()
-            if isinstance(value, Tensor) and self._values[name].requires_grad and value.is_floating_point()
-        ]
-
     def _forward(self, slot: Slot) -> None:
         with self.gather():
             self._compute(slot, self.segment)
@@ -255,9 +247,10 @@ class Stage:
     def _compute(self, slot: Slot, segment: Segment) -> None:
         """Run a segment over the inputs of a slot, with a graph for the backward pass."""
         inputs = dict(slot.inputs)
-        slot.leaves = {name: inputs[name].detach().requires_grad_() for name in self._entering(slot)}
-        for name, leaf in slot.leaves.items():
-            inputs[name] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
+        slot.leaves = {key: slot.static(key).detach().requires_grad_() for key in slot.entering}
+        for key, leaf in slot.leaves.items():
+            if isinstance(key, str):
+                inputs[key] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
         batch = MicroBatch(inputs.keys(), inputs.values(), self.trail)
         slot.deferred.clear()
         with autocast.uncached(self.device):
@@ -269,7 +262,11 @@ class Stage:
 
     def _lose(self, head: Head, slot: Slot, batch: MicroBatch) -> None:
         self.trail.enter(LOSS)
-        loss = head.loss([batch.read(name, self.device) for name in head.names], slot.targets)
+        targets = list(slot.targets)
+        for key, leaf in slot.leaves.items():
+            if isinstance(key, int):
+                targets[key] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
+        loss = head.loss([batch.read(name, self.device) for name in head.names], targets)
         refuse_no_number(loss)
         refuse_untrained(loss)
         head.dtype = loss.dtype
@@ -284,18 +281,20 @@ class Stage:
             leaf.grad = None
         if not roots:
             slot.input_gradients = {name: torch.zeros_like(leaf) for name, leaf in slot.leaves.items()}
+            slot.unreached = frozenset(slot.leaves)
             self._land(slot)
             return
         with autocast.off(self.device), self._accumulation:
             torch.autograd.backward(roots, gradients)
+        slot.unreached = frozenset(key for key, leaf in slot.leaves.items() if leaf.grad is None)
         slot.input_gradients = {
             name: torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, slot.gradients.values())
             for name, leaf in slot.leaves.items()
         }
         self._land(slot)
 
-    def _landing(self, slot: Slot) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(slot.inputs[name]) for name in self._entering(slot)}
+    def _landing(self, slot: Slot) -> dict[Key, Tensor]:
+        return {key: torch.zeros_like(slot.static(key)) for key in slot.entering}
 
     @torch.no_grad()
     def _land(self, slot: Slot) -> None:

@@ -22,7 +22,8 @@ from placer.devices import Courier, Lane, Mark
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.compiled import Backend, compile_stage
 from placer.executor.faults import Place, raise_explained
-from placer.executor.feed import Feed, Key
+from placer.executor.feed import Feed
+from placer.executor.input_gradients import InputGradients, detached
 from placer.executor.issued import Issued
 from placer.executor.kept import Kept
 from placer.executor.ordering import stage_by_stage
@@ -30,7 +31,7 @@ from placer.executor.passes import Passes
 from placer.executor.pipeline import cut
 from placer.executor.recomputed import RecomputedStage
 from placer.executor.segments import Segment, borders, segments, spread_state
-from placer.executor.slot import Head
+from placer.executor.slot import Head, Key
 from placer.executor.stage import Stage, drop_unreached
 from placer.executor.statistics import BatchStatistics
 from placer.executor.weights import Weights
@@ -135,8 +136,8 @@ class TrainingPipeline:
         """One batch, forwards and backwards; gradients are the parameters' afterwards.
 
         Args:
-            batch: the flattened inputs.
-            targets: the flattened target.
+            batch: the flattened inputs; those that require a gradient are given theirs.
+            targets: the flattened target, likewise.
             keep: whether the gradients are added to those that are there.
             scale: a number that every gradient is multiplied by; 1 if None.
 
@@ -144,7 +145,7 @@ class TrainingPipeline:
             The mean loss, a number on the last stage's device, without the scale.
         """
         if not self.is_prepared:
-            self._prepare(cut(batch, self.sizes), cut(targets, self.sizes))
+            self._prepare(batch, targets)
         self._kept.save()
         try:
             self._run(batch, targets, keep, scale)
@@ -161,8 +162,10 @@ class TrainingPipeline:
         owners = {devices.location(item) for item in given.values() if isinstance(item, Tensor)}
         callers = {place: Lane(place, caller=True) for place in (*self.lanes, *owners, *self.weights.homes)}
         begun = {place: caller.mark() for place, caller in callers.items()}
+        gradients = InputGradients(given, self.sizes, self.courier)
+        given = dict(zip(given, detached(list(given.values())), strict=True))
         feed = Feed(given, self.sizes, self.courier, begun)
-        self._issue(feed, begun, keep, scale)
+        self._issue(feed, gradients, begun, keep, scale)
         for place, lane in self.lanes.items():
             callers[place].wait(lane.mark())
         for (place, _), mark in feed.read.items():
@@ -170,6 +173,7 @@ class TrainingPipeline:
         self.weights.finish()
         if self.statistics is not None:
             self.statistics.commit()
+        gradients.hand_out()
 
     @property
     def not_recorded_because(self) -> dict[str, str]:
@@ -199,7 +203,14 @@ class TrainingPipeline:
         assert head is not None
         return head
 
-    def _issue(self, feed: Feed, begun: Mapping[torch.device, Mark], keep: bool, scale: Tensor | None) -> None:
+    def _issue(
+        self,
+        feed: Feed,
+        gradients: InputGradients,
+        begun: Mapping[torch.device, Mark],
+        keep: bool,
+        scale: Tensor | None,
+    ) -> None:
         """Issue a batch to the lanes; each begins when its own device has done what the caller issued there."""
         shared = any(self.spread)  # then they work on each other's state
         for place, lane in self.lanes.items():
@@ -210,7 +221,7 @@ class TrainingPipeline:
             self._set_scale(self._head, scale)
         for stage in self.stages:
             stage.begin()
-        Passes(self, feed, {place: lane.mark() for place, lane in self.lanes.items()}).issue()
+        Passes(self, feed, gradients, {place: lane.mark() for place, lane in self.lanes.items()}).issue()
 
     def _recover(self) -> None:
         """After a batch that failed: nothing runs any more; buffers are as before it, and there are no gradients."""
@@ -231,8 +242,7 @@ class TrainingPipeline:
             again = part.device in self.recipe.recompute
             kind, split = (RecomputedStage, False) if again else (Stage, self.plan.split)
             mine = head if index == len(parts) - 1 else None
-            values, reach = self.graph.values, self.weights.reach
-            stages.append(kind(part, values, reads[index], writes[index], mine, split, gather, reach))
+            stages.append(kind(part, reads[index], writes[index], mine, split, gather, self.weights.reach))
         return stages
 
     def _set_scale(self, head: Head, scale: Tensor | None) -> None:
@@ -257,8 +267,9 @@ class TrainingPipeline:
         fits = all(new <= old for new, old in zip(found.in_flight, self.plan.in_flight, strict=True))
         return found if fits else self.plan
 
-    def _prepare(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
+    def _prepare(self, batch: Sequence[Any], targets: Sequence[Any]) -> None:
         """Make every stage's slots from these micro-batches, and record them; buffers and random numbers stay."""
+        parts, goals = ([*map(detached, cut(each, self.sizes))] for each in (batch, targets))
         self._kept.save()
         try:
             self._open(parts, goals)

@@ -16,6 +16,7 @@ from placer.executor import autocast
 from placer.executor.assignment import Assignment
 from placer.executor.compiled import Backend
 from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
+from placer.executor.input_gradients import detached, hand_out
 from placer.executor.kept import Kept
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.pipeline import cut, micro_batch_sizes
@@ -97,8 +98,9 @@ class TrainStep:
         """Train on one batch; afterwards every parameter's ``grad`` is that of the mean loss.
 
         Args:
-            inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch first.
-            target: what the loss compares with, the batch first.
+            inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch first. Those that
+                require a gradient are given theirs, and what they were made of, as by the unsplit model.
+            target: what the loss compares with, the batch first; likewise.
             chunks: micro-batches; what the placement says if None. Where the batch does not divide, the last one is
                 smaller, and its loss counts by its size; if it were less than half as large, there are fewer.
             update: False lets the gradients wait: the next call adds its own to them, and the optimizer is stepped
@@ -156,6 +158,7 @@ class TrainStep:
             The stages, None where the model runs through hooks; and the flattened inputs and target.
         """
         tensors, structure, goals, target_structure, sizes = self._taken(inputs, target, chunks)
+        tensors, goals = _without_gradients(tensors), _without_gradients(goals)
         return self._pipeline(tensors, structure, goals, target_structure, sizes), tensors, goals
 
     def _taken(
@@ -168,6 +171,8 @@ class TrainStep:
         size = batch_size(tensors)
         _refuse_no_batch(inputs, tensors, size)
         refuse_other_batch(goals, size)
+        if not torch.is_grad_enabled():
+            tensors, goals = _without_gradients(tensors), _without_gradients(goals)
         return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
 
     @property
@@ -217,7 +222,8 @@ class TrainStep:
         if capture is None:
             return None
         recompute = flow.recomputed()
-        key = (capture, tuple(sizes), target.key, _kinds(goals), flow.deferred_batch_norm, recompute)
+        asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (*tensors, *goals))
+        key = (capture, tuple(sizes), target.key, _kinds(goals), asked, flow.deferred_batch_norm, recompute)
         known = self._pipelines.used(key)
         if known is not None and not known.is_stale():
             return None if _hooked(known.weights) else known
@@ -262,8 +268,11 @@ class TrainStep:
         if not keep:
             module.zero_grad()
         losses: list[Tensor] = []
+        given = [*tensors, *goals]
+        leaves = detached(given)
+        parts = zip(cut(leaves[: len(tensors)], sizes), cut(leaves[len(tensors) :], sizes), sizes, strict=True)
         try:
-            for part, goal, size in zip(cut(tensors, sizes), cut(goals, sizes), sizes, strict=True):
+            for part, goal, size in parts:
                 args, kwargs = inputs.unflatten(part)
                 output = self.flow(*args, chunks=1, **kwargs)
                 there = [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in goal]
@@ -272,6 +281,7 @@ class TrainStep:
                 with autocast.off(place):
                     loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
+            hand_out(given, [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves])
         except BaseException as error:
             kept.restore()
             raise_explained(error, self._place(error, len(losses)))
@@ -294,6 +304,10 @@ def _hooked(weights: Weights) -> bool:
             stacklevel=4,
         )
     return name is not None
+
+
+def _without_gradients(tensors: list[Any]) -> list[Any]:
+    return [tensor.detach() if isinstance(tensor, Tensor) else tensor for tensor in tensors]
 
 
 def _kinds(goals: list[Any]) -> Hashable:
