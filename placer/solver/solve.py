@@ -2,12 +2,12 @@
 
 reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear orders ─▶ integer program ─▶ check
                 │                    (work,      │ and, if free, layers         │ in rounds; between
-                ▼                     knots)     │ moved, shares, devices       │ them more cuts
-            infeasible                           ▼ redivided                    ▼
+                ▼                     knots)     │ moved, shares, devices       │ them stages are
+            infeasible                           ▼ redivided                    ▼ divided anew
                                               optimal          infeasible: why, by lifting requirements
 
 The integer program is in stage-prefix form (``stages.py``) where it can be, and asked for thresholds on a graph that
-they make smaller (``stage_search.py``, ``merges.py``, ``reach.py``); else it is by node and device (``model.py``).
+they make smaller (``stage_search.py``, ``merges.py``, ``reach.py``, ``divide.py``); else it is by node and device (``model.py``).
 Graphs with few ideals need none (``ideals.py``).
 Objectives ``step`` and ``devices`` have searches of their own (``step_time.py``, ``fewest.py``), which ask this one for
 small bottlenecks.
@@ -59,11 +59,6 @@ WORK = (16.0, inf, inf, inf)
 SAME = 1e-12
 """Objectives that differ by no more than this share are the same."""
 
-MOST_TURNS = 300
-CLIMB_SHARE = 0.4
-"""How much of the time, or of the work, may be over when the search for better cuts ends."""
-
-
 RELAXED_SHARE = 0.4
 """How much of the time that is left a problem may take that asks less."""
 
@@ -105,7 +100,7 @@ def solve(
     Returns:
         A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop`` was set), ``infeasible``
         with the reason, or ``unknown`` (the time ran out before any was found). The same for the same request unless
-        the time runs out, or the share of it that local search and more cuts may use. Every placement has passed
+        the time runs out, or the share of it that local search may use. Every placement has passed
         ``check``.
 
     Raises:
@@ -306,18 +301,6 @@ class Search:
         """For a search of so much work whose placements are looked at when it ends."""
         request = self.request
         return Limits(self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter)
-
-    def climb(self) -> None:
-        """Many more cuts, where the integer program was slow."""
-        if not self.problem.contiguous or self.request.objective != "throughput":
-            return
-        nodes = stage_search.nodes_within(self)
-        work = starts.work_of_turn(self.problem, nodes)
-        for start in starts.climb(self.problem, nodes, MOST_TURNS, seed=1):
-            self.meter.done += work
-            self.offer(start.devices, start.method)
-            if not self.open() or self.over(CLIMB_SHARE):
-                return
 
     def over(self, share: float) -> bool:
         """Whether a share of the time, or of the work, is over."""

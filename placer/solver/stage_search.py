@@ -2,7 +2,8 @@
 
 A threshold asks less than the best: whether any placement has a bottleneck of no more than T. The smaller T, the more
 nodes must be together and the fewer stages a node can be at, so that one well below the best placement that is known is
-refuted in no time, and raises the bound. A sweep asks for anything better first, then halves what is open::
+refuted in no time, and raises the bound. A sweep asks for anything better first, also in parts (``divide.py``), then
+halves what is open::
 
     bound ├────────────┼──────┼───┼──────────────┤ best known
                    2. no    4. ? 3. ?          1. ?        so the bound is the T of 2., until the next sweep
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from placer.solver import ideals
 from placer.solver.cpsat import Answer
+from placer.solver.divide import divide_anew
 from placer.solver.merges import merged
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.stages import StageModel
@@ -38,6 +40,12 @@ CUT_SHORT = 0.9
 
 ASKED = 2
 """How often a sweep asks for anything better, where it finds that."""
+
+LOOSE = 0.2
+"""Where the gap is more than this share, the best known is made better in parts before anything better is asked for."""
+
+GROUP_SHARE = 0.08
+"""How much of a question's work goes to each group of stages that is divided anew."""
 
 BETTER_SHARE = 0.3
 """How much of a question's work goes to the best placement, where the question has found one that is better."""
@@ -85,17 +93,23 @@ def sweep(search: Search) -> None:
     for turn in count():
         work = FIRST * TIMES**turn
         known, done = (search.value, search.bound), search.meter.done
-        _anything_better(search, work)
+        parts = [_anything_better, _groups_anew]
+        for part in reversed(parts) if search.value - search.bound > LOOSE * search.value else parts:
+            if search.open():
+                part(search, work)
         if search.open():
             few_ideals(search)
-        if turn == 0 and search.open():
-            search.climb()
         if search.open() and not search.over(1.0):
             halve(search, work)
         if not search.open() or search.over(1.0):
             return
         if known == (search.value, search.bound) and search.meter.done - done < CUT_SHORT * work:
             return  # no question was cut short: asked again, each has the same answer, which costs do not bear out
+
+
+def _groups_anew(search: Search, work: float) -> None:
+    """Better placements from parts of the best known, which are quicker to place than all is."""
+    divide_anew(search, nodes_within(search), GROUP_SHARE * work)
 
 
 def _anything_better(search: Search, work: float) -> None:

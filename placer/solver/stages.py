@@ -200,7 +200,11 @@ class StageModel:
                 else:
                     parts = [compute + sum(sent) + sum(received)]
                 for part in parts:
-                    self._enforce(self.cp.add(part <= self.makespan), self.kind[p][c])
+                    self._enforce(self.cp.add(part <= self.most(p)), self.kind[p][c])
+
+    def most(self, stage: int) -> Sum:
+        """What a stage may take at the most, in steps."""
+        return self.makespan
 
     @property
     def _nodes(self) -> range:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from random import Random
@@ -13,14 +13,12 @@ from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction, reduced
 
 MOST_ORDERS = 20
-FRESH_ORDERS = 4
+FRESH_ORDERS = 5
 PATIENCE = 4
+"""After so many orders in a row that bring nothing better there are no more."""
+
 MOST_WORK = 80_000_000
 """Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
-
-
-NUMBERS_A_WORK = 200_000_000
-"""Numbers that cuts look at in a unit of work, in the measure of ``cpsat.Meter``."""
 
 
 @dataclass(frozen=True)
@@ -53,42 +51,38 @@ def other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:
     """Cuts of random topological orders, contiguity understood, as many as take little time."""
     if not exact.is_only_order(problem, nodes):
         turns = min(MOST_ORDERS, MOST_WORK // exact.work_of_cut(problem, nodes))
-        yield from climb(problem, nodes, turns, patience=PATIENCE)
+        yield from _climb(problem, nodes, turns)
 
 
-def work_of_turn(problem: Problem, nodes: Reduction) -> float:
-    """The work of one turn of ``climb``, in the measure of ``cpsat.Meter``."""
-    return exact.work_of_cut(problem, nodes) / NUMBERS_A_WORK
-
-
-def climb(
-    problem: Problem, nodes: Reduction, turns: int, *, patience: int | None = None, seed: int = 0
-) -> Iterator[Start]:
+def _climb(problem: Problem, nodes: Reduction, turns: int) -> Iterator[Start]:
     """Cuts of random topological orders, the later ones made from the best of the earlier.
 
     Args:
         problem: what is asked, contiguity understood.
         nodes: its layers in nodes.
         turns: how many orders.
-        patience: after so many in a row that bring nothing better it ends.
-        seed: another one gives other orders.
     """
     count = len(nodes.nodes)
     arcs = nodes.arcs(arcs_of(problem.values))
     neighbours = _neighbours(problem, nodes)
-    random = Random(f"{problem.request.seed} {seed}")
-    best, best_rank = inf, [random.random() for _ in range(count)]
+    ways: list[Callable[[list[float]], list[int]]] = [
+        lambda rank: _late_order(count, arcs, rank, neighbours),
+        lambda rank: topological_order(count, arcs, rank),
+        lambda rank: _narrow_order(count, arcs, rank),
+    ]
+    random = Random(f"{problem.request.seed}")
+    best, best_rank, way = inf, [random.random() for _ in range(count)], ways[0]
     idle = 0
     for turn in range(turns):
         share = 1.0 if turn < FRESH_ORDERS else random.choice((0.02, 0.1, 0.3))
         rank = [random.random() if random.random() < share else old for old in best_rank]
-        order = topological_order(count, arcs, rank) if turn == 1 else _late_order(count, arcs, rank, neighbours)
-        cut = exact.best_cut(problem, nodes, order)
+        tried = ways[turn] if turn < len(ways) else way
+        cut = exact.best_cut(problem, nodes, tried(rank))
         idle = 0 if cut.value < best else idle + 1
         if cut.value <= best:
-            best, best_rank = cut.value, rank
+            best, best_rank, way = cut.value, rank, tried
         yield Start(cut.devices, 0.0, "linear order")
-        if patience is not None and idle >= patience:
+        if idle >= PATIENCE:
             return
 
 
@@ -115,6 +109,33 @@ def _late_order(count: int, arcs: set[tuple[int, int]], rank: list[float], pulls
                 stack.append((node, True))
                 stack += [(source, False) for source in reversed(before[node]) if not placed[source]]
     return _with_strays(order, ordered, pulls)
+
+
+def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> list[int]:
+    """A topological order in which few nodes at a time wait for readers, so that a cut of it cuts few values."""
+    sources: list[list[int]] = [[] for _ in range(count)]
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for source, reader in arcs:
+        sources[reader].append(source)
+        readers[source].append(reader)
+    waiting, unread = [len(nodes) for nodes in sources], [len(nodes) for nodes in readers]
+    ready = {node for node in range(count) if not waiting[node]}
+
+    def opened(node: int) -> int:
+        return bool(readers[node]) - sum(unread[source] == 1 for source in sources[node])
+
+    order: list[int] = []
+    while ready:
+        node = min(ready, key=lambda node: (opened(node), rank[node]))
+        ready.remove(node)
+        order.append(node)
+        for source in sources[node]:
+            unread[source] -= 1
+        for reader in readers[node]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                ready.add(reader)
+    return order
 
 
 def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) -> list[int]:
