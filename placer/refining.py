@@ -98,6 +98,7 @@ def refine(
         request = _request(placement, profile or _profile(placement, model, example_inputs, loss_fn, target))
     elif profile is not None:
         request = request.model_copy(update={"profile": profile})
+    request = _of_one_size(request, placement)
     _refuse_unlike(request.profile, placement, example_inputs)
     stages = _Stages(model, example_inputs, loss_fn, target, repeats, timer or device_times)
     return improve(placement, request, stages.measure, solve, rounds, tolerance)
@@ -183,6 +184,8 @@ class _Stages:
             passes = [slot.forward, slot.backward] + ([slot.weights] if stage.split else [])
             forward, backward, *weights = self._timer(passes, stage.device, self._repeats)
             last = stage.head is not None
+            if stage.device in flow.recomputed():  # its backward pass has one more forwards, which is no layer's
+                backward = max(0.0, backward - forward)
             measured.append(
                 StageTime(
                     device=str(stage.device),
@@ -264,6 +267,17 @@ def _refuse_others(profile: Any, request: Any) -> None:
             )
 
 
+def _of_one_size(request: PlacementRequest, placement: Placement) -> PlacementRequest:
+    """The question with the micro-batches that were placed alone: times of these correct no profile of others."""
+    if not request.profiles:
+        return request
+    measured = [
+        profile for profile in (request.profile, *request.profiles) if profile.batch_size == placement.batch_size
+    ]
+    chosen = {"profile": (*measured, request.profile)[0], "profiles": (), "cluster": request.placed_on}
+    return request.model_copy(update={**chosen, "batch_size": request.whole_batch_size})
+
+
 def _refuse_unlike(profile: Profile, placement: Placement, example_inputs: Any) -> None:
     """A profile of other layers or of another micro-batch would be corrected by times that are not its own."""
     known = {layer.name for layer in profile.layers}
@@ -277,6 +291,11 @@ def _refuse_unlike(profile: Profile, placement: Placement, example_inputs: Any) 
         raise InputError(
             f"example_inputs are a micro-batch of {samples}, and the profile is of one of {profile.batch_size}; "
             "give both of one size"
+        )
+    if profile.graph_hash and profile.batch_size != placement.batch_size:
+        raise InputError(
+            f"the placement is of micro-batches of {placement.batch_size}, and the profile is of one of "
+            f"{profile.batch_size}; give the profile of the placement's size"
         )
 
 
@@ -310,7 +329,9 @@ def _names(part: Segment) -> tuple[str, ...]:
 
 def _mean(output: Any, target: Any) -> Tensor:
     """A loss of next to no time: the sum of the means of all that can be differentiated."""
-    found = [leaf.float().mean() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    again = not torch.is_grad_enabled()  # the first of two passes forwards, which keeps nothing
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    found = [leaf.float().mean() for leaf in leaves if leaf.requires_grad or (again and leaf.is_floating_point())]
     if not found:
         raise InputError("the model returns nothing that a gradient could come from: give a loss_fn")
     return torch.stack(found).sum()
@@ -338,7 +359,7 @@ def _request(placement: Placement, profile: Profile) -> PlacementRequest:
     return PlacementRequest(
         profile=profile,
         objective=placement.objective,
-        constraints=Constraints(contiguous=placement.contiguous),
+        constraints=Constraints(contiguous=placement.contiguous, recompute="auto" if placement.recompute else "never"),
         training=placement.training,
         chunks=placement.chunks,
         schedule=placement.schedule,

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import placer
 from placer import Placement, PlacementRequest, Profile, zoo
 from placer.errors import InputError, ProfilingError
+from placer.schema import Constraints
 from placer.testing import logical_devices
 
 PLACES = ["cpu:0", "cpu:1"]
@@ -110,6 +111,50 @@ def test_the_halves_of_a_backward_pass_are_measured_where_the_schedule_has_them(
     assert [stage.backward_ms for stage in refined.rounds[0].stages] == [3 * one, 4 * one]
 
 
+def test_what_runs_forwards_twice_is_measured_as_it_is_reckoned_once() -> None:
+    """The second pass forwards is the placement's, not the layers': the solver adds it, and so it did twice."""
+    model = _gpt()
+    found = placer.profile(model, TOKENS, PLACES, training=True, progress=False, repeats=1)
+    request = PlacementRequest(profile=found, constraints=Constraints(recompute="always"))
+    placement = placer.solve(request)
+    asked = {"request": request, "rounds": 1, "timer": flops_clock, "loss_fn": _loss, "target": TOKENS}
+    refined = placer.refine(placement, model, TOKENS, **asked)
+    assert placement.recompute
+    loss = _loss(model(TOKENS), TOKENS)
+    backward = _flops(lambda: loss.backward())  # type: ignore[no-untyped-call]
+    assert sum(stage.backward_ms for stage in refined.rounds[0].stages) == backward
+
+
+def test_a_placement_that_recomputes_is_refined_without_its_question() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    x = torch.randn(256, 64)
+    found = placer.profile(model, x, PLACES, training=True, progress=False, repeats=1)
+    assert found.cluster is not None
+    for limit in range(2**18, 2**21, 2**14):
+        devices = [device.model_copy(update={"memory_bytes": limit}) for device in found.cluster.devices]
+        small = found.model_copy(update={"cluster": found.cluster.model_copy(update={"devices": tuple(devices)})})
+        asked = {"chunks": 8, "schedule": "fill-drain", "constraints": Constraints(recompute="auto")}
+        placement = placer.solve(PlacementRequest(profile=small, **asked))
+        if placement.layer_devices:
+            break
+    assert placement.recompute
+    refined = placer.refine(placement, model, x, profile=small, rounds=1, timer=flops_clock)
+    assert refined.placement.recompute
+
+
+def test_of_several_sizes_of_micro_batches_the_one_that_was_placed_is_corrected() -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), torch.randn(4, 8)
+    large, small = (
+        placer.profile(model, batch, PLACES, training=True, progress=False, repeats=1) for batch in (x, x[:2])
+    )
+    request = PlacementRequest(profile=large, profiles=(small,), objective="step", batch_size=4, schedule="auto")
+    asked = request.model_copy(update={"profile": small, "profiles": ()})
+    placement = placer.solve(asked)
+    refined = placer.refine(placement, model, x[:2], request=request, rounds=1, timer=flops_clock)
+    assert refined.profile.batch_size == refined.placement.batch_size == 2
+    assert sum(stage.forward_ms for stage in refined.rounds[0].stages) == _flops(lambda: model(x[:2]))
+
+
 def test_refining_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8))
     x = torch.randn(4, 8)
@@ -173,14 +218,15 @@ def test_a_placement_of_nothing_is_refused() -> None:
         ({"target": TOKENS}, "target is given without loss_fn"),
         ({"loss_fn": nn.CrossEntropyLoss, "target": TOKENS}, r"such as CrossEntropyLoss\(\)"),
         ({"example_inputs": TOKENS[:1]}, "a micro-batch of 1, and the profile is of one of 2"),
-        ({"placement": "of another model"}, "a layer '0', and the profile has none"),
+        ({"placement": {"layer_devices": {"0": "cpu:0"}}}, "a layer '0', and the profile has none"),
+        ({"placement": {"batch_size": 8}}, "the placement is of micro-batches of 8, and the profile is of one of 2"),
     ],
 )
 def test_what_cannot_be_refined_is_named_and_the_model_left_alone(wrong: dict[str, Any], told: str) -> None:
     model = _gpt()
     found, placement = _placed(model, TOKENS, training=True)
     if wrong.get("placement"):
-        wrong = {"placement": placement.model_copy(update={"layer_devices": {"0": "cpu:0"}})}
+        wrong = {"placement": placement.model_copy(update=wrong["placement"])}
     given = {"placement": placement, "model": model, "example_inputs": TOKENS, "profile": found, "timer": flops_clock}
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(InputError, match=told):
