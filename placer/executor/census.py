@@ -25,12 +25,14 @@ _TABLES = (
 )
 """What a module holds, each a dict that may be written to, or be another one, at any time."""
 
+_PLAIN = (bool, int, float, str, tuple)
+
 _tables = operator.itemgetter(*_TABLES)
 _trains = operator.itemgetter("training")
 
 
 class Census:
-    """A model's modules, whether they train, their parameters, buffers and hooks.
+    """A model's modules, whether they train, their parameters, buffers, hooks, and the constants of torch's own.
 
     Args:
         module: the model.
@@ -38,6 +40,9 @@ class Census:
     Attributes:
         members: its modules, parameters and buffers, the same objects as long as none was replaced.
         modes: of every module, whether it trains, and whether it has hooks that a captured graph would not run.
+        constants: what torch's own modules declare as constants of their code, such as ``p`` of a dropout: a captured
+            graph holds their values. Attributes of other modules may be anything, counters of calls too, and are not
+            looked at.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,6 +50,10 @@ class Census:
         self.members = _members(modules)
         self.modes = tuple(modes(module))
         self._fields = [child.__dict__ for child in modules]
+        declared = [(child.__dict__, _declared(child)) for child in modules]
+        # Each name twice: the getter of a single one would not give a tuple.
+        self._readers = [(operator.itemgetter(*names, *names), fields) for fields, names in declared if names]
+        self.constants = self._now_constants()
         try:
             self._training, self._contents = self._now_training(), self._now_contents()
         except (KeyError, TypeError):  # wrappers (torch.compile, torch.jit) have these as properties
@@ -55,12 +64,23 @@ class Census:
         if not self._fields:
             return False
         try:
-            return self._now_training() == self._training and are_same(self._now_contents(), self._contents)
+            return (
+                self._now_training() == self._training
+                and are_same(self._now_contents(), self._contents)
+                and are_same(self._now_constants(), self.constants)
+            )
         except (KeyError, TypeError):
             return False
 
+    def describes(self, later: Census) -> bool:
+        """Whether what was captured of the model then holds for it later, in the modes of then."""
+        return are_same(self.members, later.members) and are_equal(self.constants, later.constants)
+
     def _now_training(self) -> list[bool]:
         return [*map(_trains, self._fields)]
+
+    def _now_constants(self) -> list[object]:
+        return [*chain.from_iterable([read(fields) for read, fields in self._readers])]
 
     def _now_contents(self) -> list[object]:
         tables = chain.from_iterable(map(_tables, self._fields))
@@ -70,6 +90,19 @@ class Census:
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether two lists are of the same objects; equal ones may be others."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def are_equal(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists are of the same objects, or of equal numbers and words."""
+    return are_same(some, others) or (
+        len(some) == len(others)
+        and all(a is b or (type(a) is type(b) in _PLAIN and a == b) for a, b in zip(some, others, strict=True))
+    )
+
+
+def _declared(module: nn.Module) -> list[str]:
+    """The constants of its code that a module declares and holds."""
+    return [name for name in getattr(type(module), "__constants__", ()) if name in module.__dict__]
 
 
 def _modules(root: nn.Module) -> list[nn.Module]:

@@ -70,6 +70,7 @@ class DataFlow(PipelinedRuns):
         chunks: micro-batches that a call is cut into when it does not say.
         recompute: devices that in a training step keep no activations, but run forwards once more in the backward
             pass: less memory for more time. Free to be edited, as ``layer_gpus`` is.
+        gradients_wait: whether the next training step adds to the gradients that are there.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
     """
 
@@ -99,6 +100,7 @@ class DataFlow(PipelinedRuns):
         self.chunks = 1
         self.schedule: Schedule = "1f1b"
         self.recompute: list[DeviceLike] = []
+        self.gradients_wait = False
         self._home = Home(module)
         self._granularity: Granularity = "fine" if fine_grained else "submodule"
         self.layer_gpus: OrderedDict[str, DeviceLike] = self._default_map()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.executor import autocast
-from placer.executor.census import Census, are_same
+from placer.executor.census import Census
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export, refuse_hooks
 from placer.graph.granularity import Granularity
@@ -86,11 +86,11 @@ class Program:
         return self._seen[key]
 
     def _look(self) -> Census:
-        """The model as it is now; what is known of one with another module, parameter or buffer is not."""
+        """The model as it is now; what is known of one with another module, parameter, buffer or constant is not."""
         before = self._census
         if before is None or not before.holds():
             self._census = Census(self.module)
-            if before is not None and not are_same(before.members, self._census.members):
+            if before is not None and not before.describes(self._census):
                 self._captures.clear()
                 self._seen.clear()
                 self.refused.clear()

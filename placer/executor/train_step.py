@@ -40,6 +40,7 @@ class Flow(Protocol):
     chunks: int
     enable_clone: bool
     deferred_batch_norm: bool
+    gradients_wait: bool
     output_device: torch.device
 
     @property
@@ -90,9 +91,8 @@ class TrainStep:
         self.update = update
         self.schedule = schedule
         self.compile = compile
-        self._pipelines: LatestShapes[TrainingPipeline] = LatestShapes(lambda pipeline: pipeline.lanes)
+        self._pipelines = _no_pipelines()
         self._placed: Any = None
-        self._keep = False
 
     def __call__(self, inputs: Any, target: Any, chunks: int | None = None, update: bool = True) -> Tensor:
         """Train on one batch; afterwards every parameter's ``grad`` is that of the mean loss.
@@ -103,8 +103,9 @@ class TrainStep:
             target: what the loss compares with, the batch first; likewise.
             chunks: micro-batches; what the placement says if None. Where the batch does not divide, the last one is
                 smaller, and its loss counts by its size; if it were less than half as large, there are fewer.
-            update: False lets the gradients wait: the next call adds its own to them, and the optimizer is stepped
-                by the first call that does not say so. ``optimizer.zero_grad()`` drops them.
+            update: False lets the gradients wait: the next call, also of another step of the flow, adds its own to
+                them, and the optimizer is stepped by the first call that does not say so. ``optimizer.zero_grad()``
+                drops them.
 
         Returns:
             The mean loss, detached.
@@ -114,10 +115,10 @@ class TrainStep:
                 another size than the batch.
         """
         batch = self._taken(inputs, target, chunks)
-        keep, self._keep = self._keep, False
+        keep, self.flow.gradients_wait = self.flow.gradients_wait, False
         with nothing_held():
             loss = self._computed(*batch, keep)
-            self._keep = not update
+            self.flow.gradients_wait = not update
             if update:
                 self.update(self.flow.module)
             return loss
@@ -175,6 +176,14 @@ class TrainStep:
             tensors, goals = _without_gradients(tensors), _without_gradients(goals)
         return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the passes, which are made again when needed."""
+        return {**self.__dict__, "_pipelines": None, "_placed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pipelines = _no_pipelines()
+
     @property
     def pipelines(self) -> list[TrainingPipeline]:
         """What batches went through so far: one for each shape that is kept, the latest used last."""
@@ -201,6 +210,8 @@ class TrainStep:
             raise InputError("the flow is not placed yet: call update_flow() before a training step")
         if flow.enable_clone:
             raise InputError("clones are not trained: make the flow without enable_clone to train it")
+        if torch.is_inference_mode_enabled():
+            raise InputError("inference mode makes no gradients: leave torch.inference_mode() for a training step")
         if not flow.module.training:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
 
@@ -293,6 +304,10 @@ class TrainStep:
         assignment = self.flow.assignment
         device = assignment.of_path(layer) if assignment is not None and layer else None
         return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
+
+
+def _no_pipelines() -> LatestShapes[TrainingPipeline]:
+    return LatestShapes(lambda pipeline: pipeline.lanes)
 
 
 def _hooked(weights: Weights) -> bool:

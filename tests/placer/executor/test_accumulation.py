@@ -123,6 +123,24 @@ def test_gradients_add_up_over_batches_of_unlike_sizes_and_those_that_the_user_c
     _same_gradients(model, whole)
 
 
+def test_gradients_wait_for_a_step_with_another_loss_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    whole = copy.deepcopy(model)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus["2"] = 1
+    flow.update_flow()
+    x, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    first, second = flow.train_step(functional.mse_loss), flow.train_step(functional.l1_loss)
+    for _ in range(2):
+        first(x, target, chunks=2, update=False)
+        second(x, target, chunks=2)
+        whole.zero_grad()
+        (functional.mse_loss(whole(x), target) + functional.l1_loss(whole(x), target)).backward()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-10, rtol=1e-10)
+
+
 def test_zero_grad_drops_gradients_that_wait() -> None:
     model = _model()
     whole = copy.deepcopy(model)

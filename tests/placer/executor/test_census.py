@@ -39,6 +39,8 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "a parameter less": lambda model: setattr(model.last, "bias", None),
     "an equal buffer": lambda model: setattr(model, "scale", torch.ones(())),
     "a buffer more": lambda model: model.first.register_buffer("more", torch.ones(())),
+    "a constant": lambda model: setattr(model.norm, "momentum", 0.5),
+    "a constant less": lambda model: delattr(model.norm, "momentum"),
     "a mode": lambda model: model.norm.eval(),
     "a hook": lambda model: model.first.register_forward_hook(_hook),
     "a hook before": lambda model: model.first.register_forward_pre_hook(_hook),

@@ -93,6 +93,27 @@ def test_a_buffer_a_parameter_or_a_module_that_is_replaced() -> None:
         torch.testing.assert_close(trained.flow(inputs).cpu(), trained.whole(inputs))
 
 
+def test_a_momentum_or_another_constant_of_a_module_that_is_changed() -> None:
+    with logical_devices(3):
+        trained = Trained()
+        for model in (trained.model, trained.whole):
+            model.act = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.0)).double()
+        trained.step = trained.flow.train_step(trained._loss)
+        trained.plain = torch.optim.SGD(trained.whole.parameters(), lr=0.0)
+        for momentum, p in ((0.1, 0.0), (0.5, 0.0), (0.5, 0.9), (0.1, 0.0)):
+            for model in (trained.model, trained.whole):
+                norm, drop = model.act
+                norm.momentum, drop.p = momentum, p
+            inputs, target = torch.randn(4, 4, dtype=torch.float64), torch.rand(4, 2)
+            torch.manual_seed(3)
+            loss = trained.step(inputs, target, chunks=1)
+            torch.manual_seed(3)
+            torch.testing.assert_close(loss.cpu(), trained._loss(trained.whole(inputs), target).detach())
+        for ours, theirs in zip(trained.model.buffers(), trained.whole.buffers(), strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs)
+    assert len({pipeline.graph.hash for pipeline in trained.step.pipelines}) > 1
+
+
 class Branching(nn.Linear):
     """A branch on a tensor's value, which no capture covers."""
 

@@ -185,3 +185,9 @@ def test_what_a_measurement_cannot_take_is_named(flow: DataFlow) -> None:
         flow.measure(X, torch.randn(4, 5), step=other.train_step(functional.mse_loss))
     with pytest.raises(InputError, match="profile is a str; give the Profile"):
         flow.measure(X, profile="profile.json")  # type: ignore[arg-type]
+
+
+def test_a_training_step_in_inference_mode_is_refused_with_the_way_out(flow: DataFlow) -> None:
+    step = flow.train_step(functional.mse_loss)
+    with torch.inference_mode(), pytest.raises(InputError, match=r"leave torch.inference_mode\(\)"):
+        step(X, torch.randn(4, 5))

@@ -123,6 +123,26 @@ def test_a_deepcopy_of_the_flow_is_a_flow_of_its_own() -> None:
     torch.testing.assert_close(y.detach(), reference(X).detach(), atol=1e-10, rtol=1e-10)
 
 
+def test_a_copy_of_a_step_trains_the_copy_of_its_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus["1"] = 1
+    flow.update_flow()
+    step = flow.train_step(nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    x, target = torch.randn(4, 4), torch.randn(4, 2)
+    step(x, target, chunks=2)
+    for twin in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        loss = twin(x, target, chunks=2)
+        assert all(map(torch.equal, before, model.parameters()))
+        again = copy.deepcopy(step)
+        torch.testing.assert_close(again(x, target, chunks=2), loss)
+        for ours, theirs in zip(twin.flow.module.parameters(), again.flow.module.parameters(), strict=True):
+            assert not any(torch.equal(ours, parameter) for parameter in before)
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_model_and_flow_are_pickled() -> None:
     model, reference = twins(Model, training=False)
     flow = placed(model, stem=1, head=2)
