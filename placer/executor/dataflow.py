@@ -266,6 +266,10 @@ class DataFlow(PipelinedRuns):
         captures = self._program.captures([tensors], inputs)
         return None if captures is None else captures[0]
 
+    def holds(self, capture: Capture) -> bool:
+        """Whether a capture is still of the model as it is."""
+        return self._program.holds(capture)
+
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
         """The layers of a capture and the device of each, with their state in place."""
         assert self._assignment is not None

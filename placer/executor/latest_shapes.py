@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +38,15 @@ class LatestShapes(OrderedDict[Hashable, Made]):
         """Let go of what was not used for longest, so that there is room for one more."""
         while len(self) >= KEPT_SHAPES:
             self.let_go(next(iter(self)))
+
+    def keep_only(self, is_of_use: Callable[[Any], bool]) -> None:
+        """Let go of what can no longer be used.
+
+        Args:
+            is_of_use: of a key.
+        """
+        for key in [key for key in self if not is_of_use(key)]:
+            self.let_go(key)
 
     def let_go(self, key: Hashable) -> None:
         """Let go of a shape, once the devices are done with it."""

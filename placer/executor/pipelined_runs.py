@@ -47,7 +47,9 @@ class PipelinedRuns(nn.Module):
         """A training step of the whole pipeline: forwards, backwards, and the optimizer.
 
         Args:
-            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
+            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given. It becomes a part of the
+                passes when they are made: what changes from step to step, such as a weight, has to be in the target.
+                For a loss that does something else from now on, make another step.
             optimizer: any of torch's, stepped after every batch; None to leave that to the caller, who finds the
                 gradients in place.
             schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight

@@ -67,6 +67,10 @@ class Program:
             found.append(capture)
         return found
 
+    def holds(self, capture: Capture) -> bool:
+        """Whether a capture is still of the model as it is."""
+        return any(capture in known for known in self._captures.values())
+
     def _capture(self, mode: Hashable, tensors: Sequence[Any], inputs: Structure) -> Capture | None:
         key = (mode, inputs.key, shapes(tensors))
         if key not in self._seen:

@@ -62,6 +62,9 @@ class Flow(Protocol):
     def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""
 
+    def holds(self, capture: Capture) -> bool:
+        """Whether a capture is still of the model as it is."""
+
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
         """The layers of a capture and the device of each."""
 
@@ -220,6 +223,7 @@ class Streams:
 
     def _add(self, key: Hashable, capture: Capture) -> InferencePipeline:
         """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""
+        self._pipelines.keep_only(lambda other: self._flow.holds(other[0]))
         self._pipelines.make_room()
         graph, places = self._flow.layers(capture)
         outputs, target = capture.exported.outputs, self._flow.output_device

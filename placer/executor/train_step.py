@@ -57,6 +57,9 @@ class Flow(Protocol):
     def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""
 
+    def holds(self, capture: Capture) -> bool:
+        """Whether a capture is still of the model as it is."""
+
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
         """The layers of a capture and the device of each."""
 
@@ -226,7 +229,7 @@ class TrainStep:
         """
         flow = self.flow
         if flow.assignment is not self._placed:
-            self._pipelines.clear()
+            self._pipelines.keep_only(lambda key: False)
             self._placed = flow.assignment
         parts = cut(tensors, sizes)
         capture = flow.captured(parts[0], inputs)
@@ -238,7 +241,7 @@ class TrainStep:
         known = self._pipelines.used(key)
         if known is not None and not known.is_stale():
             return None if _hooked(known.weights) else known
-        self._pipelines.pop(key, None)
+        self._pipelines.keep_only(lambda other: other != key and flow.holds(other[0]))
         graph, places = flow.layers(capture)
         if graph.passes_numbers_on or _hooked(Weights.of(graph)):
             return None

@@ -111,7 +111,13 @@ def test_a_momentum_or_another_constant_of_a_module_that_is_changed() -> None:
             torch.testing.assert_close(loss.cpu(), trained._loss(trained.whole(inputs), target).detach())
         for ours, theirs in zip(trained.model.buffers(), trained.whole.buffers(), strict=True):
             torch.testing.assert_close(ours.cpu(), theirs)
-    assert len({pipeline.graph.hash for pipeline in trained.step.pipelines}) > 1
+        for model in (trained.model, trained.whole):
+            model.eval()
+        for _ in range(2):
+            trained.model.act[0].eps += 0.1
+            list(trained.flow.stream([inputs, inputs]))
+    assert len(trained.step.pipelines) == 1  # of a model as it was before nothing is kept
+    assert len(trained.flow._streams.pipelines()) == 1
 
 
 class Branching(nn.Linear):
