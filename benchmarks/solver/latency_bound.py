@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,9 +49,14 @@ class Proof:
     subgraphs: tuple[frozenset[int], ...]
 
 
-def path_bound(read: Graph) -> Proof:
-    """The bound of the path that is longest on the CPU."""
-    return _PathBound(read).proof()
+def path_bound(read: Graph, until: float = inf) -> Proof:
+    """The bound of the path that is longest on the CPU.
+
+    Args:
+        read: the input.
+        until: by the monotonic clock; then it ends with what is proven.
+    """
+    return _PathBound(read, until).proof()
 
 
 class _PathBound:
@@ -67,8 +73,8 @@ class _PathBound:
         waited: by first place of those to the end that were cut, what they take with all that waits for them.
     """
 
-    def __init__(self, read: Graph) -> None:
-        self.read = read
+    def __init__(self, read: Graph, until: float) -> None:
+        self.read, self._until = read, until
         self.path = _longest(read)
         count = len(read.ids)
         place = {node: index for index, node in enumerate(self.path)}
@@ -98,7 +104,7 @@ class _PathBound:
             self.exact.clear()
             runs = self._cut_all()
             bound = float(self._best()[0][-1, -1])
-            if bound <= known * (1 + WORTH) or self._made > MOST_CUTS:
+            if bound <= known * (1 + WORTH) or self._over():
                 return Proof(max(bound, known), tuple(self._subgraph(run) for run in runs))
             known = bound
 
@@ -107,10 +113,13 @@ class _PathBound:
         while True:
             best, runs = self._best()
             new = [run for run in runs if run not in self.exact]
-            if not new or self._made > MOST_CUTS:
+            if not new or self._over():
                 return runs
             for run in new:
                 self._cut(run, float(best[-1, run[0]]))
+
+    def _over(self) -> bool:
+        return self._made > MOST_CUTS or monotonic() > self._until
 
     def _ahead_ms(self, best: Table) -> list[float]:
         """By node, when the last node of the path from which it is reached is done at the earliest."""

@@ -93,16 +93,16 @@ class Cuts:
         return self._apart(self.read.sources, lambda reader, source: (source, reader))
 
     def _apart(self, near: Sequence[Sequence[int]], arc: Callable[[int, int], Arc]) -> dict[Arc, float]:
-        """By node and one next to it, the least time of a subgraph with the first and without the second."""
+        """By node and one next to it, what a subgraph takes that has the first and not the second, were memory free."""
         found: dict[Arc, float] = {}
         for node, others in enumerate(near):
             with_node, barred = frozenset(self.read.siblings[node]), np.zeros(len(near), np.bool_)
-            least = self.least(with_node, barred)
+            least, inside = self._cut(with_node, barred, [])
             for other in others:
-                value = least.value
-                if other in least.nodes:
+                value = least
+                if other in inside:
                     barred[other] = True
-                    value = self.least(with_node, barred).value
+                    value = inf if other in with_node else self._cut(with_node, barred, [])[0]
                     barred[other] = False
                 found[arc(node, other)] = value
         return found
