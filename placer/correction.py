@@ -12,10 +12,17 @@ feeds it, unless the profile has it there already, and moves with that layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 from placer.errors import InfeasibleError
 from placer.schema import Layer, Placement, PlacementRequest, Profile
 from placer.schema.refinement import Ended, Refinement, Round, StageTime
+
+ROUNDING = 1e-9
+"""Loads may be over the bottleneck that is asked for by this share."""
+
+LONGEST_MS = 1e9
+"""In place of a bottleneck: no device is busier."""
 
 Measure = Callable[[Placement], Sequence[StageTime]]
 Solve = Callable[[PlacementRequest], Placement]
@@ -41,6 +48,9 @@ def improve(
 
     Returns:
         Every round, and the best placement that was measured.
+
+    Raises:
+        InfeasibleError: objective ``devices``: none that was measured keeps within the bottleneck.
     """
     profile, done = request.profile, list[Round]()
     ended: Ended = "rounds"
@@ -54,7 +64,8 @@ def improve(
         if len(done) == rounds:
             break
         following = solve(_asked(request, profile))
-        if _settled(placement, following, done[-1].measured_value, tolerance):
+        measured = inf if _over(request, done[-1].placement) else done[-1].measured_value
+        if _settled(placement, following, measured, tolerance):
             ended = "settled"
             if _map(following) == _map(placement):  # with its bound, now that the profile is what was measured
                 done[-1] = done[-1].model_copy(update={"placement": following})
@@ -63,7 +74,13 @@ def improve(
             ended = "repeated"
             break
         placement = following
-    best = min(done, key=lambda one: one.measured_value)
+    best = min(done, key=lambda one: (_over(request, one.placement), one.measured_value))
+    if _over(request, best.placement):
+        busiest = max(best.placement.devices, key=lambda load: load.load_ms)
+        raise InfeasibleError(
+            f"no placement that was measured keeps within bottleneck_ms = {request.bottleneck_ms:g}: the nearest keeps "
+            f"{busiest.device} busy for {busiest.load_ms:.6g} ms; give more time"
+        )
     return Refinement(placement=best.placement, profile=profile, rounds=tuple(done), ended=ended)
 
 
@@ -154,10 +171,18 @@ def _round(
     )
 
 
+def _over(request: PlacementRequest, placement: Placement) -> float:
+    """By how much the busiest device is over the bottleneck that is asked for, in milliseconds; 0 within it."""
+    busiest = max(load.load_ms for load in placement.devices)
+    most_ms = inf if request.bottleneck_ms is None else request.bottleneck_ms * (1 + ROUNDING)
+    return max(0.0, busiest - most_ms)
+
+
 def _valued(placement: Placement, request: PlacementRequest, solve: Solve) -> Placement:
-    """The same map under another profile: the question with every layer pinned."""
+    """The same map under another profile: the question with every layer pinned; it may be busier than is asked for."""
     pinned = request.constraints.model_copy(update={"pinned": dict(placement.layer_devices)})
-    valued = solve(request.model_copy(update={"constraints": pinned, "explain": False}))
+    changed = {"constraints": pinned, "explain": False, "bottleneck_ms": request.bottleneck_ms and LONGEST_MS}
+    valued = solve(request.model_copy(update=changed))
     if valued.objective_value is None:
         reason = valued.infeasible.reason if valued.infeasible else "no answer in time"
         raise InfeasibleError(f"the placement that was measured is no answer to the request: {reason}")

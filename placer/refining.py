@@ -271,10 +271,9 @@ def _of_one_size(request: PlacementRequest, placement: Placement) -> PlacementRe
     """The question with the micro-batches that were placed alone: times of these correct no profile of others."""
     if not request.profiles:
         return request
-    measured = [
-        profile for profile in (request.profile, *request.profiles) if profile.batch_size == placement.batch_size
-    ]
-    chosen = {"profile": (*measured, request.profile)[0], "profiles": (), "cluster": request.placed_on}
+    sizes = {profile.batch_size: profile for profile in (request.profile, *request.profiles)}
+    placed = sizes.get(placement.batch_size, request.profile)
+    chosen = {"profile": placed, "profiles": (), "cluster": request.placed_on}
     return request.model_copy(update={**chosen, "batch_size": request.whole_batch_size})
 
 

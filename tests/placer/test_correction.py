@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
 
 from placer.correction import corrected, improve, predicted
+from placer.errors import InfeasibleError
 from placer.schema import Cluster, Device, Edge, Layer, Link, Placement, PlacementRequest, Profile
 from placer.schema.refinement import StageTime
 from placer.solver.solve import solve
 
 KIND = "chip"
+DEVICES = ["cpu:0", "cpu:1"]
 ALONE_MS = [3.0, 1.0, 4.0, 1.0, 5.0, 2.0]
 """What a profile has: each layer of a chain, alone."""
 
@@ -208,3 +210,30 @@ def test_pins_of_the_request_hold_in_every_round() -> None:
     machine = Machine([*ALONE_MS[:5], 12.0])
     found = improve(solve(request), request, machine, solve, rounds=4)
     assert all(one.placement.layer_devices["layer4"] == "cpu:0" for one in found.rounds)
+
+
+def _by_layers(times_ms: Sequence[float]) -> Callable[[Placement], list[StageTime]]:
+    """A machine on which a stage takes what its layers take."""
+
+    def measure(placement: Placement) -> list[StageTime]:
+        held = {
+            device: [i for i, d in enumerate(placement.layer_devices.values()) if d == device] for device in DEVICES
+        }
+        return [_stage(d, *layers, forward_ms=sum(times_ms[i] for i in layers)) for d, layers in held.items() if layers]
+
+    return measure
+
+
+def test_a_placement_that_proves_busier_than_was_asked_for_is_followed_by_another() -> None:
+    request = _request([2.0] * 6, training=False, objective="devices", bottleneck_ms=8.5)
+    pins = request.constraints.model_copy(update={"pinned": {"layer3": "cpu:0", "layer4": "cpu:1"}})
+    first = solve(request.model_copy(update={"constraints": pins}))
+    found = improve(first, request, _by_layers([2.0, 2.0, 4.0, 2.0, 2.0, 2.0]), solve)
+    assert [max(load.load_ms for load in one.placement.devices) for one in found.rounds] == pytest.approx([10.0, 8.0])
+    assert list(found.placement.layer_devices.values()) == ["cpu:0"] * 3 + ["cpu:1"] * 3
+
+
+def test_that_nothing_measured_keeps_within_the_bottleneck_is_said() -> None:
+    request = _request([2.0] * 6, training=False, objective="devices", bottleneck_ms=8.5)
+    with pytest.raises(InfeasibleError, match=r"bottleneck_ms = 8.5: the nearest keeps cpu:. busy for 1[28] ms"):
+        improve(solve(request), request, _by_layers([6.0] * 6), solve)
