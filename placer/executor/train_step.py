@@ -29,7 +29,7 @@ from placer.graph import arguments
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_chunks, refuse_no_loss
 from placer.graph.layers import LayerGraph
-from placer.graph.losses import LossFunction, refuse_other_batch
+from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
 from placer.graph.structure import Structure, flatten
 
 
@@ -264,6 +264,7 @@ class TrainStep:
         made.weights.leave_out(flow.module.parameters())
         return made
 
+    @torch.enable_grad()
     def _through_hooks(
         self,
         tensors: list[Any],
@@ -290,7 +291,10 @@ class TrainStep:
                 args, kwargs = inputs.unflatten(part)
                 output = self.flow(*args, chunks=1, **kwargs)
                 there = [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in goal]
-                loss = self.loss_fn(output, target.unflatten(there)) * (size / sum(sizes))
+                loss = self.loss_fn(output, target.unflatten(there))
+                refuse_no_number(loss)
+                refuse_untrained(loss)
+                loss = loss * (size / sum(sizes))
                 scale = self.update.scale(devices.location(loss))
                 with autocast.off(place):
                     loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]

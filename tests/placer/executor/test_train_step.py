@@ -304,11 +304,22 @@ def test_a_target_of_another_size_than_the_batch_is_named() -> None:
         (lambda output, target: (output.detach() - target).pow(2).mean(), "there is nothing to train"),
     ],
 )
-def test_a_loss_that_cannot_be_trained_on_is_named(loss_fn: Any, words: str) -> None:
-    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_loss_that_cannot_be_trained_on_is_named(loss_fn: Any, words: str, captured: bool) -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)) if captured else _Branching())
     flow.update_flow()
     with pytest.raises(InputError, match=words):
         flow.train_step(loss_fn)(torch.randn(2, 4), torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_makes_gradients_though_none_are_made_around_it(captured: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 2)) if captured else _Branching()
+    flow = DataFlow(model)
+    flow.update_flow()
+    with torch.no_grad():
+        flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(2, 2))
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
