@@ -94,20 +94,22 @@ class GroupModel(StageModel):
         return self.makespan if stage in self._group.stages else TIME_STEPS
 
 
-def divide_anew(search: Search, nodes: Reduction, work: float) -> None:
+def divide_anew(search: Search, nodes: Reduction, work: float, *, busiest_alone: bool = False) -> None:
     """Make the busiest stages quicker, then those that are next, as long as that helps.
 
     Args:
-        search: with a placement, of a problem that ``stage_scope.applies`` to.
+        search: with a placement, of a problem that ``stage_scope.bounds``.
         nodes: its layers, joined where they may as well be together.
         work: of each group, in the measure of ``cpsat.Meter``; all groups get ``IN_ALL`` times as much.
+        busiest_alone: to end where the busiest stage gets no quicker.
     """
     if search.best is None:
         return
     until = search.meter.done + IN_ALL * work
     current, failed = _Current(search.problem, search.best), set[Tried]()
     while search.open() and search.meter.done < until and not search.over(1.0):
-        group = next((group for group in current.groups() if current.tried(group) not in failed), None)
+        groups = current.groups(1 if busiest_alone else len(current.load_ms))
+        group = next((group for group in groups if current.tried(group) not in failed), None)
         if group is None:
             return
         better = _quicker(search, nodes, current, group, work)
@@ -136,11 +138,15 @@ class _Current:
         """What stages take, the busiest first."""
         return sorted(self.load_ms, reverse=True)
 
-    def groups(self) -> Iterator[Group]:
-        """Those with the busiest stage first, the smallest first, of these first the one whose others are idlest."""
+    def groups(self, some: int) -> Iterator[Group]:
+        """Those with the busiest stage first, the smallest first, of these first the one whose others are idlest.
+
+        Args:
+            some: of so many stages, the busiest.
+        """
         count = len(self.load_ms)
         room = min(1, self.problem.most_devices - count)
-        for busiest in sorted(range(count), key=lambda stage: -self.load_ms[stage]):
+        for busiest in sorted(range(count), key=lambda stage: -self.load_ms[stage])[:some]:
             for size in range(min(FEWEST, count), min(MOST, count) + 1):
                 firsts = range(max(0, busiest - size + 1), min(busiest, count - size) + 1)
                 for first in sorted(firsts, key=lambda first: sum(self.load_ms[first : first + size])):

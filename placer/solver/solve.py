@@ -38,6 +38,7 @@ from placer.solver import (
 )
 from placer.solver.check import check
 from placer.solver.cpsat import Limits, Meter
+from placer.solver.divide import divide_anew
 from placer.solver.fewest import FewestSearch, Outcome
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.model import PlacementModel, worth_building
@@ -277,6 +278,9 @@ class Search:
         """A bound, and maybe better placements, from problems that ask less: of links, and of memory."""
         links = stage_links(self.problem)
         if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
+            return
+        divide_anew(self, stage_search.nodes_within(self), QUICK, busiest_alone=True)
+        if not self.open() or self.over(RELAXED_SHARE):
             return
         easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
         search = Search(easier, stop=self.stop, meter=self.meter)

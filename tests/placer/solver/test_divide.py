@@ -28,7 +28,7 @@ def search_from(problem, devices):
 @given(request=small_requests(objectives=("throughput",)))
 def test_what_is_one_group_is_divided_at_best(request):
     problem = Problem.from_request(request)
-    assume(stage_scope.applies(problem))
+    assume(stage_scope.bounds(problem))
     nodes = reduced(problem)
     assume(all(nodes.allowed))
     numbers = random.Random(0)
@@ -41,7 +41,7 @@ def test_what_is_one_group_is_divided_at_best(request):
     divide.divide_anew(search, nodes, 10.0)
     result = costs.judged(problem, search.best)
     assert result.objective_value == search.value <= start
-    if problem.most_devices - 1 <= len(result.stages) <= divide.MOST:
+    if stage_scope.applies(problem) and problem.most_devices - 1 <= len(result.stages) <= divide.MOST:
         assert search.value == pytest.approx(brute_force(request, True), rel=2 * divide.GAIN, abs=1e-6)
 
 
@@ -59,6 +59,21 @@ def test_a_chain_of_many_stages_is_balanced_group_by_group(chain):
     before = search.value
     divide.divide_anew(search, reduced(problem), 10.0)
     assert search.value < before / 3
+
+
+def test_where_the_busiest_stage_alone_counts_no_group_is_without_it(chain, monkeypatch):
+    problem = Problem.from_request(chain([1.0, 1.0, 9.0, 1.0], devices=4, constraints=Constraints(contiguous=True)))
+    quicker, tried = divide._quicker, []
+
+    def told(search, nodes, current, group, work):
+        tried.append(group)
+        return quicker(search, nodes, current, group, work)
+
+    monkeypatch.setattr(divide, "_quicker", told)
+    for alone in (True, False):
+        tried.clear()
+        divide.divide_anew(search_from(problem, [0, 1, 2, 3]), reduced(problem), 10.0, busiest_alone=alone)
+        assert all(group.first <= 2 < group.end for group in tried) == alone and tried
 
 
 def test_no_more_work_is_done_than_may_be(chain):
