@@ -144,8 +144,7 @@ class TrainingPipeline:
         Returns:
             The mean loss, a number on the last stage's device, without the scale.
         """
-        if not self.is_prepared:
-            self._prepare(batch, targets)
+        self.prepare(batch, targets)
         self._kept.save()
         try:
             self._run(batch, targets, keep, scale)
@@ -267,8 +266,10 @@ class TrainingPipeline:
         fits = all(new <= old for new, old in zip(found.in_flight, self.plan.in_flight, strict=True))
         return found if fits else self.plan
 
-    def _prepare(self, batch: Sequence[Any], targets: Sequence[Any]) -> None:
-        """Make every stage's slots from these micro-batches, and record them; buffers and random numbers stay."""
+    def prepare(self, batch: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Make every stage's slots from a batch, once, and record them; buffers and random numbers stay."""
+        if self.is_prepared:
+            return
         parts, goals = ([*map(detached, cut(each, self.sizes))] for each in (batch, targets))
         self._kept.save()
         try:

@@ -132,7 +132,7 @@ class TrainStep:
         """The loss of a batch; gradients are in place then, and gone where it fails."""
         pipeline = None
         try:
-            pipeline = self._pipeline(tensors, inputs, goals, target, sizes)
+            pipeline = self._ready(tensors, inputs, goals, target, sizes)
             if pipeline is None:
                 return self._through_hooks(tensors, inputs, goals, target, sizes, keep)
             return pipeline.run(tensors, goals, keep, self.update.scale(pipeline.stages[-1].device))
@@ -140,6 +140,31 @@ class TrainStep:
             self.flow.module.zero_grad()
             self._let_go(None if isinstance(error, Exception) else pipeline)
             raise
+
+    def _ready(
+        self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int]
+    ) -> TrainingPipeline | None:
+        """As ``_pipeline``, its passes made; without those of other shapes, where there is no memory for both."""
+        pipeline = self._pipeline(tensors, inputs, goals, target, sizes)
+        others = len(self._pipelines) - 1
+        try:
+            if pipeline is not None:
+                with nothing_held():
+                    pipeline.prepare(tensors, goals)
+            return pipeline
+        except torch.OutOfMemoryError as error:
+            if not others:
+                raise
+            why = str(error)
+        pipeline = None
+        self._pipelines.keep_only(lambda key: False)
+        devices.release_cache()
+        warnings.warn(
+            f"there is no memory for a batch of this shape beside the passes of {others} other(s), which are let go of "
+            f"and made again when such a batch comes: {why}",
+            stacklevel=4,
+        )
+        return self._pipeline(tensors, inputs, goals, target, sizes)
 
     def _let_go(self, interrupted: TrainingPipeline | None) -> None:
         """Keep no passes that were half made, and none that an interrupt, which comes anywhere, may have left so."""

@@ -121,6 +121,23 @@ def test_an_interrupt_leaves_no_passes_of_the_batch_that_it_came_in() -> None:
         assert step(X, TARGET, chunks=CHUNKS).isfinite()
 
 
+def test_a_new_shape_takes_the_memory_of_others_before_it_runs_out() -> None:
+    model = _Model()
+    step = _flow(model).train_step(functional.mse_loss)
+    with _counted(model) as alive, Faults() as faults:
+        for size in (8, 4):
+            step(X[:size], TARGET[:size], chunks=2)
+        faults.reset()
+        faults.at["forward", 0] = _no_memory
+        with pytest.warns(UserWarning, match=r"beside the passes of 2 other\(s\), which are let go of"):
+            loss = step(X[:6], TARGET[:6], chunks=2)
+        assert len(step.pipelines) == 1
+        one = alive.bytes
+        faults.reset()
+        torch.testing.assert_close(step(X[:6], TARGET[:6], chunks=2), loss)
+        assert alive.bytes == one
+
+
 def _train(flow: DataFlow) -> None:
     flow.train_step(functional.mse_loss)(X, TARGET, chunks=CHUNKS)
 
