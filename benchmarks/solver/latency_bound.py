@@ -68,8 +68,7 @@ class _PathBound:
         behind: by node, the first place on the path that it reaches; the path's length if there is none.
         cost: by the first and last place of a run, no more than what the subgraph takes; infinite if it cannot be.
         exact: the runs that were cut, and their best subgraphs.
-        waiting: by last and first place of those that were cut, how long they wait and what they take then, as
-            ``Least.steps``.
+        waiting: by last and first place of those that wait, how long and what they take then, as ``Least.steps``.
         waited: by first place of those to the end that were cut, what they take with all that waits for them.
     """
 
@@ -209,10 +208,10 @@ class _PathBound:
         barred, hull = (self._behind < first) | (self._ahead > last), self._hull(run)
         found = self.cuts.least(hull, barred, self.heads, since)
         self.exact[run] = found.nodes
-        if found.steps:
+        if len(found.steps) > 1:
             self.waiting[last][first] = found.steps
         else:
-            self.cost[run] = inf
+            self.cost[run] = max(self.cost[run], found.value)
         if last == len(self.path) - 1:
             found = self.cuts.least(hull, barred, self.tails)
             self.waited[first] = found.value
