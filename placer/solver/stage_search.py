@@ -41,8 +41,8 @@ CUT_SHORT = 0.9
 ASKED = 2
 """How often a sweep asks for anything better, where it finds that."""
 
-LOOSE = 0.2
-"""Where the gap is more than this share, the best known is made better in parts before anything better is asked for."""
+LOOSE, SHORT = 0.2, 1.0
+"""Where the gap is more than this share, a question of so much work is asked before parts are made better."""
 
 GROUP_SHARE = 0.08
 """How much of a question's work goes to each group of stages that is divided anew."""
@@ -93,10 +93,12 @@ def sweep(search: Search) -> None:
     for turn in count():
         work = FIRST * TIMES**turn
         known, done = (search.value, search.bound), search.meter.done
-        parts = [_anything_better, _groups_anew]
-        for part in reversed(parts) if search.value - search.bound > LOOSE * search.value else parts:
-            if search.open():
-                part(search, work)
+        loose = search.value - search.bound > LOOSE * search.value
+        _anything_better(search, SHORT if loose else work)
+        if search.open():
+            _groups_anew(search, work)
+        if search.open() and loose:
+            _anything_better(search, work)
         if search.open():
             few_ideals(search)
         if search.open() and not search.over(1.0):
