@@ -47,6 +47,9 @@ GROUPS = 4
 LITTLE = 0.02
 ALMOST = 0.9
 FEW_LABELS = 2_000
+FIRST_LABELS = 40_000
+"""Labels of the first search, whose bound may stand for long where nodes are many."""
+
 EVEN = 1e-5
 """What all nodes cost at the least in the beginning, of the sum."""
 
@@ -162,7 +165,7 @@ class _Shares:
     def _go_on(self) -> None:
         """Try bottlenecks half way between what is proven and what sets suffice for, in ever smaller groups."""
         prices = [work + EVEN * sum(self.work_ms) for work in self.work_ms]
-        prices = self._tried(self._subsets(self.upper), prices, self.upper).prices
+        prices = self._tried(self._subsets(self.upper), prices, self.upper, FIRST_LABELS).prices
         count, suffices = GROUPS * self.devices, self.upper
         while not self.over(0.0) and self.known < suffices * (1 - CLOSE):
             near = self.known > suffices * (1 - NEAR)
@@ -215,14 +218,16 @@ class _Shares:
                 program.centre(best.prices)
         return best.prices, False
 
-    def _tried(self, subsets: Subsets, prices: Sequence[float], target: float) -> _Tried:
+    def _tried(
+        self, subsets: Subsets, prices: Sequence[float], target: float, most_labels: int = MOST_LABELS
+    ) -> _Tried:
         """What prices prove, and the sets that are worth most by them."""
         held = [self._held(prices, time_ms, target) for time_ms in self.free_ms]
         rest = sum(prices) - sum(most for most, _ in held)
         unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0
         scaled = [price / unit for price in prices]
         enough = max(rest / self.devices / unit * (1 - SLACK), LITTLE)
-        found = self._search(subsets, scaled, enough)
+        found = self._search(subsets, scaled, enough, most_labels)
         if rest > LITTLE * unit * self.devices:
             self.known = max(self.known, min(found.least_ms, target))
         sets = self._sets(subsets, scaled, found, target)
