@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.schedule import in_flight
 from placer.solver import exact, pipelines, step_fill, step_in_a_row
 from placer.solver.bounds import fastest_ms, longest_paths
 from placer.solver.exact import Counts, CutTable
@@ -188,7 +189,7 @@ class StepTable(CutTable):
         if schedule == "fill-drain":
             return behind
         if schedule == "zero-bubble":
-            room = min(chunks, 2 * self.problem.most_devices - 1)
+            room = in_flight(schedule, self.problem.most_devices, 0, chunks)
             return np.maximum(0.0, behind - (room - 1) * forward)
         held = min(chunks, stages_left)
         first, last = (np.maximum(0.0, behind - (held - 1) * time) for time in (forward, backward))

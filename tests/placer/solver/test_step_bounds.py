@@ -138,3 +138,10 @@ def test_nothing_is_said_of_filling_a_graph_with_two_starts():
 def test_a_graph_with_branches_is_no_row():
     _, table = table_of(asked([1.0] * 4, [1.0] * 4, 2, 4, "1f1b", edges=[(0, 1, 0), (0, 2, 0), (1, 3, 0), (2, 3, 0)]))
     assert table is None
+
+
+def test_under_zero_bubble_a_stage_waits_with_room_for_two_micro_batches_a_stage():
+    """Two stages: the first runs four micro-batches forwards before one comes back, not three."""
+    choice, table = table_of(asked([1.0] * 2, [3.0] * 2, 2, 4, "zero-bubble", weights=[1.0] * 2))
+    for bound, devices in table.cuts():
+        assert bound <= costs.evaluate(choice.problem, devices).objective_value
