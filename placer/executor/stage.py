@@ -42,6 +42,29 @@ class _Entrance(torch.autograd.Function):
         return gradients[0]
 
 
+class _Entered(MicroBatch):
+    """A micro-batch that enters a stage: what gradients go back from does so when the first layer reads it.
+
+    Backward passes run what was entered last first. So the gradient of a value is ready as soon as its first reader's
+    is, and no slice of a larger one stays, with all of that, until the pass is over.
+
+    Args:
+        inputs: by name.
+        leaves: of some of them, what a gradient goes back to.
+        trail: is told which layer runs.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], leaves: Mapping[str, Tensor], trail: Trail) -> None:
+        super().__init__(inputs.keys(), inputs.values(), trail)
+        self._leaves = dict(leaves)
+
+    def read(self, name: str, device: torch.device) -> Any:
+        """The value on that device."""
+        if name in self._leaves:
+            self.write([name], [_Entrance.apply(self._leaves.pop(name))])  # type: ignore[no-untyped-call]
+        return super().read(name, device)
+
+
 class Stage:
     """A segment with its border and its slots.
 
@@ -246,12 +269,9 @@ class Stage:
     @torch.enable_grad()
     def _compute(self, slot: Slot, segment: Segment) -> None:
         """Run a segment over the inputs of a slot, with a graph for the backward pass."""
-        inputs = dict(slot.inputs)
         slot.leaves = {key: slot.static(key).detach().requires_grad_() for key in slot.entering}
-        for key, leaf in slot.leaves.items():
-            if isinstance(key, str):
-                inputs[key] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
-        batch = MicroBatch(inputs.keys(), inputs.values(), self.trail)
+        leaves = {key: leaf for key, leaf in slot.leaves.items() if isinstance(key, str)}
+        batch = _Entered(slot.inputs, leaves, self.trail)
         slot.deferred.clear()
         with autocast.uncached(self.device):
             with DeferWeights(slot.deferred) if self.split else nullcontext():

@@ -20,7 +20,7 @@ from torch import Tensor
 from placer import devices
 from placer.graph.layers import tensor_bytes
 from placer.profiler.halves import measure_halves
-from placer.profiler.storages import StorageLog, key_of, rounding_bytes
+from placer.profiler.storages import StorageLog, key_of
 from placer.profiler.trial import Trial
 
 
@@ -44,8 +44,6 @@ class LayerMemory:
             parameters, and all that was kept, none of which is freed: ``deferred_bytes`` and the gradients of reads
             included, those of parameters that wait not. 0 in inference.
         weights_workspace_bytes: the peak of the half by weight beyond what it waits with, of one operation at a time.
-        rounding_bytes: what the allocator takes beyond ``saved_bytes`` and ``deferred_bytes`` for storages that have
-            memory of their own, as those of recorded passes do.
         in_segments: whether the device's allocator takes memory in such segments.
         fragmented_bytes: the most memory that stood empty beside the layer's tensors, where an allocator counts it.
     """
@@ -58,7 +56,6 @@ class LayerMemory:
     deferred_bytes: int = 0
     input_workspace_bytes: int = 0
     weights_workspace_bytes: int = 0
-    rounding_bytes: int = 0
     in_segments: bool = False
     fragmented_bytes: int = 0
 
@@ -120,7 +117,7 @@ def _training_memory(
     trial.set_gradients(present=False)
     backward_extra = max(0, backward_peak - log.peak_bytes()) if backward_peak is not None else 0
     fragmented = max(fragmented, devices.fragmented_bytes(trial.device))
-    halves, in_segments = measure_halves(trial), trial.device.type == "cuda"
+    halves = measure_halves(trial)
     return LayerMemory(
         saved_bytes=sum(inside.values()) + rest,
         saved_reads=saved_reads,
@@ -131,8 +128,7 @@ def _training_memory(
         deferred_bytes=sum(halves.deferred),
         input_workspace_bytes=halves.input_workspace_bytes,
         weights_workspace_bytes=halves.weights_workspace_bytes,
-        rounding_bytes=sum(map(rounding_bytes, (*inside.values(), *halves.deferred))) if in_segments else 0,
-        in_segments=in_segments,
+        in_segments=trial.device.type == "cuda",
     )
 
 

@@ -25,7 +25,6 @@ _NEEDED = (
     "deferred_bytes",
     "input_workspace_bytes",
     "weights_workspace_bytes",
-    "rounding_bytes",
 )
 
 

@@ -13,20 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_OWN_SEGMENT_BYTES = 10 * 2**20
-_SEGMENT_BYTES = 2 * 2**20
-
-
-def rounding_bytes(size_bytes: int) -> int:
-    """What torch's CUDA allocator takes beyond a storage that is kept for good, in bytes.
-
-    A storage of 10 MiB or more that finds no room has a segment of its own, of a whole number of 2 MiB, whose rest is
-    too small for another such one. Smaller ones share segments, and leave little between them.
-
-    Source: ``c10/cuda/CUDACachingAllocator.cpp``, ``get_allocation_size`` and ``should_split``.
-    """
-    return -size_bytes % _SEGMENT_BYTES if size_bytes >= _OWN_SEGMENT_BYTES else 0
-
 
 def key_of(tensor: Tensor) -> int:
     """The same for two tensors that share a storage; unique among the storages that live at one time."""

@@ -19,7 +19,6 @@ from placer.profiler.measurement import Measurement
 from placer.profiler.memory import LayerMemory
 from placer.profiler.optimizer import OptimizerState
 from placer.profiler.state import owned_shares, state_bytes
-from placer.profiler.storages import rounding_bytes
 from placer.profiler.timing import significant
 
 __all__ = ["fragmented_bytes", "write"]
@@ -79,7 +78,6 @@ def write(
                 deferred_bytes=max(memory.deferred_bytes for memory in memories),
                 input_workspace_bytes=_input_workspace(memories),
                 weights_workspace_bytes=_material(max(memory.weights_workspace_bytes for memory in memories)),
-                rounding_bytes=_rounding(memories, [sizes[name] for name in first_kept[layer.name]]),
                 **held[layer.name],
             )
         )
@@ -224,13 +222,6 @@ def _input_workspace(memories: Sequence[LayerMemory]) -> int:
     half = max(memory.input_workspace_bytes for memory in memories)
     whole = max(memory.backward_workspace_bytes for memory in memories)
     return half if _material(abs(half - whole)) else 0
-
-
-def _rounding(memories: Sequence[LayerMemory], value_bytes: Sequence[int]) -> int:
-    """What the allocator takes beyond what a layer keeps, the values that it is the first to keep among that."""
-    if not any(memory.in_segments for memory in memories):
-        return 0
-    return max(memory.rounding_bytes for memory in memories) + sum(map(rounding_bytes, value_bytes))
 
 
 def _placer_version() -> str:

@@ -59,8 +59,6 @@ class Layer(Wire):
         weights_workspace_bytes: the most that the half by weight holds beside what it waits with, of one of its
             operations: they run one after another, and all micro-batches take the same memory for it. Left out below
             1 MiB.
-        rounding_bytes: what the device's allocator takes beyond all that a micro-batch keeps for both halves, where
-            passes are recorded, so that each has memory of its own: segments are of whole numbers of 2 MiB.
     """
 
     name: Name
@@ -82,7 +80,6 @@ class Layer(Wire):
     deferred_bytes: Bytes = 0
     input_workspace_bytes: Bytes = 0
     weights_workspace_bytes: Bytes = 0
-    rounding_bytes: Bytes = 0
 
     def weight_half_ms(self, kind: str) -> float:
         """The part of the backward pass that gradients of parameters take, on this type of device, in milliseconds.

@@ -109,7 +109,7 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     except PlacementError:
         return False
     used = list(dict.fromkeys(where.values()))
-    memory = Memory(request, where)
+    memory = Memory(request, where, contiguous)
     orders = itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
     slowest = check_recompute.repeated(request, where, [d for d in used if check_recompute.may(request, d, 1)])
     return _within_bottleneck(slowest, where) and any(
@@ -204,7 +204,7 @@ def _check_recompute(request: PlacementRequest, where: Where, placement: Placeme
 def _check_loads(request: PlacementRequest, where: Where, placement: Placement) -> None:
     equal("devices", [load.device for load in placement.devices], [device.name for device in request.devices])
     largest = max(load.load_ms for load in placement.devices)
-    memory = Memory(request, where)
+    memory = Memory(request, where, placement.contiguous)
     for device, load in zip(request.devices, placement.devices, strict=True):
         _check_load(request, where, device, load)
         _check_memory(request, memory, placement, device, load)
@@ -301,7 +301,8 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
     if request.objective == "step":
         return check_step.StepReading(request, where, placement.stages).step_ms()
     if request.objective == "memory":
-        memory, names = Memory(request, where), [device.name for device in request.devices]
+        memory = Memory(request, where, placement.contiguous)
+        names = [device.name for device in request.devices]
         flights = [_flight(request, where, placement.stages, placement.contiguous, name) for name in names]
         again = [name in placement.recompute for name in names]
         return float(max(map(memory.total, names, flights, again)))
@@ -337,7 +338,7 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
         kind = (device.type, device.usable_bytes)
         if kind not in alone_as:
             where = {layer.name: device.name for layer in request.profile.layers}
-            alone, memory = (device.name,), Memory(request, where)
+            alone, memory = (device.name,), Memory(request, where, contiguous)
             flight = _flight(request, where, alone, contiguous, device.name)
             again = alone if check_recompute.alone(request, memory, device, flight) else ()
             need = memory.total(device.name, flight, bool(again))

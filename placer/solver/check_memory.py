@@ -23,12 +23,14 @@ class Memory:
     Args:
         request: the question.
         where: by layer, its device.
+        contiguous: whether each device has one stage.
     """
 
-    def __init__(self, request: PlacementRequest, where: Mapping[str, str]) -> None:
+    def __init__(self, request: PlacementRequest, where: Mapping[str, str], contiguous: bool) -> None:
         self._training, self._where = request.is_training, where
         self._step_share = request.profile.optimizer_step_share
         self._apart = request.is_training and request.schedule == "zero-bubble"
+        self._recorded = self._apart or (request.is_training and contiguous)
         self._order = {layer.name: step for step, layer in enumerate(request.profile.layers)}
         self._layers: dict[str, list[Layer]] = defaultdict(list)
         self._edges: dict[str, list[Edge]] = defaultdict(list)
@@ -50,8 +52,8 @@ class Memory:
         """The activations and the workspace at each of the worst moments."""
         if not self._training:
             return _largest(self._inference(device))
-        if self._apart and not again and isinstance(flight, int):
-            return {self._in_halves(device, flight)}
+        if self._recorded and not again and isinstance(flight, int):
+            return {self._of_passes(device, flight)}
         further = self._further(device, flight, again)
         moments = [*self._forwards(device), *self._backwards(device), (0, self._step(device))]
         return {(held + further, workspace) for held, workspace in _largest(moments)}
@@ -128,14 +130,18 @@ class Memory:
                 kept -= kept_at[step]
             waiting += arriving[step]
 
-    def _in_halves(self, device: str, flight: int) -> Split:
-        """Passes that each have memory of their own, for each micro-batch; and what all weight passes work in."""
+    def _of_passes(self, device: str, flight: int) -> Split:
+        """Passes that each have memory of their own, for each micro-batch; and what the last pass of all works in."""
         mine = self._layers[device]
-        forwards = max((held + workspace for held, workspace in self._forwards(device, own=True)), default=0)
-        rounding = sum(layer.rounding_bytes for layer in mine)
-        shared = max((layer.weights_workspace_bytes for layer in mine), default=0)
-        each = forwards + rounding + self._input_half(device) + self._places(device)
-        return flight * each, shared + self._step(device)
+        each = max((held + workspace for held, workspace in self._forwards(device, own=True)), default=0)
+        each += self._places(device)
+        backwards = self._backward_pass(device)
+        if self._apart:
+            shared = max((layer.weights_workspace_bytes for layer in mine), default=0)
+            return flight * (each + backwards), shared + self._step(device)
+        sent = [edge.gradient_bytes for edge in self._edges[device] if self._where[edge.source] != device]
+        each += sum(sent) if flight > 1 else 0
+        return flight * each, backwards + self._step(device)
 
     def _places(self, device: str) -> int:
         """What arrives from other devices, values and gradients, and what is sent to them, unless it is kept anyway."""
@@ -152,8 +158,8 @@ class Memory:
         """What the optimizer makes and frees again."""
         return sum(int(self._step_share * layer.grad_bytes) for layer in self._layers[device])
 
-    def _input_half(self, device: str) -> int:
-        """Play the input half of a backward pass: what it leaves stays, and so do gradients that are to be sent."""
+    def _backward_pass(self, device: str) -> int:
+        """Play a backward pass, or its input half: what that leaves stays, and so do gradients that are to be sent."""
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)
         for edge in self._edges[device]:
@@ -166,9 +172,9 @@ class Memory:
             waiting -= used[step]
             if step in layer_at:
                 layer = layer_at[step]
-                works_in = layer.input_workspace_bytes or layer.backward_workspace_bytes
-                most = max(most, left + waiting + works_in)
-                left += layer.deferred_bytes
+                half = layer.input_workspace_bytes if self._apart else 0
+                most = max(most, left + waiting + (half or layer.backward_workspace_bytes))
+                left += layer.deferred_bytes if self._apart else 0
             waiting += arriving[step]
         return max(most, left)
 

@@ -9,9 +9,9 @@ that joins makes values, and gradients, wait at the steps before it, back to the
 
 Where the order is not the profile's, the moment is about that of the placement.
 
-Where weight halves run apart, every pass has memory of its own: forwards and backwards have a worst moment each, what
-is kept does not count backwards, but what layers have yet to leave to weight passes does, as less than nothing. What
-other stages make has its place beside, and is not counted here.
+Recorded passes have memory of their own: forwards and backwards have a worst moment each, what is kept does not count
+backwards, but what layers have yet to leave to weight passes does, as less than nothing. What other stages make has its
+place beside, and is not counted here.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ class TrainingMoments:
     Args:
         problem: what is asked.
         blocks: the layers of each block, in order.
-        apart: whether weight halves run apart.
+        recorded: whether passes have memory of their own.
 
     Attributes:
         kept: what one micro-batch leaves for its backward pass, in bytes.
-        moment: what it needs at its worst moment; all that it kept until then included. Where weight halves run apart:
-            at that forwards and that backwards together, without what is left to weight passes.
+        ahead: what it needs at its worst moment forwards; all that it kept until then included.
+        back: the same backwards; of recorded passes without what was kept, or is left to weight passes.
+        moment: the larger of the two.
         follows: whether the order is the profile's; only then is ``moment`` exact.
     """
 
-    def __init__(self, problem: Problem, blocks: Sequence[Sequence[int]], apart: bool = False) -> None:
-        self._problem, self._apart = problem, apart
+    def __init__(self, problem: Problem, blocks: Sequence[Sequence[int]], recorded: bool = False) -> None:
+        self._problem, self._recorded = problem, recorded
         order = [layer for block in blocks for layer in block]
         self.follows = order == sorted(order)
         self._step = {layer: step for step, layer in enumerate(order)}
@@ -73,16 +74,16 @@ class TrainingMoments:
         layers = [problem.layers[layer] for layer in order]
         forwards = np.array([la.forward_workspace_bytes for la in layers], dtype=np.float64)
         backwards = np.array([la.backward_workspace_bytes for la in layers], dtype=np.float64)
-        if apart:
-            backwards = np.array([problem.input_workspace_bytes[layer] for layer in order], dtype=np.float64)
-        self._held = (kept + forwards, (-self._to_leave(order) if apart else kept) + backwards)
+        if recorded:
+            backwards = np.array([problem.back_workspace_bytes[layer] for layer in order], dtype=np.float64)
+        self._held = (kept + forwards, (-self._to_leave(order) if recorded else kept) + backwards)
         for held in self._held:
             for block, start in enumerate(self._starts[:-1]):
                 held[block, :start] = -np.inf  # steps before the stage
         self.kept = np.zeros((len(blocks) + 1, len(blocks) + 1))
         self.kept[:-1, 1:] = kept[:, np.array(self._starts[1:]) - 1]
-        forwards, backwards = self._grown()
-        self.moment = forwards + backwards if apart else np.maximum(forwards, backwards)
+        self.ahead, self.back = self._grown()
+        self.moment: Table = np.maximum(self.ahead, self.back)
 
     def _to_leave(self, order: Sequence[int]) -> Table:
         """By first block and step, what the layers from one to the other leave to weight passes."""
@@ -98,7 +99,7 @@ class TrainingMoments:
             self._keep(change, [step], self._problem.layers[layer].saved_bytes)
         for value in self._problem.values:
             keepers = sorted(self._step[keeper] for keeper in value.keepers)
-            if self._apart:
+            if self._recorded:
                 self._keep(change, keepers[:1], value.held_bytes, self._block[self._step[value.source]] + 1)
             else:
                 self._keep(change, keepers, value.held_bytes)
@@ -149,7 +150,7 @@ class TrainingMoments:
             if value.held_bytes:
                 yield from self._values(value, source, readers)
             if value.gradient_bytes:
-                waits = self._staying if self._apart else self._gradients
+                waits = self._staying if self._recorded else self._gradients
                 yield from waits(value.gradient_bytes, source, readers)
 
     def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
@@ -160,7 +161,7 @@ class TrainingMoments:
             if before in keepers:
                 first = self._block[before] + 1
             joined = self._block[reader]
-            end = 1 + (min(joined, self._block[source]) if self._apart else joined)
+            end = 1 + (min(joined, self._block[source]) if self._recorded else joined)
             yield _Wait(joined, 0, (first, end), (begin, reader), value.held_bytes)
             before = begin = reader
 

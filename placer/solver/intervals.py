@@ -139,8 +139,8 @@ class Intervals:
 
     def _passing(self, flight: int) -> Table:
         """What micro-batches in flight keep, and the worst moment of one; or what each of them has for itself."""
-        if self.problem.weights_apart:
-            return flight * self._each + self._shared
+        if self.problem.recorded:
+            return flight * (self._each + (self._landing if flight > 1 else 0.0)) + self._shared
         return (flight - 1) * self._kept + self._moment
 
     def _least_memory(self, device: int, flight: int) -> Table:
@@ -154,15 +154,19 @@ class Intervals:
     @cached_property
     def _entering(self) -> Table:
         """What comes in from other stages for one micro-batch."""
+        return self._coming([value.held_bytes for value in self.problem.values])
+
+    def _coming(self, sizes: Sequence[int]) -> Table:
+        """The sums of what each value weighs, over those that come in from other stages."""
         shape = (self._count + 2, self._count + 2)
         tables = (np.zeros(shape), np.zeros(shape))
-        for value in self.problem.values:
+        for value, size in zip(self.problem.values, sizes, strict=True):
             source = self._block_of[value.source]
             readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
-            if readers and value.held_bytes:
-                _add_entering(tables, source, readers, value.held_bytes)
-        entering: Table = np.cumsum(np.cumsum(tables[1], axis=0), axis=1)[:-1, :-1]
-        return entering
+            if readers and size:
+                _add_entering(tables, source, readers, size)
+        coming: Table = np.cumsum(np.cumsum(tables[1], axis=0), axis=1)[:-1, :-1]
+        return coming
 
     @cached_property
     def _crossing(self) -> Table:
@@ -190,15 +194,21 @@ class Intervals:
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
         self._fixed = self._summed([memory_rules.state_bytes(problem, layer) for layer in problem.layers])
-        self._kept, self._moment = np.zeros(shape), np.zeros(shape)
+        self._kept, self._moment, self._each, self._landing, self._shared = (np.zeros(shape) for _ in range(5))
         if memory_rules.holds_state_alone(problem):
             return
-        if problem.weights_apart:
-            apart = TrainingMoments(problem, self._layers, apart=True)
-            self._each = apart.moment + self._summed(problem.left_bytes) + self._crossing
-            self._shared = self._largest(problem.weights_workspace_bytes) + self._summed(problem.step_bytes)
-            self.exact = apart.follows
-        if problem.training and (problem.may_recompute or not problem.weights_apart):
+        if problem.recorded:
+            passes = TrainingMoments(problem, self._layers, recorded=True)
+            self._each = passes.ahead + self._crossing
+            self._shared = self._summed(problem.step_bytes)
+            if problem.weights_apart:
+                self._each = self._each + self._summed(problem.deferred_bytes) + passes.back
+                self._shared = self._shared + self._largest(problem.weights_workspace_bytes)
+            else:
+                self._landing = self._coming([value.gradient_bytes for value in problem.values])
+                self._shared = self._shared + passes.back
+            self.exact = passes.follows
+        if problem.training and (problem.may_recompute or not problem.recorded):
             moments = TrainingMoments(problem, self._layers)
             self._kept, self.exact = moments.kept, moments.follows
             self._moment = np.maximum(moments.moment, self._summed(problem.step_bytes))

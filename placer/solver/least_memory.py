@@ -1,8 +1,8 @@
 """What must be held whatever the placement: lower bounds of memory, in bytes.
 
-What a device holds grows with its layers and with the micro-batches in flight. So no device holds less than a node of
-its alone would with as few micro-batches as there may be, and all devices together hold at least the state and what
-those micro-batches keep, each value once.
+But for what crosses to other devices, what a device holds grows with its layers and with the micro-batches in flight.
+So no device holds less than a node of its alone would with as few micro-batches as there may be, and all devices
+together hold at least the state and what those micro-batches keep, each value once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ def least_of_nodes(problem: Problem, nodes: Reduction) -> list[int]:
     for index, value in enumerate(problem.values):
         for layer in {value.source, *value.readers}:
             touching[layer].append(index)
-    flight, again, least = _least_flight(problem), problem.may_recompute, []
+    least = []
     for layers in nodes.nodes:
         values = sorted({index for layer in layers for index in touching[layer]})
-        held = memory.Held(list(layers), [problem.values[index] for index in values])
-        least.append(memory.footprint(problem, held).total_bytes(flight, again))
+        least.append(_least_alone(problem, memory.Held(list(layers), [problem.values[index] for index in values])))
     return least
+
+
+def _least_alone(problem: Problem, held: memory.Held) -> int:
+    """What a device that holds this, and maybe more, has at the least."""
+    flight, use = _least_flight(problem), memory.footprint(problem, held)
+    crossing = 0
+    if problem.recorded:
+        crossing = memory.crossing_bytes(held) + (memory.landing_bytes(held) if flight > 1 else 0)
+    least = use.total_bytes(flight) - flight * crossing
+    return min(least, use.total_bytes(flight, again=True)) if problem.may_recompute else least
 
 
 def least_of_all(problem: Problem) -> int:
@@ -33,7 +42,7 @@ def least_of_all(problem: Problem) -> int:
         flight = _least_flight(problem)
         need += flight * sum(layer.saved_bytes for layer in problem.layers)
         need += flight * sum(value.held_bytes for value in problem.values if value.keepers)
-        need += 0 if problem.may_recompute else flight * sum(problem.left_bytes)
+        need += 0 if problem.may_recompute else flight * sum(problem.deferred_bytes)
     return need
 
 

@@ -9,9 +9,10 @@ later, on d, or anywhere if m(s) = d: it is received as soon as it is made, and 
     use(d) = params(d) + buffers(d) + max over steps l of
              (sum of bytes(v) live on d at l  +  forward_workspace(l) if m(l) = d)
 
-**Memory in training**, in bytes. Layers run forwards and backwards at their steps t. A value is kept on d if a layer
-that saves it, a keeper, is on d; it counts once per device. What a layer makes, what it reads and does not keep, and
-the gradients of both are in its workspaces, so only what waits for another layer counts beside them::
+**Memory in training**, in bytes, where placements need not be contiguous. Layers run forwards and backwards at their
+steps t. A value is kept on d if a layer that saves it, a keeper, is on d; it counts once per device. What a layer
+makes, what it reads and does not keep, and the gradients of both are in its workspaces, so only what waits for another
+layer counts beside them::
 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
                 + (in_flight(d) - 1) * kept(d) + max(step(d), max over t on d of max(F(d, t), B(d, t)))
@@ -28,22 +29,28 @@ the gradients of both are in its workspaces, so only what waits for another laye
                  = min(chunks, stages - stage(d))       1F1B and interleaved, contiguous
                  = min(chunks, 2 stages)                zero-bubble, contiguous; 1 of a single stage
 
-Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that no other one
-may work there meanwhile: as they are recorded, the passes of each micro-batch in flight have memory of their own, and
-weight passes, of which nothing is left, the same for all. What arrives from other devices has its place beside, and
-what is sent stays until the next micro-batch comes. Then::
+Contiguous placements run as recorded passes, which keep the memory that they work in. The forward pass of each
+micro-batch in flight has its own; the backward passes of a stage have one for all. What arrives from other devices has
+its place beside, and what is sent stays until the next micro-batch comes. Then::
 
-    use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + in_flight(d) * (max over t of O(d, t) + max(deferred(d), max over t of I(d, t)) + rounding(d)
-                                  + crossing(d))
-                + max of weights_workspace(l) over l on d + step(d)
-    O(d,t)    = F(d, t) without values that are made elsewhere
-    I(d,t)    = input_workspace(t) + sum of deferred(l) over l > t on d
-                + sum of gradient_bytes(v) over v made before t and read on d after t: it waits, or is to be sent
-    deferred(d), rounding(d) = sums of deferred(l) and rounding(l) over l on d
+    use(d)      = params(d) + gradients(d) + optimizer(d) + buffers(d)
+                  + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d)) + max over t of P(d, t) + step(d)
+    O(d,t)      = F(d, t) without values that are made elsewhere
+    P(d,t)      = backward_workspace(t)
+                  + sum of gradient_bytes(v) over v made before t and read on d after t: it waits, or is to be sent
     crossing(d) = sum of bytes(v) over v made elsewhere and read on d
                   + sum over v made on d and read elsewhere of gradient_bytes(v), once for all who read, and of bytes(v)
                   if nobody on d keeps it
+    landing(d)  = sum of gradient_bytes(v) over v made elsewhere and read on d, if in_flight(d) > 1
+
+Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that it too has
+memory of its own, and weight passes, of which nothing is left, have one for all::
+
+    use(d)      = params(d) + gradients(d) + optimizer(d) + buffers(d)
+                  + in_flight(d) * (max over t of O(d, t) + crossing(d) + max(deferred(d), max over t of P(d, t)))
+                  + max of weights_workspace(l) over l on d + step(d)
+    P(d,t)      = input_workspace(t) + sum of deferred(l) over l > t on d + gradients as above
+    deferred(d) = sum of deferred(l) over l on d
 
 Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
 ``placer.schedule`` has in flight, segment by segment. (in_flight(d) - 1) * kept(d) becomes the sum of
@@ -86,16 +93,23 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """What a device holds of passes whose weight halves run apart, whatever its place in the pipeline.
+class Recorded:
+    """What a device holds of recorded passes, which keep their memory, whatever its place in the pipeline.
 
     Attributes:
-        each_bytes: each micro-batch in flight, for as long as there are batches: recorded passes keep their memory.
-        shared_bytes: their weight passes together, and the optimizer's step, which finds nothing free.
+        each_bytes: each micro-batch in flight.
+        shared_bytes: the last passes of all of them, and the optimizer's step, which finds nothing free.
+        landing_bytes: each micro-batch in flight, where there are several: gradients out of the memory that passes
+            share.
     """
 
     each_bytes: int
     shared_bytes: int
+    landing_bytes: int = 0
+
+    def passing_bytes(self, flight: int) -> int:
+        """What so many micro-batches in flight have for themselves."""
+        return flight * (self.each_bytes + (self.landing_bytes if flight > 1 else 0))
 
 
 @dataclass(frozen=True)
@@ -106,27 +120,28 @@ class Footprint:
         one: with one micro-batch in flight, all of whose backward pass runs at once.
         kept_bytes: what each further one adds: all that it leaves for its backward pass.
         entering_bytes: what it adds where the device recomputes: the values that come from other devices.
-        apart: what it holds without recomputing where weight passes run apart; None where they do not.
+        recorded: what it holds without recomputing where passes are recorded; None where a device may have several
+            stages.
     """
 
     one: MemoryUse
     kept_bytes: int = 0
     entering_bytes: int = 0
-    apart: Apart | None = None
+    recorded: Recorded | None = None
 
     def total_bytes(self, flight: int, again: bool = False) -> int:
         """All of it, with so many micro-batches in flight, recomputed or not."""
         if again:
             return self.one.total_bytes + (flight - 1) * self.entering_bytes
-        if self.apart is not None:
+        if self.recorded is not None:
             return self.use(flight).total_bytes
         return self.one.total_bytes + (flight - 1) * self.kept_bytes
 
     def use(self, flight: int, again: bool = False) -> MemoryUse:
         """By kind, with so many micro-batches in flight, recomputed or not."""
-        if self.apart is not None and not again:
-            passing = {"activation_bytes": flight * self.apart.each_bytes, "workspace_bytes": self.apart.shared_bytes}
-            return self.one.model_copy(update=passing)
+        if self.recorded is not None and not again:
+            passing, shared = self.recorded.passing_bytes(flight), self.recorded.shared_bytes
+            return self.one.model_copy(update={"activation_bytes": passing, "workspace_bytes": shared})
         activations = self.one.activation_bytes + self.total_bytes(flight, again) - self.one.total_bytes
         return self.one.model_copy(update={"activation_bytes": activations})
 
@@ -161,7 +176,7 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     entering = sum(
         value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.readers)
     )
-    return Footprint(one, sum(kept.values()), entering, _apart(problem, held) if problem.weights_apart else None)
+    return Footprint(one, sum(kept.values()), entering, _recorded(problem, held) if problem.recorded else None)
 
 
 # Training
@@ -217,19 +232,21 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
     return values, gradients
 
 
-def _apart(problem: Problem, held: Held) -> Apart:
-    """What it holds of passes that each have memory of their own."""
-    moments = moments_apart(problem, held)
-    forwards = max((sum(moment) for moment, _ in moments), default=0)
-    backwards = max((sum(moment) for _, moment in moments), default=0)
-    left = sum(problem.left_bytes[layer] for layer in held.layers) + crossing_bytes(held)
-    shared = max((problem.weights_workspace_bytes[layer] for layer in held.layers), default=0)
+def _recorded(problem: Problem, held: Held) -> Recorded:
+    """What it holds of passes that keep their memory."""
+    moments = moments_recorded(problem, held)
+    each = max((sum(moment) for moment, _ in moments), default=0) + crossing_bytes(held)
+    backwards = max(0, max((sum(moment) for _, moment in moments), default=0))
     step = sum(problem.step_bytes[layer] for layer in held.layers)
-    return Apart(forwards + left + max(0, backwards), shared + step)
+    if not problem.weights_apart:
+        return Recorded(each, backwards + step, landing_bytes(held))
+    deferred = sum(problem.deferred_bytes[layer] for layer in held.layers)
+    shared = max((problem.weights_workspace_bytes[layer] for layer in held.layers), default=0)
+    return Recorded(each + deferred + backwards, shared + step)
 
 
-def moments_apart(problem: Problem, held: Held) -> list[tuple[Moment, Moment]]:
-    """As ``moments_of_training``, with passes that each have memory of their own, and weight passes apart.
+def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]]:
+    """As ``moments_of_training``, with forward and backward passes that each have memory of their own.
 
     Backwards it is beyond what layers leave to weight passes, which all of them up to a step have yet to leave.
     """
@@ -241,7 +258,7 @@ def moments_apart(problem: Problem, held: Held) -> list[tuple[Moment, Moment]]:
     return [
         (
             (before + there, problem.layers[layer].forward_workspace_bytes),
-            (back - to_leave, problem.input_workspace_bytes[layer]),
+            (back - to_leave, problem.back_workspace_bytes[layer]),
         )
         for layer, (before, there, back, to_leave) in zip(held.layers, steps, strict=True)
     ]
@@ -259,9 +276,16 @@ def crossing_bytes(held: Held) -> int:
     return total
 
 
+def landing_bytes(held: Held) -> int:
+    """The gradients that a device sends, for one micro-batch."""
+    here = set(held.layers)
+    foreign = [value for value in held.values if value.source not in here and not here.isdisjoint(value.readers)]
+    return sum(value.gradient_bytes for value in foreign)
+
+
 def most_crossing_bytes(problem: Problem) -> int:
-    """What ``crossing_bytes`` is of no device more than, where weight passes run apart."""
-    return sum(value.held_bytes + value.gradient_bytes for value in problem.values) if problem.weights_apart else 0
+    """What a device has of neither ``crossing_bytes`` nor ``landing_bytes`` more than, where passes are recorded."""
+    return sum(value.held_bytes + value.gradient_bytes for value in problem.values) if problem.recorded else 0
 
 
 def _staying(held: Held) -> Mapping[int, int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from placer.schema import Layer
 from placer.solver.memory import Held, footprint, most_crossing_bytes
-from placer.solver.moment_rules import crossing, moment_apart, moment_of_training
+from placer.solver.moment_rules import moment_of_training, recorded
 from placer.solver.problem import Problem
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def holds_state_alone(problem: Problem) -> bool:
     waiting = sum(value.held_bytes + value.gradient_bytes for value in problem.values)
     apart = (
         sum(problem.step_bytes)
-        + sum(problem.left_bytes)
-        + sum(problem.input_workspace_bytes)
+        + sum(problem.deferred_bytes)
+        + sum(problem.back_workspace_bytes)
         + sum(problem.weights_workspace_bytes)
     )
     return passing + waiting + apart == 0
@@ -52,21 +52,21 @@ def use_of_all(problem: Problem) -> int:
         return sum(state_bytes(problem, layer) for layer in problem.layers)
     everything = Held(list(range(len(problem.layers))), list(problem.values))
     chunks = problem.request.chunks
-    return footprint(problem, everything).total_bytes(chunks) + chunks * most_crossing_bytes(problem)
+    return footprint(problem, everything).total_bytes(chunks) + 2 * chunks * most_crossing_bytes(problem)
 
 
 def byte_sizes(problem: Problem, chunks: int) -> list[int]:
     """Every size that the model adds up, as often as it may be added with so many micro-batches."""
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
-    sizes += [size * often for size in (*problem.left_bytes, *problem.input_workspace_bytes)]
+    sizes += [size * often for size in (*problem.deferred_bytes, *problem.back_workspace_bytes)]
     sizes += [*problem.weights_workspace_bytes, *problem.step_bytes]
     for layer in problem.layers:
-        sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes * (often if problem.weights_apart else 1)]
+        sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes * (often if problem.recorded else 1)]
         if problem.training:
             sizes += [layer.backward_workspace_bytes, layer.saved_bytes * often]
     if problem.training:
-        sizes += [value.gradient_bytes * (often if problem.weights_apart else 1) for value in problem.values]
+        sizes += [value.gradient_bytes * (often if problem.recorded else 1) for value in problem.values]
     return [size for size in sizes if size]
 
 
@@ -123,8 +123,8 @@ def _training(model: PlacementModel, fixed: Sequence[Term]) -> None:
     """The state, what further micro-batches keep, and the worst moment of one."""
     problem, nodes = model.problem, model.nodes
     for device in model.placed:
-        if problem.weights_apart and problem.recompute[device] == "never":
-            _training_apart(model, device, fixed[device])
+        if problem.recorded and problem.recompute[device] == "never":
+            _recorded(model, device, fixed[device])
             continue
         limit = 0 if model.objective == "memory" else problem.devices[device].usable_bytes
         place = _OnDevice(model, device)
@@ -133,47 +133,13 @@ def _training(model: PlacementModel, fixed: Sequence[Term]) -> None:
             _within(model, device, fixed[device] + (flight - 1) * kept + moment, given)
 
 
-def _training_apart(model: PlacementModel, device: int, fixed: Term) -> None:
-    """The state, what every micro-batch in flight has for itself, and what their weight passes share."""
+def _recorded(model: PlacementModel, device: int, fixed: Term) -> None:
+    """The state, what the passes of every micro-batch in flight have for themselves, and what they share."""
     problem, limit = model.problem, model.problem.devices[device].usable_bytes
     limit = 0 if model.objective == "memory" else limit
-    place = _OnDevice(model, device)
-    each = _left(model, device) + moment_apart(place, problem, model.nodes, model.byte_unit, limit)
-    each += crossing(place, problem, model.nodes, model.byte_unit)
-    shared = _shared(model, device)
+    each, landing, shared = recorded(_OnDevice(model, device), problem, model.nodes, model.byte_unit, limit)
     for flight, given in _in_flight(model, device):
-        _within(model, device, fixed + flight * each + shared, given)
-
-
-def _left(model: PlacementModel, device: int) -> Term:
-    """What a micro-batch leaves to its weight pass, and what the allocator takes beyond all that it keeps."""
-    problem = model.problem
-    sizes = [sum(_left_units(problem, layer, model.byte_unit) for layer in layers) for layers in model.nodes.nodes]
-    return sum(size * model.on(node, device) for node, size in enumerate(sizes) if size)
-
-
-def _left_units(problem: Problem, layer: int, unit: int) -> int:
-    """What a layer leaves, in units: rounded down where it has yet to be left, too, so that nothing is left then."""
-    deferred = problem.deferred_bytes[layer]
-    return deferred // unit + (problem.left_bytes[layer] - deferred) // unit
-
-
-def _shared(model: PlacementModel, device: int) -> Term:
-    """What the weight passes of all micro-batches work in, and the optimizer's step."""
-    steps = [sum(map(model.units, _of(model.problem.step_bytes, layers))) for layers in model.nodes.nodes]
-    step = sum(size * model.on(node, device) for node, size in enumerate(steps) if size)
-    sizes = [max(map(model.units, _of(model.problem.weights_workspace_bytes, layers))) for layers in model.nodes.nodes]
-    if not any(sizes):
-        return step
-    shared = model.cp.new_int_var(0, max(sizes), f"weights{device}")
-    for node, size in enumerate(sizes):
-        if size:
-            model.cp.add(shared >= size * model.on(node, device))
-    return shared + step
-
-
-def _of(sizes: Sequence[int], layers: Sequence[int]) -> list[int]:
-    return [sizes[layer] for layer in layers]
+        _within(model, device, fixed + flight * (each + (landing if flight > 1 else 0)) + shared, given)
 
 
 def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:

@@ -7,9 +7,11 @@
 
 ``there`` and ``back`` change at few steps, so they are running sums: the constraints are linear in layers and values.
 
-Where weight halves run apart, every pass has memory of its own, and forwards and backwards have a worst moment each:
+Recorded passes have memory of their own, so that forwards and backwards have a worst moment each:
 
-    back[t]    the gradients that wait, or are to be sent, less what the layers up to step t have yet to leave
+    there[t]   without values that are made elsewhere
+    back[t]    the gradients that wait, or are to be sent, less what the layers up to step t have yet to leave to weight
+               passes, where those run apart
 """
 
 from __future__ import annotations
@@ -77,57 +79,92 @@ def moment_of_training(
     return _Moment(place, problem, nodes, unit).written(_rows(problem, nodes, limit_bytes))
 
 
-def moment_apart(place: Place, problem: Problem, nodes: Reduction, unit: int, limit_bytes: int) -> Term:
-    """What one micro-batch needs at its worst moment forwards, and at that backwards, where weight halves run apart.
-
-    Arguments are those of ``moment_of_training``. What is left to weight passes is not in it.
-    """
-    return _Moment(place, problem, nodes, unit).written_apart(_rows_apart(problem, nodes, limit_bytes))
-
-
-def crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> Term:
-    """What has its place beside passes, for one micro-batch; see ``memory.crossing_bytes``.
+def recorded(place: Place, problem: Problem, nodes: Reduction, unit: int, limit_bytes: int) -> tuple[Term, Term, Term]:
+    """What recorded passes have at a place: at least, and in units, as ``memory.Recorded`` has it.
 
     Arguments are those of ``moment_of_training``.
+
+    Returns:
+        What each micro-batch has for itself; what it has beside where there are several; what they share.
     """
-    total: Term = 0
+    moment = _Moment(place, problem, nodes, unit)
+    ahead, back = moment.written_recorded(_rows_recorded(problem, nodes, limit_bytes))
+    crossing, landing = _crossing(place, problem, nodes, unit)
+    shared = _of_layers(place, nodes, problem.step_bytes, unit)
+    if not problem.weights_apart:
+        return ahead + crossing, landing, shared + back
+    deferred = _of_layers(place, nodes, problem.deferred_bytes, unit)
+    shared += _largest(place, nodes, [size // unit for size in problem.weights_workspace_bytes])
+    return ahead + crossing + deferred + back, 0, shared
+
+
+def _of_layers(place: Place, nodes: Reduction, sizes: Sequence[int], unit: int) -> Term:
+    """The sum of the sizes of the layers that are there, each in units."""
+    by_node = [sum(sizes[layer] // unit for layer in layers) for layers in nodes.nodes]
+    return sum(size * place.share(node) for node, size in enumerate(by_node) if size)
+
+
+def _largest(place: Place, nodes: Reduction, sizes: Sequence[int]) -> Term:
+    """The largest of the sizes of the layers that are there."""
+    by_node = [max(sizes[layer] for layer in layers) for layers in nodes.nodes]
+    if not any(by_node):
+        return 0
+    largest = place.cp.new_int_var(0, max(by_node), "largest")
+    for node, size in enumerate(by_node):
+        if size:
+            place.cp.add(largest >= size * place.share(node))
+    return largest
+
+
+def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tuple[Term, Term]:
+    """What has its place beside passes, for one micro-batch: ``memory.crossing_bytes`` and ``landing_bytes``."""
+    crossing: Term = 0
+    landing: Term = 0
     for value in problem.values:
         source = nodes.node_of[value.source]
         readers = {nodes.node_of[reader] for reader in value.readers} - {source}
         keepers = {nodes.node_of[keeper] for keeper in value.keepers}
         comes = [place.share(reader) - place.share(source) for reader in sorted(readers)]
         kept = sum(place.share(keeper) for keeper in sorted(keepers))
-        for size, cases in (
-            (value.held_bytes, comes),
-            (value.gradient_bytes, [-one for one in comes]),
-            (value.held_bytes, [-one - kept for one in comes] if source not in keepers else []),
-        ):
-            if size // unit and cases:
-                crosses = place.cp.new_bool_var("")
-                for least in cases:
-                    place.cp.add(crosses >= least)
-                total += size // unit * crosses
-    return total
+        here, back = value.held_bytes // unit, value.gradient_bytes // unit
+        lands = 0 if problem.weights_apart else back
+        if readers and (here or lands):
+            enters = _at_least(place, comes)
+            crossing, landing = crossing + here * enters, landing + lands * enters
+        if readers and back:
+            crossing += back * _at_least(place, [-one for one in comes])
+        if readers and here and source not in keepers:
+            crossing += here * _at_least(place, [-one - kept for one in comes])
+    return crossing, landing
 
 
-def _rows_apart(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[_Row]:
+def _at_least(place: Place, terms: Sequence[Term]) -> cp_model.IntVar:
+    """A literal that holds if any of the terms is 1."""
+    literal = place.cp.new_bool_var("")
+    for term in terms:
+        place.cp.add(literal >= term)
+    return literal
+
+
+def _rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[_Row]:
     """The steps that may need the most, in order, each of the two ways for itself."""
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
-    moments = memory.moments_apart(problem, everything)
+    moments = memory.moments_recorded(problem, everything)
     chunks = problem.request.chunks
     all_bytes = memory.footprint(problem, everything).total_bytes(chunks)
-    all_bytes += chunks * memory.most_crossing_bytes(problem)
+    all_bytes += 2 * chunks * memory.most_crossing_bytes(problem)
     waits = _may_wait(problem)
     rows = []
     for forwards in (True, False):
         steps = [moment[not forwards] for moment in moments]
-        most = max(0, *map(sum, steps))
-        beside, before = all_bytes - chunks * most, [-1 if forwards else 0] * len(nodes.nodes)
+        often = chunks if forwards or problem.weights_apart else 1
+        beside = all_bytes - often * max(0, *map(sum, steps))
+        before = [-1 if forwards else 0] * len(nodes.nodes)
         # Of a node's steps the last one has kept the most forwards, the first one has the most to leave backwards.
         for step in reversed(range(len(steps))) if forwards else range(len(steps)):
             node, need = nodes.node_of[step], steps[step][1]
             wait = waits[not forwards][step]
-            if need + wait > before[node] and beside + chunks * sum(steps[step]) > limit_bytes:
+            if need + wait > before[node] and beside + often * sum(steps[step]) > limit_bytes:
                 rows.append(_Row(step, forwards, need, wait > 0))
             before[node] = max(before[node], need)
     return sorted(rows, key=lambda row: row.step)
@@ -147,7 +184,7 @@ def _rows(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[_Row]:
     for step in reversed(range(len(problem.layers))):
         layer, node = problem.layers[step], nodes.node_of[step]
         # A device that may recompute may also not, and let the halves of its backward pass run apart.
-        least = problem.input_workspace_bytes[step] if problem.weights_apart else layer.backward_workspace_bytes
+        least = problem.back_workspace_bytes[step]
         needs = (layer.forward_workspace_bytes, min(layer.backward_workspace_bytes, least))
         for forwards in (False, True):
             there, need, wait = moments[step][not forwards], needs[not forwards], waits[not forwards][step]
@@ -232,8 +269,8 @@ class _Moment:
             self._add_row(moment, row, (there if row.forwards else back).at(row.step))
         return all_kept, moment
 
-    def written_apart(self, rows: Sequence[_Row]) -> Term:
-        """The sum of two variables: the worst moment forwards, and that backwards."""
+    def written_recorded(self, rows: Sequence[_Row]) -> tuple[Term, Term]:
+        """Two variables: the worst moment forwards, and that backwards."""
         there, back = _Sum(self._cp), _Sum(self._cp)
         for step, layer in enumerate(self._problem.layers):
             kept, left = layer.saved_bytes // self._unit, self._problem.deferred_bytes[step] // self._unit
@@ -246,16 +283,15 @@ class _Moment:
             own = ((step, self._both(self._here(value.source), held)) for step, held in self._held(value))
             self._add_pieces(there, value.held_bytes, own)
             self._add_pieces(back, value.gradient_bytes, self._staying(value))
-        worst: Term = 0
+        worst: list[Term] = []
         for forwards, held in ((True, there), (False, back)):
             mine = [row for row in rows if row.forwards == forwards]
             most = held.most + max((row.workspace for row in mine), default=0) // self._unit
-            if mine and most:
-                moment = self._cp.new_int_var(0, most, "moment")
-                for row in mine:
-                    self._add_row(moment, row, held.at(row.step), may_fall=not forwards)
-                worst += moment
-        return worst
+            moment = self._cp.new_int_var(0, most, "moment")
+            for row in mine:
+                self._add_row(moment, row, held.at(row.step), may_fall=not forwards)
+            worst.append(moment)
+        return worst[0], worst[1]
 
     def _add_row(self, moment: cp_model.IntVar, row: _Row, held: Term, may_fall: bool = False) -> None:
         """If the layer is there, the moment is no less than what is held at its step and its workspace."""

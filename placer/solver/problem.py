@@ -128,23 +128,22 @@ class Problem:
         """Whether weight passes run apart, while later micro-batches run backwards."""
         return self.training and self.request.schedule == "zero-bubble"
 
+    @property
+    def recorded(self) -> bool:
+        """Whether memory is that of recorded passes: in training, but where a device may have several stages."""
+        return self.weights_apart or (self.training and self.contiguous)
+
     @cached_property
     def deferred_bytes(self) -> tuple[int, ...]:
         """By layer, what each micro-batch in flight leaves to its weight pass, where that runs apart."""
         return tuple(layer.deferred_bytes if self.weights_apart else 0 for layer in self.layers)
 
     @cached_property
-    def left_bytes(self) -> tuple[int, ...]:
-        """The same, and what the allocator takes beyond all that is kept."""
-        return tuple(
-            size + layer.rounding_bytes if self.weights_apart else 0
-            for size, layer in zip(self.deferred_bytes, self.layers, strict=True)
-        )
-
-    @cached_property
-    def input_workspace_bytes(self) -> tuple[int, ...]:
-        """By layer, what the input half of its backward pass holds for each micro-batch, where the halves run apart."""
-        return tuple(input_workspace_bytes(layer) if self.weights_apart else 0 for layer in self.layers)
+    def back_workspace_bytes(self) -> tuple[int, ...]:
+        """By layer, what its backward pass works in; where its halves run apart, the one by input; 0 in inference."""
+        if self.weights_apart:
+            return tuple(map(input_workspace_bytes, self.layers))
+        return tuple(layer.backward_workspace_bytes if self.training else 0 for layer in self.layers)
 
     @cached_property
     def weights_workspace_bytes(self) -> tuple[int, ...]:
@@ -313,12 +312,12 @@ def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
 
 def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None:
     chunks = request.chunks if request.is_training else 1
-    total = sum((value.bytes + value.gradient_bytes) * chunks for value in values) + sum(
+    total = 3 * sum((value.bytes + value.gradient_bytes) * chunks for value in values) + sum(
         layer.param_bytes
         + layer.grad_bytes
         + layer.optimizer_bytes
         + layer.buffer_bytes
-        + (layer.saved_bytes + layer.deferred_bytes + layer.rounding_bytes) * chunks
+        + (layer.saved_bytes + layer.deferred_bytes) * chunks
         + (layer.forward_workspace_bytes + input_workspace_bytes(layer)) * chunks
         + layer.backward_workspace_bytes
         + layer.weights_workspace_bytes

@@ -21,7 +21,7 @@ from ortools.sat.python import cp_model
 
 from placer.solver import memory_rules
 from placer.solver.cpsat import Answer, Limits, run
-from placer.solver.moment_rules import moment_of_training
+from placer.solver.moment_rules import moment_of_training, recorded
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reach import narrowed_windows
@@ -324,17 +324,19 @@ class StageModel:
         state = [(node, self._state_bytes(node) // unit) for node in self._nodes]
         limits = [problem.devices[members[0]].usable_bytes for members in self.classes]
         for p in self.stages:
-            kept, moment = self._passing(p, unit, min(limits))
-            further = 0 if problem.may_recompute else problem.request.chunks - 1  # what is found is evaluated
-            use = self._sum_at(p, state) + further * kept + moment
+            use = self._sum_at(p, state) + self._passing(p, unit, min(limits))
             for c, limit in enumerate(limits):
                 self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
 
-    def _passing(self, stage: int, unit: int, limit: int) -> tuple[Sum, Sum]:
-        """What further micro-batches keep at a stage, and the worst moment of one."""
-        if memory_rules.holds_state_alone(self.problem):
-            return 0, 0
-        return moment_of_training(_AtStage(self, stage), self.problem, self.nodes, unit, limit)
+    def _passing(self, stage: int, unit: int, limit: int) -> Sum:
+        """What passes take at a stage, with all micro-batches in flight."""
+        problem, place, chunks = self.problem, _AtStage(self, stage), self.problem.request.chunks
+        if memory_rules.holds_state_alone(problem):
+            return 0
+        if problem.may_recompute:  # what is found is evaluated
+            return moment_of_training(place, problem, self.nodes, unit, limit)[1]
+        each, landing, shared = recorded(place, problem, self.nodes, unit, limit)
+        return chunks * (each + (landing if chunks > 1 else 0)) + shared
 
     def _state_bytes(self, node: int) -> int:
         problem = self.problem

@@ -194,8 +194,11 @@ class Enumeration:
         mine = [layer for layer in self.layers if where[layer.name] == device]
         if self.training:
             names = frozenset(layer.name for layer in mine)
-            if self.apart:
-                return self.state(mine) + flight * self.alone(names) + self.shared(mine)
+            if self.apart or self.contiguous:
+                alone, beside = self.alone(names), self.landing(names) if flight > 1 else 0
+                if self.apart:
+                    return self.state(mine) + flight * (alone + self.backwards(names)) + self.shared(mine)
+                return self.state(mine) + flight * (alone + beside) + self.backwards(names) + self.optimizer_step(mine)
             need, kept = self.need(names)
             return need + (flight - 1) * kept
         held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
@@ -227,24 +230,37 @@ class Enumeration:
 
     @functools.cache  # noqa: B019 - an enumeration does not outlive its test
     def alone(self, names):
-        """What one micro-batch has for itself on a device of these layers, where weight passes run apart."""
+        """What one micro-batch has on a device of these layers for its forward pass, and for what crosses."""
         mine = [layer for layer in self.layers if layer.name in names]
         edges = self.request.profile.edges
         own = [e for e in edges if e.source in names]
         ahead = max((self.step(names, layer, False, own) for layer in mine), default=0)
-        back = sum(layer.deferred_bytes for layer in mine)
+        come = sum(e.bytes for e in edges if e not in own and names & set(e.targets))
+        gone = [e for e in own if set(e.targets) - names]
+        return ahead + come + sum(e.gradient_bytes + (0 if names & set(e.saved_by) else e.bytes) for e in gone)
+
+    def landing(self, names):
+        """Gradients that a device of these layers sends for one micro-batch."""
+        edges = self.request.profile.edges
+        return sum(e.gradient_bytes for e in edges if e.source not in names and names & set(e.targets))
+
+    @functools.cache  # noqa: B019 - an enumeration does not outlive its test
+    def backwards(self, names):
+        """What a backward pass works in on a device of these layers, or its input half, where weights are apart."""
+        mine = [layer for layer in self.layers if layer.name in names]
+        back = sum(layer.deferred_bytes for layer in mine) if self.apart else 0
         for place, layer in enumerate(mine):
             now = self.order.index(layer.name)
-            held = sum(later.deferred_bytes for later in mine[place + 1 :])
-            for e in edges:
+            held = sum(later.deferred_bytes for later in mine[place + 1 :]) if self.apart else 0
+            for e in self.request.profile.edges:
                 there = [self.order.index(name) for name in e.targets if name in names]
                 if there and self.order.index(e.source) < now < max(there):
                     held += e.gradient_bytes
-            back = max(back, held + (layer.input_workspace_bytes or layer.backward_workspace_bytes))
-        come = sum(e.bytes for e in edges if e not in own and names & set(e.targets))
-        gone = [e for e in own if set(e.targets) - names]
-        sent = sum(e.gradient_bytes + (0 if names & set(e.saved_by) else e.bytes) for e in gone)
-        return ahead + back + sum(layer.rounding_bytes for layer in mine) + come + sent
+            works_in = layer.backward_workspace_bytes
+            if self.apart and layer.input_workspace_bytes:
+                works_in = layer.input_workspace_bytes
+            back = max(back, held + works_in)
+        return back
 
     @functools.cached_property
     def order(self):

@@ -34,7 +34,6 @@ def profiles(draw, training, row, kinds, count, size):
             deferred_bytes=draw(SIZE) if training else 0,
             input_workspace_bytes=draw(SIZE) if training else 0,
             weights_workspace_bytes=draw(SIZE) if training else 0,
-            rounding_bytes=draw(SIZE) if training else 0,
         )
         for name in names
     ]
@@ -220,9 +219,10 @@ class Steps:
                 alone, _ = every.need(frozenset(layer.name for layer in mine))  # all of its backward pass runs at once
                 uses[device.name] = alone + (found.in_flight[stage_of[mine[0].name]] - 1) * size
                 continue
-            flight = found.in_flight[stage_of[mine[0].name]] if mine and every.apart else 1
+            recorded = every.training and (every.apart or every.contiguous)
+            flight = found.in_flight[stage_of[mine[0].name]] if mine and recorded else 1
             use = every.use(where, device.name, flight)
-            adds_up = every.training and not every.apart
+            adds_up = every.training and not recorded
             for layer in mine if adds_up else ():
                 use += (found.in_flight[stage_of[layer.name]] - 1) * layer.saved_bytes
             for edge in every.request.profile.edges if adds_up else ():

@@ -77,7 +77,7 @@ class DrawnRequest:
 
     def leaving_weights(self, asked):
         """With what backward passes leave to weight passes."""
-        fields = ("deferred_bytes", "input_workspace_bytes", "weights_workspace_bytes", "rounding_bytes")
+        fields = ("deferred_bytes", "input_workspace_bytes", "weights_workspace_bytes")
         layers = [
             layer.model_copy(update={name: self.random.choice(SIZES) if asked.is_training else 0 for name in fields})
             for layer in asked.profile.layers

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from placer.profiler.halves import measure_halves
 from placer.profiler.memory import measure_memory
-from placer.profiler.storages import rounding_bytes
 
 MIB = 2**20
 BATCH, INSIDE, OUTSIDE = 8, 16, 32
@@ -106,26 +104,3 @@ def test_measuring_the_halves_leaves_no_gradients(make_trial: Any) -> None:
     trial = make_trial(linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE)])
     measure_halves(trial)
     assert [tensor.grad for tensor in (*trial.parameters, *trial.reads)] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("size", "rest"),
-    [(0, 0), (9 * MIB, 0), (10 * MIB, 0), (49 * MIB, MIB), (49 * MIB // 4, 7 * MIB // 4), (196 * MIB, 0)],
-)
-def test_a_large_storage_has_a_segment_of_a_whole_number_of_two_mebibytes(size: int, rest: int) -> None:
-    assert rounding_bytes(size) == rest
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [MIB, 10 * MIB, 49 * MIB // 4, 49 * MIB, 196 * MIB])
-def test_a_gpus_allocator_takes_as_much_for_a_large_storage(size: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-        held = torch.empty(size, dtype=torch.uint8, device="cuda")
-    taken = torch.cuda.memory_reserved() - before
-    assert held.nbytes == size
-    if size >= 10 * MIB:
-        assert taken == size + rounding_bytes(size)

@@ -16,7 +16,7 @@ def training_problem():
     return make_training_problem
 
 
-APART = ("deferred_bytes", "input_workspace_bytes", "weights_workspace_bytes", "rounding_bytes")
+APART = ("deferred_bytes", "input_workspace_bytes", "weights_workspace_bytes")
 """What counts where weight passes run apart."""
 
 

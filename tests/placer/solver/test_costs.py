@@ -67,10 +67,13 @@ def test_a_sent_value_is_held_by_its_source_until_the_last_layer_has_read_it_whe
 
 def test_training_memory_counts_saved_values_for_each_micro_batch_in_flight():
     result = costs.evaluate(problem(training=True, chunks=8, schedule="fill-drain"), [0, 1, 1, 1])
-    # y saves a's value (b keeps it), b's value (c keeps it) and 5 bytes for each of 3 layers, 8 times
-    assert result.memory[1].activation_bytes == 8 * (100 + 20 + 15)
-    assert result.memory[1].total_bytes == 8 * 135 + 3 * (10 + 3 + 7) + 3
-    assert result.memory[0].activation_bytes == 8 * 5  # x makes a's value, but nobody there keeps it
+    # For each of 8, y saves b's value (c keeps it) and 5 bytes for each of 3 layers; then d works in 3.
+    # a's value has its place, and so has its gradient until it was sent.
+    assert result.memory[1].activation_bytes == 8 * (20 + 15 + 3 + 100 + 2)
+    assert result.memory[1].workspace_bytes == 2  # d's part of b's gradient waits while c runs backwards
+    assert result.memory[1].total_bytes == 8 * 140 + 2 + 3 * (10 + 3 + 7)
+    # x makes a's value: nobody there keeps it, but it stays until the next one comes; its gradient has its place.
+    assert result.memory[0].activation_bytes == 8 * (5 + 100 + 2)
 
 
 @pytest.mark.parametrize(("chunks", "flights"), [(1, (1, 1, 1)), (2, (2, 2, 1)), (8, (3, 2, 1))])

@@ -37,15 +37,15 @@ def test_with_weight_halves_apart_each_interval_is_worth_what_a_micro_batch_has_
         count = len(problem.layers)
         inner = random.sample(range(1, count), random.randint(count // 2, count - 1))
         blocks = [list(range(*ends)) for ends in pairwise(sorted({0, count, *inner}))]
-        tables = TrainingMoments(problem, blocks, apart=True)
+        tables = TrainingMoments(problem, blocks, recorded=True)
         assert tables.follows
         for first in range(len(blocks)):
             for end in range(first + 1, len(blocks) + 1):
                 layers = [layer for block in blocks[first:end] for layer in block]
-                left = sum(problem.left_bytes[layer] for layer in layers)
+                left = sum(problem.deferred_bytes[layer] for layer in layers)
                 held = memory.Held(layers, list(problem.values))
-                beside = left + memory.crossing_bytes(held)
-                assert tables.moment[first, end] + beside == memory.footprint(problem, held).apart.each_bytes
+                each = tables.ahead[first, end] + tables.back[first, end] + left + memory.crossing_bytes(held)
+                assert each == memory.footprint(problem, held).recorded.each_bytes
 
 
 def test_an_order_that_is_not_the_profiles_is_not_called_exact(chain):

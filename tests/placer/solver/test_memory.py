@@ -7,7 +7,7 @@ from placer.solver import costs
 from placer.solver.problem import Problem
 
 
-def memory(where, edges, training=True, chunks=1, schedule="fill-drain", share=0.0, **sizes):
+def memory(where, edges, training=True, chunks=1, schedule="fill-drain", share=0.0, contiguous=False, **sizes):
     """The memory of device x, where ``where`` says layer by layer, a, b, c, ..., which device it is on."""
     names = "abcdef"[: len(where)]
     layers = [
@@ -24,7 +24,7 @@ def memory(where, edges, training=True, chunks=1, schedule="fill-drain", share=0
         links=[{"source": s, "target": t, "bandwidth_bytes_per_s": 1e9} for s, t in ("xy", "yx")],
     )
     profile = Profile(layers=layers, edges=edges, training=training, cluster=cluster, optimizer_step_share=share)
-    asked = PlacementRequest(profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": False})
+    asked = PlacementRequest(profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": contiguous})
     return costs.evaluate(Problem.from_request(asked), ["xy".index(device) for device in where]).memory[0]
 
 
@@ -106,11 +106,6 @@ def test_weight_passes_of_all_micro_batches_work_in_the_same_memory():
     assert apart("xx", [], chunks=3, weights_workspace_bytes={"a": 7, "b": 9}) == (0, 9)
 
 
-def test_every_micro_batch_is_rounded_up():
-    use = memory("xx", [], chunks=3, schedule="zero-bubble", saved_bytes={"a": 5}, rounding_bytes={"a": 1, "b": 2})
-    assert use.total_bytes == 3 * (5 + 1 + 2)
-
-
 def test_the_optimizer_has_the_memory_of_passes_that_are_over_but_none_that_recorded_passes_keep():
     sizes = {"share": 2.0, "grad_bytes": {"a": 5, "b": 10}}
     assert memory("xxy", [], **sizes).total_bytes == 15 + 30
@@ -124,6 +119,27 @@ def test_a_gradient_that_is_to_be_sent_is_there_until_the_backward_pass_is_over(
     # a made it elsewhere; d's part of its gradient is there while b and c work; all at once it was sent before
     assert apart("yxxx", edges, input_workspace_bytes={"b": 7, "c": 5})[0] == 100 + 17
     assert memory("yxxx", edges, backward_workspace_bytes={"b": 7, "c": 5}).total_bytes == 100 + 0
+
+
+def recorded(where, edges, chunks=1, **sizes):
+    """Of a contiguous placement: what all micro-batches have for themselves, and what they share."""
+    use = memory(where, edges, chunks=chunks, contiguous=True, **sizes)
+    return use.activation_bytes, use.workspace_bytes
+
+
+def test_recorded_passes_keep_the_memory_that_they_work_in():
+    sizes = {"saved_bytes": {"a": 5, "b": 30}, "backward_workspace_bytes": {"a": 20, "b": 1}}
+    assert memory("xx", [], **sizes).total_bytes == 36  # a works backwards when what b saved is gone
+    assert recorded("xx", [], **sizes) == (35, 20)
+    assert recorded("xx", [], chunks=3, forward_workspace_bytes={"b": 4}, **sizes) == (3 * 39, 20)
+    assert recorded("xx", [], share=2.0, grad_bytes={"a": 5}, **sizes) == (35, 20 + 10)
+
+
+def test_recorded_passes_of_several_micro_batches_hand_on_gradients_out_of_the_memory_that_they_share():
+    one = [Edge(source="a", targets=["b"], bytes=100, gradient_bytes=10)]
+    # The value has its place; its gradient is in b's workspace, and is copied from there if others work there next.
+    assert recorded("yx", one, backward_workspace_bytes={"b": 12}) == (100, 12)
+    assert recorded("yx", one, chunks=3, backward_workspace_bytes={"b": 12}) == (3 * (100 + 10), 12)
 
 
 def test_what_crosses_has_its_place_beside_recorded_passes():
