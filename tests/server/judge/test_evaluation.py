@@ -102,11 +102,11 @@ def test_a_fault_of_a_map_is_named(kind):
 
 
 def test_a_map_that_does_not_fit_says_how_many_bytes_are_short():
-    # 0.5 + 1 GiB of weights, as much of gradients, twice as much for Adam: 6 GiB on each of two devices of 2 GiB, and
-    # the values of 16 MiB that layers keep.
+    # 0.5 + 1 GiB of weights, as much of gradients, twice as much for Adam: 6 GiB on each of two devices of 2 GiB; a value
+    # of 16 MiB that is kept, one that is sent, and the place of its gradient.
     found = judge(example("infeasible"), EVEN)
     assert [fault.kind for fault in found.faults] == ["out-of-memory"] * 2
-    assert found.faults[0].short_bytes == 4 * 2**30 + 2**24
+    assert found.faults[0].short_bytes == 4 * 2**30 + 3 * 2**24
 
 
 def test_a_map_over_a_missing_link_is_named_and_has_no_value():
