@@ -118,7 +118,7 @@ def test_the_passes_of_a_micro_batch_take_what_is_predicted(name: str, monkeypat
 
 
 def _places(stage: Stage) -> int:
-    """The bytes of what arrives from other stages for a micro-batch: values that gradients go back to, and gradients."""
+    """The bytes of what arrives from other stages for a micro-batch: values that need gradients, and gradients."""
     slot = stage.slots[0]
     arriving = [*(slot.static(key) for key in slot.entering), *slot.gradients.values()]
     return sum(int(tensor.nbytes) for tensor in arriving)

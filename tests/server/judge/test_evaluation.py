@@ -102,8 +102,8 @@ def test_a_fault_of_a_map_is_named(kind):
 
 
 def test_a_map_that_does_not_fit_says_how_many_bytes_are_short():
-    # 0.5 + 1 GiB of weights, as much of gradients, twice as much for Adam: 6 GiB on each of two devices of 2 GiB; a value
-    # of 16 MiB that is kept, one that is sent, and the place of its gradient.
+    # 0.5 + 1 GiB of weights, as much of gradients, twice as much for Adam: 6 GiB on each of two devices of 2 GiB. A
+    # value that is kept, one that is sent, and its gradient take 16 MiB each.
     found = judge(example("infeasible"), EVEN)
     assert [fault.kind for fault in found.faults] == ["out-of-memory"] * 2
     assert found.faults[0].short_bytes == 4 * 2**30 + 3 * 2**24
