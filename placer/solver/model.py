@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from math import floor, gcd
+from math import floor, gcd, inf
 
 from ortools.sat.python import cp_model
 
@@ -35,11 +35,15 @@ MOST_RULES = 600_000
 """A model with more rules than about so many would take longer to write down than most searches may last."""
 
 
-def worth_building(problem: Problem, nodes: Reduction) -> bool:
-    """Whether the integer program of this problem is small enough to be written down."""
+RULES_A_SECOND = 40_000
+"""About so many are written down and looked through in a second."""
+
+
+def worth_building(problem: Problem, nodes: Reduction, time_s: float = inf) -> bool:
+    """Whether the integer program of this problem is small enough to be written down, and solved, in this time."""
     count, devices = len(nodes.nodes), len(problem.devices)
     pairs = devices if problem.one_link is None or len(problem.alike_devices()) > 1 else 1
-    return (count + len(problem.values)) * devices * pairs <= MOST_RULES
+    return (count + len(problem.values)) * devices * pairs <= min(MOST_RULES, RULES_A_SECOND * time_s)
 
 
 class PlacementModel:

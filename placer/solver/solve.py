@@ -261,6 +261,8 @@ class Search:
             if staged and (self.best is not None or self.enough is not None) and self.better() > 0:
                 stage_search.sweep(self)
                 return None
+            if self.best is not None and not worth_building(self.problem, self.nodes, self.left_s()):
+                break
             if turn == 1:
                 free_search.divide_anew(self)
             upper = self.better() if self.best is not None or self.enough is not None else None
@@ -279,14 +281,13 @@ class Search:
         links = stage_links(self.problem)
         if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
             return
-        divide_anew(self, stage_search.nodes_within(self), QUICK, busiest_alone=True)
-        if not self.open() or self.over(RELAXED_SHARE):
-            return
         easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
         search = Search(easier, stop=self.stop, meter=self.meter)
         search.answer()
         self.prove(min(search.bound, self.value))
         self.offer(search.best, search.method)
+        if self.open():
+            divide_anew(self, stage_search.nodes_within(self), QUICK, busiest_alone=True)
         if not self.open() or self.over(1.0):
             return
         model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)
