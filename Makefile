@@ -34,7 +34,7 @@ tables: $(VENV)/installed-test  ## the tables of README.md are those of benchmar
 	$(BIN)/python -m benchmarks tables --check
 
 suite: $(VENV)/linked  ## all tests; WORKERS=4 for more processes
-	$(BIN)/python -P -m pytest --import-mode=importlib -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --import-mode=importlib -n $(WORKERS)
 
 gpu: $(VENV)/linked  ## the tests that need CUDA devices
 	$(BIN)/python -P -m pytest --import-mode=importlib -m gpu

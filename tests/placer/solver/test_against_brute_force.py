@@ -10,7 +10,7 @@ from placer.solver.check import check
 from placer.solver.problem import Problem
 from placer.solver.solve import Search
 
-SETTINGS = examples(1400)
+SETTINGS = examples(1000)
 
 
 @pytest.mark.parametrize("objective", ["throughput", "latency", "memory"])
