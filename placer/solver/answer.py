@@ -19,7 +19,7 @@ LONGEST_MS = 1e9
 
 def found(problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float) -> Placement:
     """The placement of an assignment that meets every requirement."""
-    result = costs.judged(problem, assignment)
+    result = costs.evaluate(problem, assignment)
     assert result is not None
     assignment, result = device_order.as_named(problem, assignment, result)
     _refuse_overflow(problem, result)

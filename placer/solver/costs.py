@@ -52,8 +52,9 @@ for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 
 from placer import schedule
 from placer.schema import MemoryUse
@@ -64,6 +65,9 @@ from placer.solver.problem import Problem, arcs_of
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
+
+Footprints = Callable[[int], Footprint]
+"""By device, its memory."""
 
 ROUNDING = 1e-9
 """Loads may be over the bottleneck that is asked for by this share."""
@@ -78,9 +82,9 @@ class Costs:
         send_ms: of the values and gradients that it sends.
         receive_ms: of those that it receives.
         load_ms: the three as the request joins them.
-        memory: at the worst moment, by kind.
         stages: the devices that hold layers, in pipeline order.
         objective_value: in the objective's unit.
+        use: tells ``memory``.
         recompute: the devices that recompute.
     """
 
@@ -88,10 +92,15 @@ class Costs:
     send_ms: tuple[float, ...]
     receive_ms: tuple[float, ...]
     load_ms: tuple[float, ...]
-    memory: tuple[MemoryUse, ...]
     stages: tuple[int, ...]
     objective_value: float
+    use: Callable[[], tuple[MemoryUse, ...]] = field(repr=False, compare=False)
     recompute: frozenset[int] = frozenset()
+
+    @cached_property
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """By device, what it holds at its worst moment, by kind: takes longer to tell than times, if asked for."""
+        return self.use()
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
@@ -101,26 +110,29 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     """
     if not passable(problem, assignment):
         return None
-    footprints = [footprint(problem, held) for held in held_by_device(problem, assignment)]
+    footprints = _footprints(problem, tuple(assignment))
     stages = pipeline_order(problem, assignment, footprints)
     if stages is None:
         return None
-    flights = [in_flight(problem, stages, device) for device in range(len(problem.devices))]
-    again = recomputed(problem, footprints, flights, stages)
+    again = recomputed(problem, footprints, stages)
     compute, send, receive = loads(problem, assignment, again)
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
-    memory = _memory(problem, assignment, stages, footprints, again)
+    use = partial(_memory, problem, tuple(assignment), stages, footprints, again)
     if problem.request.objective == "step":
         value = pipelines.step_ms(problem, assignment, stages, again)
     else:
-        value = _objective(problem, assignment, load, memory, again)
-    return Costs(tuple(compute), tuple(send), tuple(receive), load, memory, stages, value, again)
+        value = _objective(problem, assignment, load, use, again)
+    return Costs(tuple(compute), tuple(send), tuple(receive), load, stages, value, use, again)
 
 
-def recomputed(
-    problem: Problem, footprints: Sequence[Footprint], flights: Sequence[int], stages: Sequence[int]
-) -> frozenset[int]:
+def _footprints(problem: Problem, assignment: Assignment) -> Footprints:
+    """The memory of each device, worked out when it is first asked for."""
+    held = cache(partial(held_by_device, problem, assignment))
+    return cache(lambda device: footprint(problem, held()[device]))
+
+
+def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) -> frozenset[int]:
     """The devices that recompute: those that must, and of those that may the ones over their limit, if it helps.
 
     For small memory, all do that may and that it helps.
@@ -128,15 +140,14 @@ def recomputed(
     Args:
         problem: what is asked.
         footprints: by device.
-        flights: by device, the micro-batches in flight.
-        stages: the devices that hold layers.
+        stages: the devices that hold layers, in pipeline order.
     """
     if not problem.may_recompute or _by_segment(problem):
         return frozenset()
     for_memory = problem.request.objective == "memory"
 
     def helps(device: int) -> bool:
-        one, flight = footprints[device], flights[device]
+        one, flight = footprints(device), in_flight(problem, stages, device)
         short = for_memory or one.total_bytes(flight) > problem.devices[device].usable_bytes
         return short and one.total_bytes(flight, again=True) < one.total_bytes(flight)
 
@@ -213,18 +224,17 @@ def _memory(
     problem: Problem,
     assignment: Assignment,
     stages: Sequence[int],
-    footprints: Sequence[Footprint],
+    footprints: Footprints,
     again: frozenset[int],
 ) -> tuple[MemoryUse, ...]:
     """What each device holds at its worst moment."""
+    devices = range(len(problem.devices))
     if not _by_segment(problem):
-        return tuple(
-            one.use(in_flight(problem, stages, device), device in again) for device, one in enumerate(footprints)
-        )
+        return tuple(footprints(d).use(in_flight(problem, stages, d), d in again) for d in devices)
     further = pipelines.further_bytes(problem, assignment, stages)
     return tuple(
-        one.one.model_copy(update={"activation_bytes": one.one.activation_bytes + more})
-        for one, more in zip(footprints, further, strict=True)
+        one.model_copy(update={"activation_bytes": one.activation_bytes + more})
+        for one, more in zip((footprints(d).one for d in devices), further, strict=True)
     )
 
 
@@ -242,7 +252,7 @@ def in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
     return request.chunks
 
 
-def pipeline_order(problem: Problem, assignment: Assignment, footprints: Sequence[Footprint]) -> tuple[int, ...] | None:
+def pipeline_order(problem: Problem, assignment: Assignment, footprints: Footprints) -> tuple[int, ...] | None:
     """The devices that hold layers, in pipeline order; None if they must be contiguous and values form a cycle."""
     used = list(dict.fromkeys(assignment))
     if not problem.contiguous:
@@ -265,7 +275,7 @@ def pipeline_order(problem: Problem, assignment: Assignment, footprints: Sequenc
 
 def _roomiest_order(
     problem: Problem,
-    footprints: Sequence[Footprint],
+    footprints: Footprints,
     used: Sequence[int],
     arcs: set[tuple[int, int]],
 ) -> tuple[int, ...]:
@@ -281,13 +291,13 @@ def _roomiest_order(
 
     def excess(stage: int) -> tuple[int, int]:
         flight = min(problem.request.chunks, len(waiting))
-        use = _least_bytes(problem, footprints[used[stage]], used[stage], flight)
+        use = _least_bytes(problem, footprints(used[stage]), used[stage], flight)
         over = max(0, use - problem.devices[used[stage]].usable_bytes)
         return over, use if problem.request.objective == "memory" else 0
 
     while waiting:
         ready = [stage for stage in sorted(waiting) if not any((before, stage) in arcs for before in waiting)]
-        chosen = min(ready, key=excess)
+        chosen = min(ready, key=excess) if len(ready) > 1 else ready[0]
         stages.append(used[chosen])
         waiting.remove(chosen)
     return tuple(stages)
@@ -358,7 +368,7 @@ def _objective(
     problem: Problem,
     assignment: Assignment,
     load: Sequence[float],
-    memory: Sequence[MemoryUse],
+    use: Callable[[], Sequence[MemoryUse]],
     again: frozenset[int],
 ) -> float:
     objective = problem.request.objective
@@ -367,5 +377,5 @@ def _objective(
     if objective == "devices":
         return float(len(set(assignment)))
     if objective == "memory":
-        return float(max(use.total_bytes for use in memory))
+        return float(max(one.total_bytes for one in use()))
     return max(load)

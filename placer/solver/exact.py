@@ -85,14 +85,12 @@ def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
             one = float(best[0]), counts
             by_number[sum(counts)] = min(one, by_number.get(sum(counts), one))
     cuts = [table.read(counts) for _, counts in by_number.values()]
-    value, place = min((_true_value(problem, cut), place) for place, cut in enumerate(cuts))
-    return found if value == inf else replace(found, devices=cuts[place], value=value)
-
-
-def _true_value(problem: Problem, devices: list[int]) -> float:
-    """The objective of a placement; infinite where it breaks a requirement."""
-    result = costs.judged(problem, devices)
-    return inf if result is None else result.objective_value
+    able = [(costs.evaluate(problem, cut), cut) for cut in cuts if costs.allowed(problem, cut)]
+    known = [(result, cut) for result, cut in able if result is not None]
+    for result, cut in sorted(known, key=lambda one: one[0].objective_value):
+        if costs.fits(problem, result):
+            return replace(found, devices=cut, value=result.objective_value)
+    return found
 
 
 def work_of_cut(problem: Problem, nodes: Reduction) -> int:

@@ -84,6 +84,8 @@ def _one_group(problem: Problem, layers: tuple[int, ...]) -> bool:
 
 def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None:
     """A node that no device which it may be on can hold."""
+    if not memory_rules.can_bind(problem):
+        return None
     for node, need in enumerate(least_of_nodes(problem, nodes)):
         layers = nodes.nodes[node]
         short = {device: need - problem.devices[device].usable_bytes for device in nodes.allowed[node]}

@@ -79,14 +79,11 @@ class Intervals:
             work = [one + more for one, more in zip(work, twice, strict=True)]
         done = np.concatenate([[0.0], np.cumsum(work)])
         compute: Table = done[None, :] - done[:, None]
-        receive = self._over(self._links(device, inwards=True), self._in) + self._over(
-            self._links(device, inwards=True), self._gradient_out
-        )
-        send = self._over(self._links(device, inwards=False), self._out) + self._over(
-            self._links(device, inwards=False), self._gradient_in
-        )
         if device in self.problem.untaxed:
             return compute
+        inwards, outwards = self._links(device, inwards=True), self._links(device, inwards=False)
+        receive = self._over(inwards, self._in) + self._over(inwards, self._gradient_out)
+        send = self._over(outwards, self._out) + self._over(outwards, self._gradient_in)
         if self.problem.request.objective == "latency":
             return compute + receive
         if self.problem.request.transfers == "overlapped":
@@ -103,18 +100,15 @@ class Intervals:
         return 1e3 * min(link.latency_s for link in real), 1e3 / max(link.bandwidth_bytes_per_s for link in real)
 
     @staticmethod
-    def _over(link: tuple[float, float] | None, transfers: tuple[Table, Table]) -> Table:
-        number, size = transfers
+    def _over(link: tuple[float, float] | None, transfers: _Transfers) -> Table:
         if link is None:
-            return np.where(number > 0, inf, 0.0)
-        return number * link[0] + size * link[1]
+            return np.where(transfers.number > 0, inf, 0.0)
+        time_ms: Table = transfers.size * link[1]
+        return time_ms + transfers.number * link[0] if link[0] else time_ms
 
     def _measure_transfers(self) -> None:
         """How many values enter and leave each interval, and their bytes; the same for gradients."""
-        shape = (self._count + 1, self._count + 1)
-        tables = [np.zeros((shape[0] + 1, shape[1] + 1)) for _ in range(8)]
-        self._in, self._out = (tables[0], tables[1]), (tables[2], tables[3])
-        self._gradient_in, self._gradient_out = (tables[4], tables[5]), (tables[6], tables[7])
+        self._in, self._out, self._gradient_in, self._gradient_out = (_Transfers(self._count) for _ in range(4))
         for value in self.problem.values:
             source = self._block_of[value.source]
             readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
@@ -125,14 +119,8 @@ class Intervals:
                 (value.gradient_bytes, self._gradient_in, self._gradient_out),
             ):
                 if weight or entering is self._in:
-                    _add_entering(entering, source, readers, weight)
-                    _add_leaving(leaving, source, readers, weight)
-        for table in tables:
-            np.cumsum(table, axis=0, out=table)
-            np.cumsum(table, axis=1, out=table)
-        self._in, self._out, self._gradient_in, self._gradient_out = (
-            (tables[i][:-1, :-1], tables[i + 1][:-1, :-1]) for i in (0, 2, 4, 6)
-        )
+                    entering.enter(source, readers, weight)
+                    leaving.leave(source, readers, weight)
 
     def _memory(self, flight: int) -> Table:
         return self._fixed + self._passing(flight)
@@ -158,36 +146,32 @@ class Intervals:
 
     def _coming(self, sizes: Sequence[int]) -> Table:
         """The sums of what each value weighs, over those that come in from other stages."""
-        shape = (self._count + 2, self._count + 2)
-        tables = (np.zeros(shape), np.zeros(shape))
+        transfers = _Transfers(self._count)
         for value, size in zip(self.problem.values, sizes, strict=True):
             source = self._block_of[value.source]
             readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
             if readers and size:
-                _add_entering(tables, source, readers, size)
-        coming: Table = np.cumsum(np.cumsum(tables[1], axis=0), axis=1)[:-1, :-1]
-        return coming
+                transfers.enter(source, readers, size)
+        return transfers.size
 
     @cached_property
     def _crossing(self) -> Table:
         """What has its place beside passes, for one micro-batch; see ``memory.crossing_bytes``."""
-        shape = (self._count + 2, self._count + 2)
-        tables = (np.zeros(shape), np.zeros(shape))
+        transfers = _Transfers(self._count)
         for value in self.problem.values:
             source = self._block_of[value.source]
             readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
             keepers = {self._block_of[keeper] for keeper in value.keepers}
             if readers:
-                _add_entering(tables, source, readers, value.held_bytes)
-                _add_leaving(tables, source, readers, value.gradient_bytes)
+                transfers.enter(source, readers, value.held_bytes)
+                transfers.leave(source, readers, value.gradient_bytes)
                 if not keepers:
-                    _add_leaving(tables, source, readers, value.held_bytes)
+                    transfers.leave(source, readers, value.held_bytes)
                 elif source not in keepers:  # a keeper reads it: a stage without one lacks a reader
                     before = max((keeper for keeper in keepers if keeper < source), default=-1)
                     after = min((keeper for keeper in keepers if keeper > source), default=self._count)
-                    _add(tables, value.held_bytes, (before + 1, source + 1), (source + 1, after + 1))
-        crossing: Table = np.cumsum(np.cumsum(tables[1], axis=0), axis=1)[:-1, :-1]
-        return crossing
+                    transfers.add(value.held_bytes, (before + 1, source + 1), (source + 1, after + 1))
+        return transfers.size
 
     def _measure_memory(self) -> None:
         """State, what one micro-batch keeps, and the worst moment of each interval."""
@@ -263,33 +247,61 @@ def _by_layer(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     return found
 
 
-def _add_entering(tables: tuple[Table, Table], source: int, readers: list[int], size: int) -> None:
-    """A value enters the intervals that hold a reader, but not its source."""
-    end = len(tables[0]) - 1
-    before = source
-    for reader in (reader for reader in readers if reader > source):
-        _add(tables, size, (before + 1, reader + 1), (reader + 1, end))
-        before = reader
-    after = source
-    for reader in (reader for reader in reversed(readers) if reader < source):
-        _add(tables, size, (0, reader + 1), (reader + 1, after + 1))
-        after = reader
+class _Transfers:
+    """Values by the intervals that they enter or leave; the tables are filled in once all values are known.
 
+    Args:
+        blocks: how many there are.
+    """
 
-def _add_leaving(tables: tuple[Table, Table], source: int, readers: list[int], size: int) -> None:
-    """A value leaves the intervals that hold its source, but not all of its readers."""
-    end = len(tables[0]) - 1
-    first, last = min(source, readers[0]), max(source, readers[-1])
-    _add(tables, size, (0, source + 1), (source + 1, end))
-    _add(tables, -size, (0, first + 1), (last + 1, end), -1.0)
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._corners: list[tuple[int, int, int, int]] = []
+        self._numbers: list[float] = []
+        self._sizes: list[int] = []
 
+    def enter(self, source: int, readers: list[int], size: int) -> None:
+        """A value enters the intervals that hold a reader, but not its source."""
+        before = source
+        for reader in (reader for reader in readers if reader > source):
+            self.add(size, (before + 1, reader + 1), (reader + 1, self._blocks + 1))
+            before = reader
+        after = source
+        for reader in (reader for reader in reversed(readers) if reader < source):
+            self.add(size, (0, reader + 1), (reader + 1, after + 1))
+            after = reader
 
-def _add(
-    tables: tuple[Table, Table], size: float, rows: tuple[int, int], columns: tuple[int, int], number: float = 1.0
-) -> None:
-    """Add to a rectangle of both tables, as differences: sums along both axes fill it in."""
-    for table, amount in zip(tables, (number, float(size)), strict=True):
-        table[rows[0], columns[0]] += amount
-        table[rows[1], columns[0]] -= amount
-        table[rows[0], columns[1]] -= amount
-        table[rows[1], columns[1]] += amount
+    def leave(self, source: int, readers: list[int], size: int) -> None:
+        """A value leaves the intervals that hold its source, but not all of its readers."""
+        first, last = min(source, readers[0]), max(source, readers[-1])
+        self.add(size, (0, source + 1), (source + 1, self._blocks + 1))
+        self.add(-size, (0, first + 1), (last + 1, self._blocks + 1), -1.0)
+
+    def add(self, size: int, rows: tuple[int, int], columns: tuple[int, int], number: float = 1.0) -> None:
+        """Count so many values of that size in all to the intervals of a rectangle."""
+        self._corners.append((*rows, *columns))
+        self._numbers.append(number)
+        self._sizes.append(size)
+
+    @cached_property
+    def number(self) -> Table:
+        """By interval, how many."""
+        return self._filled(self._numbers)
+
+    @cached_property
+    def size(self) -> Table:
+        """By interval, their bytes."""
+        return self._filled(self._sizes)
+
+    def _filled(self, amounts: Sequence[float]) -> Table:
+        """The amounts in their rectangles: as differences, which sums along both axes fill in."""
+        side = self._blocks + 2
+        if not any(amounts):
+            return np.zeros((side - 1, side - 1))
+        amount = np.array(amounts, np.float64)
+        top, bottom, left, right = np.array(self._corners, np.int64).T
+        places = np.concatenate([top * side + left, bottom * side + right, bottom * side + left, top * side + right])
+        changes = np.concatenate([amount, amount, -amount, -amount])
+        table = np.asarray(np.bincount(places, changes, side * side), np.float64).reshape(side, side)
+        filled: Table = np.cumsum(np.cumsum(table, axis=0), axis=1)[:-1, :-1]
+        return filled

@@ -14,6 +14,9 @@ from placer.solver.reduce import Reduction
 
 def least_of_nodes(problem: Problem, nodes: Reduction) -> list[int]:
     """By node, what its device holds at the least."""
+    if memory_rules.holds_state_alone(problem):
+        sizes = [memory_rules.state_bytes(problem, layer) for layer in problem.layers]
+        return [sum(sizes[layer] for layer in layers) for layers in nodes.nodes]
     touching: list[list[int]] = [[] for _ in problem.layers]
     for index, value in enumerate(problem.values):
         for layer in {value.source, *value.readers}:

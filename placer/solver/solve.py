@@ -344,9 +344,11 @@ class Search:
 
     def offer(self, devices: list[int] | None, method: str) -> None:
         """Keep an assignment if it meets every requirement and is better."""
-        result = None if devices is None else costs.judged(self.problem, devices)
-        if result is None or not self._beats(result):
+        if devices is None or not costs.allowed(self.problem, devices):
             return
+        result = costs.evaluate(self.problem, devices)
+        if result is None or not self._beats(result) or not costs.fits(self.problem, result):
+            return  # in this order, as what fits takes longest to tell
         better = result.objective_value < self.value
         self.best, self.value, self.method = devices, result.objective_value, method if better else self.method
         self.rank = ties.rank(result)
