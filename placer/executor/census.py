@@ -7,8 +7,9 @@ the places to look at are gathered once, and are compared with what they held wi
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from torch import nn
 
@@ -27,6 +28,8 @@ _TABLES = (
 
 _PLAIN = (bool, int, float, str, tuple)
 
+_Holder = TypeVar("_Holder")
+
 _tables = operator.itemgetter(*_TABLES)
 _trains = operator.itemgetter("training")
 
@@ -41,8 +44,7 @@ class Census:
         members: its modules, parameters and buffers, the same objects as long as none was replaced.
         modes: of every module, whether it trains, and whether it has hooks that a captured graph would not run.
         constants: what torch's own modules declare as constants of their code, such as ``p`` of a dropout: a captured
-            graph holds their values. Attributes of other modules may be anything, counters of calls too, and are not
-            looked at.
+            graph holds their values. Of other modules ``Attributes`` looks at what captures read.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,9 +52,8 @@ class Census:
         self.members = _members(modules)
         self.modes = tuple(modes(module))
         self._fields = [child.__dict__ for child in modules]
-        declared = [(child.__dict__, _declared(child)) for child in modules]
-        # Each name twice: the getter of a single one would not give a tuple.
-        self._readers = [(operator.itemgetter(*names, *names), fields) for fields, names in declared if names]
+        declared = ((child.__dict__, name) for child in modules for name in _declared(child))
+        self._readers = _readers(operator.itemgetter, declared)
         self.constants = self._now_constants()
         try:
             self._training, self._contents = self._now_training(), self._now_contents()
@@ -80,11 +81,48 @@ class Census:
         return [*map(_trains, self._fields)]
 
     def _now_constants(self) -> list[object]:
-        return [*chain.from_iterable([read(fields) for read, fields in self._readers])]
+        return [*chain.from_iterable([map(read, fields) for read, fields in self._readers])]
 
     def _now_contents(self) -> list[object]:
         tables = chain.from_iterable(map(_tables, self._fields))
         return [*chain.from_iterable(map(dict.values, filter(None, tables)))]
+
+
+class Attributes:
+    """The attributes of a model's own modules whose values the captures of it hold."""
+
+    def __init__(self) -> None:
+        self._was: dict[tuple[nn.Module, str], object] = {}
+        self._readers: list[tuple[Callable[[nn.Module], object], list[nn.Module]]] = []
+        self._values: list[object] = []
+
+    def add(self, read: Iterable[tuple[nn.Module, str]]) -> None:
+        """Look at these too, given as modules and names; from now on they are to be what they are now."""
+        self._was |= {(module, name): getattr(module, name) for module, name in read}
+        self._readers = _readers(operator.attrgetter, self._was)
+        self._values = self._now()
+
+    def hold(self) -> bool:
+        """Whether all are what they were."""
+        try:
+            now = self._now()
+        except AttributeError:
+            return False
+        if are_same(now, self._values):
+            return True
+        if not are_equal(now, self._values):
+            return False
+        self._values = now  # equal, but others: the next look is quick again
+        return True
+
+    def changed(self) -> list[str]:
+        """The names of those that are not what they were."""
+        return [
+            name for (module, name), was in self._was.items() if not are_equal([getattr(module, name, None)], [was])
+        ]
+
+    def _now(self) -> list[object]:
+        return [*chain.from_iterable([map(read, modules) for read, modules in self._readers])]
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -98,6 +136,16 @@ def are_equal(some: Sequence[object], others: Sequence[object]) -> bool:
         len(some) == len(others)
         and all(a is b or (type(a) is type(b) in _PLAIN and a == b) for a, b in zip(some, others, strict=True))
     )
+
+
+def _readers(
+    getter: Callable[[str], Callable[[_Holder], object]], named: Iterable[tuple[_Holder, str]]
+) -> list[tuple[Callable[[_Holder], object], list[_Holder]]]:
+    """What reads a name, with all that it reads it from: a few names are read from many, without a step for each."""
+    holders: dict[str, list[_Holder]] = {}
+    for holder, name in named:
+        holders.setdefault(name, []).append(holder)
+    return [(getter(name), of_it) for name, of_it in holders.items()]
 
 
 def _declared(module: nn.Module) -> list[str]:

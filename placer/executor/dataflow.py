@@ -287,6 +287,9 @@ class DataFlow(PipelinedRuns):
     def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
         """The segments of a capture under the present map, made once."""
         if capture not in self._plans:
+            if not all(map(self.holds, self._plans)):  # the model has changed: what was made of it before is not kept
+                self._plans = {known: plan for known, plan in self._plans.items() if self.holds(known)}
+                self._repeated.keep_only(self.holds)
             graph, places = self.layers(capture)
             parts = segments(graph, places, state_lookup(graph, self._clones))
             self._plans[capture] = (graph, with_checkpoints(parts, capture.exported.checkpoints))

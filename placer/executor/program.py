@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.executor import autocast
-from placer.executor.census import Census
+from placer.executor.census import Attributes, Census
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export, refuse_hooks
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
+
+_FEW_CALLS = 10
+_OFTEN = 3
 
 
 @dataclass(eq=False)
@@ -40,6 +44,9 @@ class Program:
     _captures: dict[Hashable, list[Capture]] = field(default_factory=dict)
     _seen: dict[Hashable, Capture] = field(default_factory=dict)
     _census: Census | None = None
+    _attributes: Attributes = field(default_factory=Attributes)
+    _looks: int = 0
+    _changes: int = 0
     _modes: dict[Hashable, int] = field(default_factory=dict)
 
     def mode(self) -> Hashable:
@@ -86,6 +93,7 @@ class Program:
                     self.refused[mode] = str(error)
                     return None
                 known.append(fitting)
+                self._attributes.add(fitting.exported.attributes)
             self._seen[key] = fitting
         return self._seen[key]
 
@@ -95,11 +103,31 @@ class Program:
         if before is None or not before.holds():
             self._census = Census(self.module)
             if before is not None and not before.describes(self._census):
-                self._captures.clear()
-                self._seen.clear()
-                self.refused.clear()
+                self._forget()
+        if not self._attributes.hold():
+            self._tell_of_changes()
+            self._forget()
+        self._looks += 1
         assert self._census is not None
         return self._census
+
+    def _forget(self) -> None:
+        self._captures.clear()
+        self._seen.clear()
+        self.refused.clear()
+        self._attributes = Attributes()
+
+    def _tell_of_changes(self) -> None:
+        """A model whose attributes change between all calls is right, and slow: warn of it once."""
+        self._changes = self._changes + 1 if self._looks < _FEW_CALLS else 1
+        self._looks = 0
+        if self._changes == _OFTEN:
+            names = ", ".join(map(repr, dict.fromkeys(self._attributes.changed())))
+            warnings.warn(
+                f"{names}: forward reads what changes between calls, and every change has the model captured anew, "
+                "which takes long; give it to forward as a tensor, or change it less often",
+                stacklevel=5,
+            )
 
     def doubt_refusal(self) -> None:
         """The model itself failed on what was given: that torch.export failed on it too says nothing of the mode."""

@@ -6,8 +6,8 @@ Eagerly, the host issues every operation of every micro-batch; it is slower at t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,6 +15,8 @@ from placer.errors import StageError
 from placer.executor import autocast
 from placer.executor.program import Capture
 from placer.executor.stream import Known, Streams, inference
+
+_Call: TypeAlias = tuple[tuple[Capture, ...], tuple[int, ...], Hashable]
 
 
 class RepeatedCalls:
@@ -26,8 +28,13 @@ class RepeatedCalls:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._seen: set[Hashable] = set()
-        self._refused: set[Hashable] = set()
+        self._seen: set[_Call] = set()
+        self._refused: set[_Call] = set()
+
+    def keep_only(self, holds: Callable[[Capture], bool]) -> None:
+        """Forget the calls of other captures than those that this is true of."""
+        for calls in (self._seen, self._refused):
+            calls -= {call for call in calls if not all(map(holds, call[0]))}
 
     def run(
         self, captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]

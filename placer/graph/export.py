@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from placer import devices
 from placer.errors import CaptureError
-from placer.graph import checkpoints
+from placer.graph import attributes, checkpoints
 from placer.graph.structure import Structure, flatten
 from placer.graph.tracing import GradientMode, OneDevice
 
@@ -50,6 +50,7 @@ class Exported:
         batch_symbol: the symbol of the batch size, or None where it is fixed.
         batch_size: of the example.
         checkpoints: the modules that ran under ``torch.utils.checkpoint``.
+        attributes: the modules and names of the plain attributes whose values the graph holds.
     """
 
     module: fx.GraphModule
@@ -59,6 +60,7 @@ class Exported:
     batch_symbol: Any
     batch_size: int
     checkpoints: tuple[str, ...] = ()
+    attributes: tuple[tuple[nn.Module, str], ...] = ()
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -117,7 +119,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors, inputs = flatten((args, kwargs))
     device = capture_device(module, tensors)
     batch = batch_size(tensors)
-    with traceable(module, device), checkpoints.noticed(module) as checkpointed:
+    with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
         examples = tuple(example(tensor, device) for tensor in tensors)
         program, outputs = _export(module, inputs, examples, batch)
     graph_module = program.module()
@@ -126,7 +128,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
     symbol = _batch_symbol(graph_module.graph)
-    return Exported(graph_module, inputs, outputs, device, symbol, batch, tuple(checkpointed))
+    return Exported(graph_module, inputs, outputs, device, symbol, batch, tuple(checkpointed), notes.only_read())
 
 
 def batch_size(tensors: Sequence[Any]) -> int:

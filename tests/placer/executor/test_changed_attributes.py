@@ -1,0 +1,216 @@
+"""What a model's code reads of its own attributes is, in every call, what it is then: not what was captured."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.executor import program
+from placer.executor.program import Capture
+from placer.graph import attributes
+from placer.testing import logical_devices
+
+
+class Head(nn.Module):
+    """Its temperature is a default of the class until it is set."""
+
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) / self.temperature
+
+
+class Model(nn.Module):
+    """Reads a number, a flag, a word, something that may be missing, and a tensor; counts its calls and is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), Head()
+        self.power, self.doubled, self.kind = 1, False, "tanh"
+        self.bias: float | Tensor | None = None
+        self.scale = torch.ones((), dtype=torch.float64)
+        self.calls = self.epoch = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = getattr(torch, self.kind)(self.first(x)) ** self.power * self.scale
+        if self.bias is not None:
+            x = x + self.bias
+        return self.head(x + x if self.doubled else x)
+
+
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "a number": lambda model: setattr(model, "power", 2),
+    "a number of another type": lambda model: setattr(model, "power", 3.0),
+    "a flag": lambda model: setattr(model, "doubled", True),
+    "a word": lambda model: setattr(model, "kind", "sigmoid"),
+    "what was missing": lambda model: setattr(model, "bias", 0.5),
+    "a tensor where none was": lambda model: setattr(model, "bias", torch.full((4,), 0.5, dtype=torch.float64)),
+    "another tensor": lambda model: setattr(model, "scale", torch.full((), 3.0, dtype=torch.float64)),
+    "a default of the class": lambda model: setattr(model.head, "temperature", 4.0),
+}
+
+
+def _split() -> tuple[Model, Model, DataFlow]:
+    torch.manual_seed(0)
+    model = Model().double()
+    whole = copy.deepcopy(model)
+    flow = DataFlow(model, device_ids=2)
+    flow.layer_gpus.update({"first": 0, "head": 1})
+    flow.update_flow()
+    return model, whole, flow
+
+
+def _batch() -> Tensor:
+    return torch.randn(4, 4, dtype=torch.float64)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The models that were captured since."""
+    made: list[nn.Module] = []
+    export = program.export
+    monkeypatch.setattr(program, "export", lambda module, *given: (made.append(module), export(module, *given))[1])
+    return made
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_call_reads_what_was_changed(change: Callable[[Model], object], chunks: int) -> None:
+    with logical_devices(2), torch.no_grad():
+        model, whole, flow = _split()
+        for each in (model, whole):
+            each.eval()
+        for call in range(5):
+            batch = _batch()
+            if call == 2:
+                change(model), change(whole)
+            torch.testing.assert_close(flow(batch, chunks=chunks).cpu(), whole(batch))
+        assert flow.not_captured_because == ""
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_training_step_reads_what_was_changed(change: Callable[[Model], object]) -> None:
+    with logical_devices(2):
+        model, whole, flow = _split()
+        step = flow.train_step(functional.mse_loss)
+        for call in range(4):
+            if call == 2:
+                change(model), change(whole)
+            batch, target = _batch(), torch.randn(4, 2, dtype=torch.float64)
+            loss = step(batch, target, chunks=2)
+            whole.zero_grad()
+            expected = functional.mse_loss(whole(batch), target)
+            expected.backward()
+            torch.testing.assert_close(loss.cpu(), expected.detach())
+            for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+                assert ours.grad is not None and theirs.grad is not None
+                torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+        assert len(step.pipelines) == 1  # of the model as it was nothing is kept
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_stream_reads_what_was_changed(change: Callable[[Model], object]) -> None:
+    with logical_devices(2), torch.no_grad():
+        model, whole, flow = _split()
+        for each in (model, whole):
+            each.eval()
+        for changed in (False, True):
+            if changed:
+                change(model), change(whole)
+            batches = [_batch() for _ in range(3)]
+            for result, batch in zip(flow.stream(batches), batches, strict=True):
+                torch.testing.assert_close(result.cpu(), whole(batch))
+
+
+def test_what_forward_itself_counts_and_what_it_never_reads_have_nothing_captured_anew(
+    captures: list[nn.Module],
+) -> None:
+    with logical_devices(2), torch.no_grad():
+        model, _, flow = _split()
+        for epoch in range(4):
+            model.epoch = epoch
+            model.calls += 1
+            flow(_batch())
+    assert len(captures) == 1
+
+
+def test_an_equal_value_has_nothing_captured_anew(captures: list[nn.Module]) -> None:
+    with logical_devices(2), torch.no_grad():
+        model, _, flow = _split()
+        for _ in range(3):
+            model.head.temperature = float("2.5")  # another object each time
+            flow(_batch())
+    assert len(captures) == 1
+
+
+def test_what_changes_between_all_calls_is_right_and_warned_of_once() -> None:
+    with logical_devices(2), torch.no_grad():
+        model, whole, flow = _split()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for call in range(8):
+                model.head.temperature = whole.head.temperature = 1.0 + call
+                batch = _batch()
+                torch.testing.assert_close(flow(batch).cpu(), whole(batch))
+    (warning,) = [str(one.message) for one in told if "captured anew" in str(one.message)]
+    assert warning.startswith("'temperature': forward reads what changes between calls")
+
+
+def test_what_changes_now_and_then_is_not_warned_of() -> None:
+    with logical_devices(2), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, _, flow = _split()
+        for call in range(60):
+            model.power = 1 + call // 12
+            flow(_batch())
+
+
+def test_captures_of_the_model_as_it_was_are_not_kept() -> None:
+    with logical_devices(2), torch.no_grad():
+        model, _, flow = _split()
+        model.eval()
+        for call in range(6):
+            model.power = 1 + call // 2
+            flow(_batch(), chunks=2)
+        gc.collect()
+        kept = [found for found in gc.get_objects() if isinstance(found, Capture) and found.exported.attributes]
+        mine = [found for found in kept if any(module is model for module, _ in found.exported.attributes)]
+    assert len(mine) == 1
+
+
+def test_classes_are_as_they_were_after_a_capture() -> None:
+    model = Model()
+    before = [dict(vars(cls)) for cls in (Model, Head)]
+    with attributes.noted(model) as notes:
+        model(torch.randn(2, 4))
+        model.doubled = True
+        assert Head.temperature == 1.0 and not hasattr(Model, "power")
+    assert [dict(vars(cls)) for cls in (Model, Head)] == before
+    read = {(module, name) for module, name in notes.only_read()}
+    names = {(model, name) for name in ("power", "kind", "bias", "scale")}
+    assert read == names | {(model.head, "temperature")}
+    assert (model.calls, model.doubled) == (1, True)
+
+
+def test_an_attribute_that_is_taken_away_is_missing_while_it_is_noted_too() -> None:
+    model = Model()
+    with attributes.noted(model):
+        del model.power
+        with pytest.raises(AttributeError, match="power"):
+            _ = model.power
+        with pytest.raises(AttributeError, match="power"):
+            del model.power
+    assert "power" not in vars(model)
