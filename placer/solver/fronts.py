@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,13 @@ Counts = NDArray[np.float32]
 
 MOST_IDEALS = 25_000
 """More than so many ideals of a front are too many."""
+
+SMALL_PRODUCT, SMALL_SUMS = 2**18, 2**13
+"""A product of matrices, or of one and a column, with no more multiplications is made on one core: they cost less than
+cores that wait for each other."""
+
+TALL = 32
+"""So many rows of a matrix are multiplied at a time, where they are not too long for that."""
 
 
 class Graph:
@@ -99,7 +107,7 @@ class Front:
 
     def held(self, nets: NDArray[np.int64]) -> Counts:
         """By ideal and each of some nets, how many pins of the net the ideal has."""
-        counts: Counts = self.taken.astype(np.float32) @ self.graph.pins[np.ix_(self.free, nets)]
+        counts: Counts = product(self.taken.astype(np.float32), self.graph.pins[np.ix_(self.free, nets)])
         return counts + self.fixed[nets]
 
     @cached_property
@@ -125,12 +133,12 @@ class Front:
         """By ideal, what the nets cost that it cuts."""
         nets = np.flatnonzero(self.unlike)
         held, fixed = self.held(nets), self.fixed
-        cut: Vector = ((held > 0) & (held < self.graph.size[nets])) @ self.graph.cost_ms[nets]
+        cut = _weights((held > 0) & (held < self.graph.size[nets]), self.graph.cost_ms[nets])
         return cut + float(self.graph.cost_ms[(fixed > 0) & (fixed < self.graph.size) & ~self.unlike].sum())
 
     def sums(self, weights: Vector) -> Vector:
         """By ideal, the weight of its nodes."""
-        return np.asarray(self.taken @ weights[self.free]) + float(weights[self.must].sum())
+        return _weights(self.taken, weights[self.free]) + float(weights[self.must].sum())
 
     def some(self, which: Bools | NDArray[np.int64] | slice) -> Front:
         """Some of them."""
@@ -141,6 +149,13 @@ class Front:
         nodes = self.must.copy()
         nodes[self.free] = self.taken[place]
         return nodes
+
+    @property
+    def members(self) -> Bools:
+        """By ideal and node, whether it holds it."""
+        held = np.tile(self.must, (len(self), 1))
+        held[:, self.free] = self.taken
+        return held
 
     @cached_property
     def whole(self) -> int | None:
@@ -208,6 +223,7 @@ class Between:
 
     def __init__(self, before: Front, behind: Front) -> None:
         self._before, self._behind = before, behind
+        self._sums: dict[bytes, tuple[Vector, Vector]] = {}
         graph = before.graph
         unlike = before.unlike | behind.unlike
         start, end = before.fixed, behind.fixed
@@ -254,15 +270,40 @@ class Between:
         A net costs the stage nothing if it has no pin there, or all. As one ideal is within the other, that is so where
         both have as many pins of the net, or the one none and the other all.
         """
-        table: Table = self._rows[rows, None] - self._columns[columns] - self._left[rows] @ self._right[:, columns]
-        table[self._has[rows] @ self._lacks[:, columns] > 0] = inf
+        same = product(self._left[rows], self._right[:, columns])
+        table: Table = self._rows[rows, None] - self._columns[columns] - same
+        table[product(self._has[rows], self._lacks[:, columns]) > 0] = inf
         return table
 
     def weight(self, rows: slice, columns: slice, weights: Vector) -> Table:
         """By some ideals and some later ones, the weight of what is between."""
-        before, behind = self._before.some(rows), self._behind.some(columns)
-        table: Table = behind.sums(weights)[None, :] - before.sums(weights)[:, None]
+        key = weights.tobytes()
+        if key not in self._sums:
+            self._sums[key] = self._before.sums(weights), self._behind.sums(weights)
+        before, behind = self._sums[key]
+        table: Table = behind[None, columns] - before[rows, None]
         return table
+
+
+def product(left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
+    """The product of two matrices, in parts so small that each is made on one core."""
+    (rows, inner), columns = left.shape, right.shape[1]
+    small = SMALL_PRODUCT if columns > 1 else SMALL_SUMS
+    if rows * inner * columns <= small:
+        return np.asarray(left @ right)
+    found = np.empty((rows, columns), np.result_type(left, right))
+    width = max(1, min(columns, small // (inner * TALL)))
+    height = max(1, small // (inner * width))
+    for top in range(0, rows, height):
+        for first in range(0, columns, width):
+            part = slice(top, top + height), slice(first, first + width)
+            found[part] = left[part[0]] @ right[:, part[1]]
+    return found
+
+
+def _weights(chosen: Bools, weights: Vector) -> Vector:
+    """By row, the weight of what is chosen."""
+    return product(chosen.astype(np.float64), weights[:, None])[:, 0]
 
 
 def _members(front: Front, nodes: NDArray[np.int64]) -> Counts:

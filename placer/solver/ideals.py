@@ -7,7 +7,8 @@ what one has more than the one before::
      stage  a         b         c                              max(best(devices less one of c, I), load_c(J less I))
 
 Only chains within a bottleneck count, so few ideals are left of each front (``fronts.py``): those that stages so far
-can hold, and whose rest the other devices can.
+can hold, and whose rest the other devices can. A value that several stages read counts once for that of its source,
+unless that tells too little: then chains are gone through once more, see ``sends.py``.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5.
 """
@@ -22,7 +23,7 @@ from math import inf, log2, prod
 
 import numpy as np
 
-from placer.solver import memory_rules
+from placer.solver import costs, memory_rules
 from placer.solver.capacity import most_within, state_of, work_on
 from placer.solver.cpsat import Meter
 from placer.solver.exact import Counts, Cut, kinds_left, one_less
@@ -30,6 +31,8 @@ from placer.solver.fronts import MOST_IDEALS, Between, Bools, Front, Graph, Rang
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reach import narrowed_windows
 from placer.solver.reduce import SLACK, Reduction
+from placer.solver.sends import Sends, Stages
+from placer.solver.sends import applies as sends_apply
 
 MOST_STATES = 64
 """The most numbers of devices that a placement may take from their classes."""
@@ -39,6 +42,9 @@ MOST_PAIRS = 3_500_000
 
 PAIRS_A_WORK = 5_000_000
 """Pairs that are looked at in a unit of work, in the measure of ``cpsat.Meter``."""
+
+TIMES_A_PAIR = 3
+"""How many numbers, how often a value is sent, are as much work as a pair."""
 
 ROWS = 64
 """So many ideals of a front are looked at together."""
@@ -76,8 +82,9 @@ def best_chain(
         over: asked stage by stage; ends the search as if there were too many.
 
     Returns:
-        The placement of the best chain, and a bound that holds for all: it counts of memory the state alone, and a
-        value once for all stages that read it. No placement and an infinite bound if no chain counts.
+        The placement of the best chain, and a bound that holds for all: it counts of memory the state alone, and,
+        where there are too many ways to send values to several stages, these once. No placement and an infinite bound
+        if no chain counts.
     """
     if not all(nodes.allowed):
         return Cut(None, inf)
@@ -148,6 +155,8 @@ class _Chains:
             if sum(counts) <= problem.most_devices:
                 self.states[sum(counts)].append(counts)
         self.limited = memory_rules.can_bind(problem)
+        self.stages: dict[tuple[int, int], list[Stages]] = {}
+        self.sends = sends_apply(problem)
 
     @cached_property
     def graph(self) -> Graph:
@@ -172,7 +181,34 @@ class _Chains:
                     value, chosen = float(self.reached[counts][whole]), counts
         if value == inf:
             return Cut(None, inf)
-        return Cut(self._read(chosen), value * (1 - ROUNDING), value)
+        found = Cut(self._read(chosen), value * (1 - ROUNDING), value)
+        return (self._sent_to_each() or found) if self.sends and not self._is_true(found) else found
+
+    def _is_true(self, found: Cut) -> bool:
+        """Whether a chain takes no longer where a value counts as often as it is sent."""
+        assert found.devices is not None
+        result = costs.evaluate(self.problem, found.devices)
+        return result is not None and result.objective_value <= found.value * (1 + SLACK)
+
+    def _sent_to_each(self) -> Cut | None:
+        """The best chain where a value counts as often as it is sent; None if there are too many ways to send them."""
+        stages = {place: _in_order(some) for place, some in self.stages.items()}
+        sends = Sends(self.problem, self.nodes, self.fronts, stages, self.within)
+        best = sends.best(self.reached)
+        self.pairs += sends.looked_at // TIMES_A_PAIR
+        if best is None:
+            return None
+        value, way = best
+        if value == inf:
+            return Cut(None, inf)
+        left = [list(one.members) for one in self.classes]
+        devices, before = [0] * self.graph.count, self.fronts[0].ideal(0)
+        for stage, (kind, place) in enumerate(way, start=1):
+            device, held = left[kind].pop(), self.fronts[stage].ideal(place)
+            for node in np.flatnonzero(held & ~before):
+                devices[node] = device
+            before = held
+        return Cut(self.nodes.spread(devices), value * (1 - ROUNDING), value)
 
     def _go_on(self, stage: int) -> bool:
         """The next front, with what is reached there; whether it has not too many ideals."""
@@ -193,8 +229,13 @@ class _Chains:
         return True
 
     def _keep(self, behind: Front, values: dict[Counts, Vector]) -> None:
-        """Keep the ideals that are reached."""
+        """Keep the ideals that are reached, and the stages before them."""
         alive = np.any([value < inf for value in values.values()], axis=0)
+        place = np.cumsum(alive) - 1
+        for kind in range(len(self.classes)):
+            some = self.stages.get((len(self.fronts) - 1, kind), [])
+            some[:] = [one.some(alive[one.behind]) for one in some]
+            some[:] = [one._replace(behind=place[one.behind]) for one in some]
         self.fronts.append(behind.some(alive))
         self.reached.update({counts: value[alive] for counts, value in values.items()})
 
@@ -222,6 +263,10 @@ class _Chains:
     def _through(self, rows: slice, columns: slice, between: Between, values: dict[Counts, Vector]) -> None:
         """Take into account the chains from some ideals of a front to some of the next."""
         loads = self._loads(rows, columns, between)
+        for kind, load in enumerate(loads if self.sends else ()):
+            before, behind = np.nonzero(load <= self.within)
+            some = Stages(before + rows.start, behind + columns.start, load[before, behind])
+            self.stages.setdefault((len(self.fronts) - 1, kind), []).append(some)
         for counts, value in values.items():
             for kind in kinds_left(counts):
                 known = self.reached[one_less(counts, kind)][rows]
@@ -321,3 +366,9 @@ class _Chains:
                 devices[node] = device
             stage, counts = stage - 1, one_less(counts, kind)
         return self.nodes.spread(devices)
+
+
+def _in_order(some: Sequence[Stages]) -> Stages:
+    """All of them, by the ideal behind them."""
+    every = Stages(*map(np.concatenate, zip(*some, strict=True)))
+    return every.some(np.argsort(every.behind, kind="stable"))
