@@ -215,7 +215,8 @@ class _Stages:
         made: list[Tensor] = []
 
         def forward() -> None:
-            made[:] = [self._loss_fn(structure.unflatten(leaves), goal_structure.unflatten(goals))]
+            made.clear()  # a graph of autograd that lived on from another lane would be waited for in a recording
+            made.append(self._loss_fn(structure.unflatten(leaves), goal_structure.unflatten(goals)))
 
         def backward() -> None:
             torch.autograd.grad(made[0], roots, retain_graph=True, allow_unused=True)

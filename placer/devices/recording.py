@@ -126,14 +126,31 @@ def _captured(
     graph = torch.cuda.CUDAGraph()
     for generator in drawn_from:
         graph.register_generator_state(generator)
-    with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
-        warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
-        before = torch.cuda.memory_reserved(stream.device)
-        if room:
-            torch.empty(room, dtype=torch.uint8, device=stream.device)  # free at once, and the pool's from now on
-        run()
-        after = torch.cuda.memory_reserved(stream.device)
+    try:
+        with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
+            warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
+            before = torch.cuda.memory_reserved(stream.device)
+            if room:
+                torch.empty(room, dtype=torch.uint8, device=stream.device)  # free at once, and the pool's from now on
+            run()
+            after = torch.cuda.memory_reserved(stream.device)
+    except BaseException:
+        _end_allocating(stream.device, pool)
+        raise
     return graph, int(after) - int(before)
+
+
+def _end_allocating(device: torch.device, pool: Any) -> None:
+    """Let a pool go whose recording failed.
+
+    Where a recording is broken off by what it may not do, torch never tells its allocator that it is over: the pool
+    would stay, and memory that several streams used would not be given back on this device any more.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+    except RuntimeError:  # the recording ended as it should: the graph itself lets its pool go
+        return
+    torch._C._cuda_releasePool(device.index or 0, pool)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from placer import devices as hardware
 from placer.devices import DeviceLike
 from placer.errors import InputError
 from placer.profiler.cache import Cache, CacheLike, open_cache
-from placer.profiler.links import Ports, links_to_measure, measure_links
+from placer.profiler.links import Ports, evened, links_to_measure, measure_links
 from placer.profiler.progress import Shown, Step, progress_bar
 from placer.schema import Cluster, Device
 
@@ -76,7 +76,8 @@ def measure(
             _describe(device, found, limits.get(device), measured.ports.get(device), fragmented_bytes)
             for device in found
         ]
-        return Cluster(devices=tuple(described), links=tuple(measured.links))
+        links = evened(measured.links, {device.name: device.type for device in described})
+        return Cluster(devices=tuple(described), links=tuple(links))
 
 
 def resolve_limits(found: Sequence[torch.device], memory_bytes: MemoryLimit) -> dict[torch.device, int]:

@@ -2,13 +2,18 @@
 
 A link that changes bytes is never used: what would go over it goes by way of the host's memory, in this process from
 now on, and wherever a placement is used that was made with this cluster. Its times are those of that way.
+
+Links between devices of the same types that differ by less than measurements do are one and the same: each gets the
+medians of all. Which device takes which stage would else hang on the noise of a few microseconds.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ from placer.profiler import ways
 from placer.profiler.cache import Cache, key_of
 from placer.profiler.conditions import conditions
 from placer.profiler.progress import Step
+from placer.profiler.timing import significant
 from placer.schema import Link, Rate
 
 _LOADS: dict[str, dict[str, bool]] = {
@@ -26,6 +32,9 @@ _LOADS: dict[str, dict[str, bool]] = {
     "computing": {"computing": True},
     "both_ways_computing": {"both_ways": True, "computing": True},
 }
+_NOISE = {2**16: 0.25, 2**26: 0.1}
+"""Measured again, a transfer of so many bytes over the same link takes up to this share more or less."""
+
 Fields = dict[str, Any]
 _log = logging.getLogger(__name__)
 
@@ -85,6 +94,57 @@ def measure_links(found: Sequence[torch.device], step: Step, cache: Cache | None
             if source != target:
                 measured.links.append(_link(source, target, rates, measured.ports, step, known))
     return measured
+
+
+def evened(links: Sequence[Link], types: Mapping[str, str]) -> list[Link]:
+    """Links with the noise of their measurement taken out.
+
+    Args:
+        links: as they were measured; those of one route between the same types of devices are alike where transfers,
+            small and large, differ by no more than the noise.
+        types: by name, each device's.
+
+    Returns:
+        The same links in the same order; those that are alike have the medians of their rates.
+    """
+    kinds: dict[Any, list[Link]] = {}
+    for link in links:
+        kinds.setdefault((types[link.source], types[link.target], link.route, link.fault), []).append(link)
+    medians: dict[tuple[str, str], Link] = {}
+    for alike in (group for kind in kinds.values() for group in _groups(kind)):
+        rates = {name: _median([getattr(link, name) for link in alike]) for name in _LOADS}
+        own = _median(alike)
+        assert own is not None
+        medians |= {(link.source, link.target): link.model_copy(update=rates | dict(own)) for link in alike}
+    return [medians[link.source, link.target] for link in links]
+
+
+def _groups(links: Sequence[Link]) -> list[list[Link]]:
+    """Links as fast as one another, the fastest first."""
+    groups: list[list[Link]] = []
+    for link in sorted(links, key=lambda link: (-link.bandwidth_bytes_per_s, link.latency_s)):
+        fitting = (group for group in groups if _is_alike(group[0], link))
+        group = next(fitting, None)
+        if group is None:
+            groups.append([link])
+        else:
+            group.append(link)
+    return groups
+
+
+def _is_alike(one: Link, other: Link) -> bool:
+    return all(isclose(one.transfer_ms(size), other.transfer_ms(size), rel_tol=share) for size, share in _NOISE.items())
+
+
+def _median(rates: Sequence[Link | Rate | None]) -> Rate | None:
+    """Of rates in bytes per second and latencies in seconds; None where one was not measured."""
+    known = [rate for rate in rates if rate is not None]
+    if len(known) < len(rates):
+        return None
+    return Rate(
+        bandwidth_bytes_per_s=significant(statistics.median(rate.bandwidth_bytes_per_s for rate in known)),
+        latency_s=significant(statistics.median(rate.latency_s for rate in known)),
+    )
 
 
 def _link(

@@ -16,7 +16,7 @@ from placer.devices import routes
 from placer.errors import ProfilingError
 from placer.profiler import links, ways
 from placer.profiler.cache import Cache
-from placer.profiler.links import Ports, links_to_measure, measure_links
+from placer.profiler.links import Ports, evened, links_to_measure, measure_links
 from placer.profiler.ways import fit, through_host
 from placer.schema import Link, Rate
 
@@ -179,3 +179,35 @@ def test_a_device_whose_way_to_the_host_changes_bytes_is_refused(monkeypatch: py
 
 def test_links_written_before_there_were_loads_are_read() -> None:
     assert Link.model_validate({"source": "a", "target": "b", "bandwidth_bytes_per_s": 1.0}).route == "direct"
+
+
+def test_links_that_differ_by_noise_are_one_and_those_of_another_way_stay_apart() -> None:
+    def link(source: int, target: int, bandwidth: float, latency_s: float, both: float | None = None) -> Link:
+        rate = None if both is None else Rate(bandwidth_bytes_per_s=both, latency_s=latency_s)
+        return Link(
+            source=f"cuda:{source}",
+            target=f"cuda:{target}",
+            bandwidth_bytes_per_s=bandwidth,
+            latency_s=latency_s,
+            both_ways=rate,
+        )
+
+    fast = [link(0, 1, 404.6e9, 1.02e-5, 350e9), link(1, 0, 414.0e9, 1.07e-5, 370e9), link(2, 3, 410e9, 1.1e-5, 360e9)]
+    slow = [link(0, 2, 25e9, 2e-5), link(2, 0, 26e9, 2e-5), link(3, 2, 410e9, 9e-5)]
+    types = dict.fromkeys(("cuda:0", "cuda:1", "cuda:2", "cuda:3"), "card")
+    found = evened([*fast, *slow], types)
+    assert [(one.source, one.target) for one in found] == [(one.source, one.target) for one in [*fast, *slow]]
+    rates = [(one.bandwidth_bytes_per_s, one.latency_s, one.both_ways) for one in found]
+    wanted = (410e9, 1.07e-5, Rate(bandwidth_bytes_per_s=360e9, latency_s=1.07e-5))
+    assert rates[:3] == [wanted] * 3
+    assert rates[3:5] == [(25.5e9, 2e-5, None)] * 2
+    assert found[5] == slow[2]
+
+
+def test_links_between_other_types_or_by_another_route_are_not_mixed() -> None:
+    ends = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:0", "cuda:2")]
+    links = [
+        Link(source=a, target=b, bandwidth_bytes_per_s=1e9 + 1e6 * i, route="host" if i == 1 else "direct")
+        for i, (a, b) in enumerate(ends)
+    ]
+    assert evened(links, {"cuda:0": "one", "cuda:1": "one", "cuda:2": "other"}) == links
