@@ -1,0 +1,51 @@
+"""On real GPUs: what a recording that fails leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from placer import devices
+
+MIB = 2**20
+
+
+@pytest.mark.gpu
+def test_a_recording_that_fails_keeps_no_memory() -> None:
+    place = torch.device("cuda", 0)
+    devices.record([lambda: torch.ones(1, device=place)], place)  # libraries take what they keep
+
+    def forbidden() -> None:
+        made = torch.ones(64 * MIB, dtype=torch.uint8, device=place)
+        if devices.recording():
+            torch.cuda.synchronize(place)  # a capture is broken off by it
+        made.add_(1)
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(place)
+    with pytest.raises(devices.NotRecordable):
+        devices.record([forbidden], place)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(place) == before
+
+
+@pytest.mark.gpu
+def test_after_a_recording_that_failed_memory_that_two_streams_used_is_given_back() -> None:
+    place = torch.device("cuda", 0)
+
+    def forbidden() -> None:
+        if devices.recording():
+            torch.cuda.synchronize(place)
+        torch.ones(1, device=place)
+
+    with pytest.raises(devices.NotRecordable):
+        devices.record([forbidden], place)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(place)
+    other = torch.cuda.Stream(place)
+    used = torch.ones(64 * MIB, dtype=torch.uint8, device=place)
+    used.record_stream(other)
+    del used
+    torch.cuda.synchronize(place)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(place) == before
