@@ -64,7 +64,7 @@ class Graph:
         self.needs: list[list[int]] = [[] for _ in range(self.count)]
         for source, reader in arcs:
             self.needs[reader].append(source)
-        self.first, self.last = _along(arcs, windows)
+        self.first, self.last = along(arcs, windows)
         costs: dict[tuple[int, ...], float] = {}
         for net in joined_nets(problem, nodes):
             pins = tuple(sorted((net.source, *net.readers)))
@@ -76,7 +76,7 @@ class Graph:
         self.size = self.pins.sum(axis=0)
 
 
-def _along(arcs: Sequence[tuple[int, int]], windows: Windows) -> tuple[list[int], list[int]]:
+def along(arcs: Sequence[tuple[int, int]], windows: Windows) -> tuple[list[int], list[int]]:
     """The first and the last stages, so that no node begins before what it needs, nor ends after what needs it."""
     first, last = [list(ends) for ends in zip(*windows, strict=True)]
     for source, reader in arcs:  # ascending sources, so that each is final when it is passed on

@@ -27,6 +27,7 @@ from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
 from placer.solver import (
     answer,
     bounds,
+    class_orders,
     conflict,
     costs,
     free_search,
@@ -42,9 +43,10 @@ from placer.solver.divide import divide_anew
 from placer.solver.fewest import FewestSearch, Outcome
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.model import PlacementModel, worth_building
+from placer.solver.order_search import search_orders
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
-from placer.solver.stage_links import quickest_everywhere, stage_links
+from placer.solver.stage_links import StageLinks, quickest_everywhere, stage_links
 from placer.solver.stages import StageModel
 from placer.solver.step_choices import questions
 from placer.solver.step_time import StepSearch
@@ -192,6 +194,7 @@ class Search:
         method: what found the best.
         enough: a bottleneck that will do: the search ends with a placement within it, or the proof that none is; None
             for the smallest.
+        quick: to leave out the integer program.
         meter: counts the work, and ends the search when all is done that may be.
         too_many: a bottleneck of which there are too many ideals, as far as is known.
         merged: the layers in the nodes of the threshold that was last asked for, and that threshold.
@@ -207,6 +210,7 @@ class Search:
     bound: float = 0.0
     method: str = ""
     enough: float | None = None
+    quick: bool = False
     meter: Meter = field(default_factory=Meter)
     too_many: float = inf
     merged: tuple[float, Reduction] | None = None
@@ -222,7 +226,7 @@ class Search:
         self._start()
         if self.open() and not self.problem.contiguous:
             free_search.before_the_program(self)
-        if self.open():
+        if self.open() and not self.quick:
             reason = self._program()
         if self.best is None:
             return self._nothing(reason, "integer program")
@@ -281,13 +285,12 @@ class Search:
         links = stage_links(self.problem)
         if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
             return
-        easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
-        search = Search(easier, stop=self.stop, meter=self.meter)
-        search.answer()
-        self.prove(min(search.bound, self.value))
-        self.offer(search.best, search.method)
+        in_order = class_orders.applies(self.problem, stage_search.nodes_within(self))
+        self._ask_less(links, quick=in_order)
         if self.open():
             divide_anew(self, stage_search.nodes_within(self), QUICK, busiest_alone=True)
+        if in_order and self.open() and not search_orders(self) and not self.over(RELAXED_SHARE):
+            self._ask_less(links)
         if not self.open() or self.over(1.0):
             return
         model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)
@@ -296,6 +299,14 @@ class Search:
         self.offer(result.devices, "integer program")
         if self.open() and not self.over(1.0):
             stage_search.halve(self, QUICK)
+
+    def _ask_less(self, links: StageLinks, *, quick: bool = False) -> None:
+        """A bound, and maybe a better placement, from the problem over links that are all alike."""
+        easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
+        search = Search(easier, stop=self.stop, meter=self.meter, quick=quick)
+        search.answer()
+        self.prove(min(search.bound, self.value))
+        self.offer(search.best, search.method)
 
     def limits(self, work: float) -> Limits:
         """For a search of so much work whose placements are offered as they are found."""

@@ -1,0 +1,104 @@
+"""What values cost where they cross between classes of devices, stage by stage.
+
+The classes of the stages are known. A stage pays for a net that it shares with others: with the source, over the link
+from there to each of the readers, which are behind it, with a reader over the link from the source, which is before it.
+Where another end of the net is, is known from the stages at which it can be, so the least that it may cost is that of
+the best link to any of these.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.schema import Link
+from placer.solver.problem import Problem, Value
+from placer.solver.reduce import Reduction
+
+Bools = NDArray[np.bool_]
+Vector = NDArray[np.float64]
+
+
+class ClassNets:
+    """The values as nets of nodes, and what they cost between classes.
+
+    Args:
+        problem: what is asked; every device pays for its transfers.
+        nodes: its layers, joined where they must be together.
+        never_ms: what stands for a transfer where there is no link.
+
+    Attributes:
+        pins: by net and node, whether the net has a pin there.
+        costs_ms: by net, the class of its source and that of a reader, what it costs both, at the least.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, never_ms: float) -> None:
+        classes = problem.alike_devices()
+        links = [[_between(problem, one, other) for other in classes] for one in classes]
+        found: dict[tuple[int, tuple[int, ...], bool], Vector]
+        found = defaultdict(lambda: np.zeros((len(classes), len(classes))))
+        for value in problem.values:
+            source = nodes.node_of[value.source]
+            readers = tuple(sorted(nodes.of(value.readers) - {source}))
+            if readers:
+                found[source, readers, value.ordered] += _costs_ms(value, links, never_ms)
+        self.costs_ms = np.minimum(np.array(list(found.values())).reshape(-1, len(classes), len(classes)), never_ms)
+        self._sources = np.array([source for source, _, _ in found], np.int64)
+        self._ordered = np.array([ordered for _, _, ordered in found], np.bool_)[:, None]
+        self._readers = np.zeros((len(found), len(nodes.nodes)), np.float32)
+        for net, (_, readers, _) in enumerate(found):
+            self._readers[net, list(readers)] = 1
+
+    @cached_property
+    def pins(self) -> Bools:
+        """By net and node, whether the net has a pin there."""
+        pins = self._readers > 0
+        pins[np.arange(len(pins)), self._sources] = True
+        return pins
+
+    def least_ms(self, kind: int, here: Bools, earlier: Bools, later: Bools) -> Vector:
+        """By net, what it costs a stage at the least, if it is cut and has a pin there.
+
+        Args:
+            kind: the stage's class.
+            here: by node, whether it can be at the stage.
+            earlier: by node and class, whether it can be at a stage before, of that class.
+            later: by node and class, whether it can be at a stage behind, of that class.
+        """
+        before, behind = earlier[self._sources], self._any_reader(later)
+        if not self._ordered.all():
+            before = np.where(self._ordered, before, before | later[self._sources])
+            behind = np.where(self._ordered, behind, behind | self._any_reader(earlier))
+        readers_here = self._any_reader(here[:, None])
+        sent = np.where(behind & here[self._sources, None], self.costs_ms[:, kind, :], np.inf).min(axis=1)
+        received = np.where(before & readers_here, self.costs_ms[:, :, kind], np.inf).min(axis=1)
+        least = np.minimum(sent, received)
+        return np.where(np.isfinite(least), least, 0.0)
+
+    def _any_reader(self, which: Bools) -> Bools:
+        """By net, whether any of its readers is one of some nodes, in each column."""
+        found: Bools = self._readers @ which.astype(np.float32) > 0
+        return found
+
+
+def _between(problem: Problem, ones: Sequence[int], others: Sequence[int]) -> list[Link]:
+    """The links from devices of one class to those of another: alike, as devices of a class may be swapped."""
+    links = (problem.links[one][other] for one in ones for other in others if one != other)
+    return [link for link in links if link is not None]
+
+
+def _costs_ms(value: Value, links: Sequence[Sequence[list[Link]]], never_ms: float) -> Vector:
+    """By the classes of source and reader, the time of a value there and of its gradient back."""
+
+    def least(between: Sequence[Link], size: int) -> float:
+        return min((link.transfer_ms(size) for link in between), default=never_ms)
+
+    def both(source: int, reader: int) -> float:
+        back = least(links[reader][source], value.gradient_bytes) if value.gradient_bytes else 0.0
+        return least(links[source][reader], value.bytes) + back
+
+    return np.array([[both(source, reader) for reader in range(len(links))] for source in range(len(links))])

@@ -1,0 +1,82 @@
+"""A search order by order of classes (``class_orders.py``): what no order has a chain within is proven.
+
+    best known  ├── a a b b ✗ ── a b a b: a better one ──┤ next orders are asked for less ── b a b a ✗ ──▶ proven
+
+A chain may be better than the placement that is made of it, as its cost is that of the best links its values may have,
+and of memory it counts the state alone. Its order is then asked again for what is better than the best known, which may
+tell where its values' ends are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from placer.solver import class_orders, costs
+from placer.solver.class_orders import ClassOrders, Order
+from placer.solver.stage_search import nodes_within
+
+if TYPE_CHECKING:
+    from placer.solver.solve import Search
+
+ROUNDS = 3
+"""So often an order is asked for something better, at the most."""
+
+SHARE = 0.7
+"""How much of the time all orders may take."""
+
+
+def search_orders(search: Search) -> bool:
+    """Go through all orders; whether each of them was answered.
+
+    Args:
+        search: with a placement, of a problem that ``class_orders.applies`` to.
+    """
+    asked = _likely_first(search, class_orders.orders(search.problem))
+    bounds = dict.fromkeys(asked, search.bound)
+    for _ in range(ROUNDS):
+        known = dict(bounds)
+        if not _ask(search, bounds):
+            return False
+        least = min(bounds.values())
+        search.prove(search.nothing_below() if least >= search.better() else least)
+        if not search.open() or bounds == known:
+            break
+    return True
+
+
+def _ask(search: Search, bounds: dict[Order, float]) -> bool:
+    """Ask each order that may have something better for it; whether each was answered.
+
+    Args:
+        search: as above.
+        bounds: by order, what is proven of it, which is raised.
+    """
+    given: ClassOrders | None = None
+    for order, bound in bounds.items():
+        upper = search.better()
+        if bound >= upper:
+            continue
+        if given is None or given.upper > upper:
+            given = ClassOrders(search.problem, nodes_within(search, upper), upper)
+        chain = None if search.over(SHARE) else given.best(order, lambda: search.over(SHARE))
+        if chain is None:
+            return False
+        search.meter.done += chain.work
+        bounds[order] = max(bound, min(chain.bound, upper))
+        search.offer(chain.devices, "ideals")
+    return True
+
+
+def _likely_first(search: Search, orders: Sequence[Order]) -> list[Order]:
+    """Orders that are most like that of the best placement first."""
+    assert search.best is not None
+    result = costs.evaluate(search.problem, search.best)
+    assert result is not None  # it was found, so it can be
+    kind_of = {device: kind for kind, alike in enumerate(search.problem.alike_devices()) for device in alike}
+    best = [kind_of[device] for device in result.stages]
+
+    def unlike(order: Order) -> int:
+        return sum(one != other for one, other in zip(order, best, strict=False))
+
+    return sorted(orders, key=unlike)
