@@ -49,15 +49,18 @@ class ClassNets:
         self.costs_ms = np.minimum(np.array(list(found.values())).reshape(-1, len(classes), len(classes)), never_ms)
         self._sources = np.array([source for source, _, _ in found], np.int64)
         self._ordered = np.array([ordered for _, _, ordered in found], np.bool_)[:, None]
-        self._readers = np.zeros((len(found), len(nodes.nodes)), np.float32)
-        for net, (_, readers, _) in enumerate(found):
-            self._readers[net, list(readers)] = 1
+        ends = [readers for _, readers, _ in found]
+        self._readers = np.array([reader for readers in ends for reader in readers], np.int64)
+        self._begins = np.cumsum([0, *map(len, ends)])[:-1].astype(np.int64)
+        self._count = len(nodes.nodes)
 
     @cached_property
     def pins(self) -> Bools:
         """By net and node, whether the net has a pin there."""
-        pins = self._readers > 0
+        pins = np.zeros((len(self._sources), self._count), np.bool_)
         pins[np.arange(len(pins)), self._sources] = True
+        sizes = np.diff(self._begins, append=len(self._readers))
+        pins[np.repeat(np.arange(len(pins)), sizes), self._readers] = True
         return pins
 
     def least_ms(self, kind: int, here: Bools, earlier: Bools, later: Bools) -> Vector:
@@ -81,7 +84,9 @@ class ClassNets:
 
     def _any_reader(self, which: Bools) -> Bools:
         """By net, whether any of its readers is one of some nodes, in each column."""
-        found: Bools = self._readers @ which.astype(np.float32) > 0
+        if not len(self._begins):
+            return np.zeros((0, which.shape[1]), np.bool_)
+        found: Bools = np.logical_or.reduceat(which[self._readers], self._begins, axis=0)
         return found
 
 

@@ -180,17 +180,17 @@ class _StageCutter:
         self._order(windows, stage)
 
     def _heavy(self, windows: Windows, stage: int, fixed: Bools, work: Vector) -> Bools:
-        """By node, whether it, what it needs there and what is there for sure take longer than may be."""
-        free, count = self._free, len(fixed)
-        able = np.where(work[free] < np.inf, work[free], 2 * self._within)
-        before = windows.graph.before[np.ix_(free, free)]
-        late, early = ~windows.maybe[stage][free], windows.surely[stage + 1][free]
-        heavy = np.zeros(count, np.bool_)
-        needed = (before & (late & ~fixed[free])[None, :]) @ able
-        needing = (before.T & (early & ~fixed[free])[None, :]) @ able
-        alone = np.where(fixed[free], 0.0, able) + able[fixed[free]].sum()
-        least = np.maximum(alone, able[fixed[free]].sum() + np.maximum(needed, needing))
-        heavy[free] = least > self._within * (1 + SLACK)
+        """By node, whether it, what comes with it there and what is there for sure take longer than may be."""
+        free = self._free
+        able = np.floor(np.minimum(work * self._steps_per_ms, 2 * STEPS)).astype(np.int64)
+        late = np.flatnonzero(windows.here(stage) & ~windows.maybe[stage] & ~fixed)
+        early = np.flatnonzero(windows.here(stage) & windows.surely[stage + 1] & ~fixed)
+        before = windows.graph.before
+        needed = before[np.ix_(free, late)] @ able[late]  # whole numbers, which no other core is waited for
+        needing = before[np.ix_(early, free)].T @ able[early]
+        alone = np.where(fixed[free], 0, able[free])
+        heavy = np.zeros(len(fixed), np.bool_)
+        heavy[free] = able[fixed].sum() + np.maximum(alone, np.maximum(needed, needing)) > STEPS
         return heavy
 
     def _arcs(self, tails: NDArray[np.int64], heads: NDArray[np.int64], steps: NDArray[np.int64]) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROUNDS = 3
 """So often an order is asked for something better, at the most."""
 
-SHARE = 0.7
+SHARE = 0.85
 """How much of the time all orders may take."""
 
 
@@ -55,7 +55,7 @@ def _ask(search: Search, bounds: dict[Order, float]) -> bool:
     given: ClassOrders | None = None
     for order, bound in bounds.items():
         upper = search.better()
-        if bound >= upper:
+        if bound >= upper or not search.open():
             continue
         if given is None or given.upper > upper:
             given = ClassOrders(search.problem, nodes_within(search, upper), upper)

@@ -194,7 +194,6 @@ class Search:
         method: what found the best.
         enough: a bottleneck that will do: the search ends with a placement within it, or the proof that none is; None
             for the smallest.
-        quick: to leave out the integer program.
         meter: counts the work, and ends the search when all is done that may be.
         too_many: a bottleneck of which there are too many ideals, as far as is known.
         merged: the layers in the nodes of the threshold that was last asked for, and that threshold.
@@ -210,7 +209,6 @@ class Search:
     bound: float = 0.0
     method: str = ""
     enough: float | None = None
-    quick: bool = False
     meter: Meter = field(default_factory=Meter)
     too_many: float = inf
     merged: tuple[float, Reduction] | None = None
@@ -226,7 +224,7 @@ class Search:
         self._start()
         if self.open() and not self.problem.contiguous:
             free_search.before_the_program(self)
-        if self.open() and not self.quick:
+        if self.open():
             reason = self._program()
         if self.best is None:
             return self._nothing(reason, "integer program")
@@ -285,12 +283,12 @@ class Search:
         links = stage_links(self.problem)
         if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
             return
-        in_order = class_orders.applies(self.problem, stage_search.nodes_within(self))
-        self._ask_less(links, quick=in_order)
+        if class_orders.applies(self.problem, stage_search.nodes_within(self)):
+            search_orders(self)
+        if self.open() and not self.over(RELAXED_SHARE):
+            self._ask_less(links)
         if self.open():
             divide_anew(self, stage_search.nodes_within(self), QUICK, busiest_alone=True)
-        if in_order and self.open() and not search_orders(self) and not self.over(RELAXED_SHARE):
-            self._ask_less(links)
         if not self.open() or self.over(1.0):
             return
         model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)
@@ -300,10 +298,10 @@ class Search:
         if self.open() and not self.over(1.0):
             stage_search.halve(self, QUICK)
 
-    def _ask_less(self, links: StageLinks, *, quick: bool = False) -> None:
+    def _ask_less(self, links: StageLinks) -> None:
         """A bound, and maybe a better placement, from the problem over links that are all alike."""
         easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
-        search = Search(easier, stop=self.stop, meter=self.meter, quick=quick)
+        search = Search(easier, stop=self.stop, meter=self.meter)
         search.answer()
         self.prove(min(search.bound, self.value))
         self.offer(search.best, search.method)
