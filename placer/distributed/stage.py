@@ -17,7 +17,7 @@ from placer.distributed.line import LineStage
 from placer.distributed.parcels import Parcel
 from placer.distributed.recompute import StateTable, recomputed
 from placer.distributed.tree import Names, plant, slot
-from placer.executor.deferred import DeferWeights, Queue
+from placer.graph.deferred import DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
 
 

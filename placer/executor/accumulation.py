@@ -23,6 +23,9 @@ class Accumulation:
 
     Args:
         weights: leaves of autograd; those with a gradient in place are meant, others are left alone.
+
+    Attributes:
+        is_open: whether a backward pass runs inside it.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -30,7 +33,7 @@ class Accumulation:
         self._sums = {key: weight.grad for key, weight in self._weights.items()}
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._bytes = 0
-        self._is_open = False
+        self.is_open = False
         for weight in self._weights.values():
             weight.register_post_accumulate_grad_hook(weakly(self._take))  # type: ignore[no-untyped-call]
 
@@ -38,12 +41,12 @@ class Accumulation:
         # Without a gradient to add to, autograd hands over the one that it made.
         for weight in self._weights.values():
             weight.grad = None
-        self._is_open = True
+        self.is_open = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_open = False
+        self.is_open = False
         for key, weight in self._weights.items():
             weight.grad = self._sums[key]
         if error is None:
@@ -53,9 +56,13 @@ class Accumulation:
 
     def _take(self, weight: Tensor) -> None:
         total = self._sums[id(weight)]
-        if self._is_open and weight.grad is not None and total is not None:
+        if self.is_open and weight.grad is not None and total is not None:
             gradient, weight.grad = weight.grad, None
             self.add(total, gradient)
+
+    def total(self, weight: Tensor) -> Tensor | None:
+        """The gradient in place of a weight; None if it has none."""
+        return self._sums.get(id(weight), weight.grad)
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
         """Add a gradient to a sum, now or with others.

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from placer.devices import Repeated
 from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment, Step
+from placer.graph.deferred import whole
 from placer.graph.layers import Layer
 
 
@@ -77,9 +78,10 @@ class Group:
             return tuple(inner.read(name, device) for name in self.writes)
 
         reads = [values.read(name, device) for name in self.reads]
-        made = checkpoint(
-            compute, *reads, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts(device)
-        )
+        with whole():
+            made = checkpoint(
+                compute, *reads, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts(device)
+            )
         values.write(self.writes, made)
         values.forget(name for step in self.steps for name in step.forget if name in self.reads)
 

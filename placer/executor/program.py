@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from placer.errors import CaptureError
-from placer.executor import autocast
 from placer.executor.census import Attributes, Census
+from placer.graph import autocast
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export, refuse_hooks
 from placer.graph.granularity import Granularity

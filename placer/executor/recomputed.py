@@ -21,10 +21,10 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import Repeated
-from placer.executor import autocast
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.slot import Slot
 from placer.executor.stage import Stage
+from placer.graph import autocast
 
 
 class RecomputedStage(Stage):

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 
 from placer.errors import StageError
-from placer.executor import autocast
 from placer.executor.program import Capture
 from placer.executor.stream import Known, Streams, inference
+from placer.graph import autocast
 
 _Call: TypeAlias = tuple[tuple[Capture, ...], tuple[int, ...], Hashable]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from placer.devices import Mark
 from placer.executor.accumulation import Accumulation
-from placer.executor.deferred import Queue
 from placer.executor.faults import Trail
+from placer.graph.deferred import Queue
 
 Reader = int | None
 """The stage that reads a value; None for the loss."""
@@ -104,15 +104,34 @@ class NamedQueue(Queue):
     def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
         """Leave something for later; see ``Queue``."""
         self.append(partial(self._run, self._trail.layer, add))
+        self._reached(weights)
+
+    def _reached(self, weights: Iterable[Tensor | None]) -> None:
         for weight in weights:
             if weight is not None and weight.requires_grad:
                 self._reach(weight)
 
+    def gradient(self, weight: Tensor) -> Tensor | None:
+        """What is added to, inside ``Accumulation`` and outside; see ``Queue``."""
+        return self._accumulation.total(weight)
+
     def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
         """Add to the gradient of a weight, now or with others; see ``Accumulation``."""
-        assert weight.grad is not None
-        self._accumulation.add(weight.grad, gradient)
+        total = self.gradient(weight)
+        assert total is not None
+        self._accumulation.add(total, gradient)
 
     def _run(self, layer: str | None, add: Callable[[], None]) -> None:
         self._trail.layer = layer
         add()
+
+
+class AtOnce(NamedQueue):
+    """Weight gradients that are not left for later: a product is added as it is made, which is no gradient more."""
+
+    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
+        """Do it now; nothing where the pass is not run for gradients of weights."""
+        if self._accumulation.is_open:
+            with torch.no_grad():
+                add()
+            self._reached(weights)

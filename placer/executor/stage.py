@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.executor import autocast
 from placer.executor.accumulation import Accumulation
-from placer.executor.deferred import DeferWeights
 from placer.executor.faults import Trail
 from placer.executor.input_gradients import detached
 from placer.executor.segments import MicroBatch, Segment
-from placer.executor.slot import Head, Key, NamedQueue, Slot
+from placer.executor.slot import AtOnce, Head, Key, NamedQueue, Slot
 from placer.executor.weakly import weakly
+from placer.graph import autocast
+from placer.graph.deferred import DeferWeights
 from placer.graph.losses import refuse_no_number, refuse_untrained
 
 LOSS = "(loss)"
@@ -158,7 +158,8 @@ class Stage:
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
             slot.entering = tuple(key for key in (*self.reads, *range(len(slot.targets))) if _flows_back(examples[key]))
-            slot.deferred = NamedQueue(self.trail, self.reach, self._accumulation)
+            queue = NamedQueue if self.split else AtOnce
+            slot.deferred = queue(self.trail, self.reach, self._accumulation)
             self._run_eagerly(slot)
             slots.append(slot)
         first = slots[0]
@@ -274,7 +275,7 @@ class Stage:
         batch = _Entered(slot.inputs, leaves, self.trail)
         slot.deferred.clear()
         with autocast.uncached(self.device):
-            with DeferWeights(slot.deferred) if self.split else nullcontext():
+            with DeferWeights(slot.deferred):
                 segment.run(batch)
             slot.outputs = {name: _apart(batch.read(name, self.device), slot.inputs.values()) for name in self.writes}
             if self.head is not None:

@@ -24,13 +24,13 @@ from torch import Tensor
 from placer import devices
 from placer.devices import Courier, Lane
 from placer.errors import InputError, StageError
-from placer.executor import autocast
 from placer.executor.assignment import Assignment
 from placer.executor.faults import StageMemoryError, nothing_held
 from placer.executor.inference import InferencePipeline, Passage
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.program import Capture, shapes
 from placer.executor.segments import StateLookup
+from placer.graph import autocast
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
 

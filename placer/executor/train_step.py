@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.errors import InputError
-from placer.executor import autocast
 from placer.executor.assignment import Assignment
 from placer.executor.compiled import Backend
 from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
@@ -25,7 +24,7 @@ from placer.executor.statistics import refuse_uncaptured
 from placer.executor.train import SCHEDULES, Order, Recipe, TrainingPipeline
 from placer.executor.update import Update
 from placer.executor.weights import Weights
-from placer.graph import arguments
+from placer.graph import arguments, autocast
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_chunks, refuse_no_loss
 from placer.graph.layers import LayerGraph

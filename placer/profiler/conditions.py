@@ -39,7 +39,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
         "versions": _versions(),
         "settings": {name: _setting(read) for name, read in _settings(device).items()},
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
-        "measured_by": _code("profiler", "devices"),
+        "measured_by": _code("graph", "profiler", "devices"),
     }
 
 

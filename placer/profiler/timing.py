@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ class LayerTime:
         backward_ms: device time of the backward pass, which adds to gradients that are there; 0 in inference, and where
             no gradient flows.
         host_ms: time of the host to launch both, operation by operation.
-        weights_ms: the part of ``backward_ms`` that gradients of parameters take: what a backward pass to the reads
-            alone does not.
+        weights_ms: the part of ``backward_ms`` that gradients of weights take which zero-bubble schedules leave for
+            later: of linear layers and convolutions, see ``placer.graph.halves``.
         spread: half of the range that holds the middle half of the timings of both passes, over their median.
     """
 
@@ -62,44 +63,25 @@ def measure_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
         training: whether the backward pass is timed too.
         repeats: how often each is timed, at least once.
     """
-    try:
-        return _measure_time(trial, training, repeats, halves=training and trial.has_halves)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        # Some operations (those of torch.compile) refuse to run backwards twice: then the halves are not told apart.
-        if not (training and trial.has_halves):
-            raise
-        return _measure_time(trial, training, repeats, halves=False)
-
-
-def _measure_time(trial: Trial, training: bool, repeats: int, halves: bool) -> LayerTime:
-    flows = training and trial.flows
     passes: list[Callable[[], None]] = [trial.forward]
-    if halves:
-        passes.append(trial.backward_to_reads)
-    if flows:
-        passes.append(trial.accumulate)
-        trial.set_gradients(present=True)
     try:
+        if training and trial.flows:
+            trial.set_gradients(present=True)
+            passes = [trial.forward_in_halves, trial.accumulate]
+            if trial.has_halves():
+                passes.append(trial.accumulate_later)
         on_cuda = trial.device.type == "cuda"
         columns, host_ms = _cuda_times(trial, passes, repeats) if on_cuda else _cpu_times(passes, repeats)
     finally:
         trial.set_gradients(present=False)
-    return _summary(columns, flows, halves, bool(trial.parameters), host_ms)
+    return _summary(columns, host_ms)
 
 
-def _summary(
-    columns: Sequence[Sequence[float]], flows: bool, halves: bool, has_parameters: bool, host_ms: float
-) -> LayerTime:
-    """The medians of every pass's times, and what follows from them."""
-    medians = [statistics.median(column) for column in columns]
-    backward_ms = medians[-1] if flows else 0.0
-    weights_ms = backward_ms if flows and has_parameters else 0.0
-    if halves:
-        weights_ms = max(0.0, backward_ms - medians[1])
-    both = [sum(pair) for pair in zip(columns[0], columns[-1], strict=True)] if flows else columns[0]
-    return LayerTime(medians[0], backward_ms, host_ms, weights_ms, spread(both))
+def _summary(columns: Sequence[Sequence[float]], host_ms: float) -> LayerTime:
+    """The medians of the times of a forward pass and, if there are any, of both halves of a backward pass."""
+    forward_ms, *halves = (statistics.median(column) for column in columns)
+    whole = [sum(times) for times in zip(*columns, strict=True)]
+    return LayerTime(forward_ms, sum(halves), host_ms, sum(halves[1:]), spread(whole))
 
 
 def measure_step(trial: Trial, step: Callable[[], None], repeats: int) -> float:
@@ -125,12 +107,12 @@ def measure_step(trial: Trial, step: Callable[[], None], repeats: int) -> float:
 
 
 def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int) -> tuple[list[list[float]], float]:
-    """The times of every pass, and the median time to launch a forward and a backward pass."""
-    whole = [passes[0], *passes[1:][-1:]]
-    host_ms = statistics.median(_launch_ms(trial.device, whole) for _ in range(_LAUNCHES))
+    """The times of every pass, and the median time to launch all of them."""
+    host_ms = statistics.median(_launch_ms(trial.device, passes) for _ in range(_LAUNCHES))
     # A cache may keep what is used often in a way that one pass through it does not push out: twice its size does.
     cache = torch.zeros(2 * devices.cache_bytes(trial.device) // 4, device=trial.device)
-    before = [_rewriting(cache, trial, forward=run is passes[0]) for run in passes]
+    fresh: list[Sequence[Any]] = [trial.reads, trial.write_gradients if trial.flows else (), ()]
+    before = [_rewriting(cache, neighbours) for neighbours in fresh[: len(passes)]]
     try:
         # A backward pass reuses memory of the forward pass, so that each backward needs its own forward before it.
         replays = devices.record(passes, trial.device)
@@ -144,9 +126,8 @@ def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int
     return [[max(0.0, value - extra_ms) for value in column] for column in columns], host_ms
 
 
-def _rewriting(cache: Tensor, trial: Trial, forward: bool) -> Callable[[], None]:
-    """What leaves in the device's cache no more than a neighbour would."""
-    neighbours = trial.reads if forward else trial.write_gradients
+def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
+    """What leaves in the device's cache no more than a neighbour would: what it just made."""
     tensors = [tensor for tensor in neighbours if isinstance(tensor, Tensor) and tensor.layout == torch.strided]
     written = [tensor for tensor in tensors if not (tensor.is_floating_point() and tensor.itemsize == 1)]
 
@@ -189,8 +170,7 @@ def _cpu_times(passes: Sequence[Callable[[], None]], repeats: int) -> tuple[list
             started = time.perf_counter()
             run()
             column.append(1e3 * (time.perf_counter() - started))
-    whole = [columns[0], *columns[1:][-1:]]
-    return columns, statistics.median(sum(times) for times in zip(*whole, strict=True))
+    return columns, statistics.median(sum(times) for times in zip(*columns, strict=True))
 
 
 def spread(times: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from placer import devices
+from placer.graph.deferred import DeferWeights, Queue
 from placer.graph.layers import Layer, Value
 
 
@@ -41,6 +42,7 @@ class Trial:
         self.writes: tuple[Any, ...] = ()
         self.gradients: tuple[Tensor | None, ...] = ()
         self._function = layer.function
+        self._deferred = Queue()
         self._training = training
         self._mutated = frozenset(mutated_reads)
         self._write_gradients: list[Tensor] | None = None
@@ -58,9 +60,15 @@ class Trial:
             self._write_gradients = [torch.randn_like(end) for end in self._ends()]
         return self._write_gradients
 
+    def forward_in_halves(self) -> None:
+        """As ``forward``, so that ``accumulate`` leaves to ``accumulate_later`` what gradients of weights can wait."""
+        with DeferWeights(self._deferred):
+            self.forward()
+
     def forward(self) -> None:
         """Run the layer forwards; in training with what its backward pass needs."""
         self.writes = self.gradients = ()
+        self._deferred.clear()
         with torch.set_grad_enabled(self._training):
             reads = [
                 _alias(read) if index in self._mutated and read.requires_grad else read
@@ -73,28 +81,28 @@ class Trial:
         """Whether gradients flow back through the layer, once it ran forwards."""
         return bool(self._ends() and self._leaves)
 
-    @property
     def has_halves(self) -> bool:
-        """Whether its backward pass makes gradients both of parameters and of what the layer reads."""
-        return self.flows and 0 < len(self.parameters) < len(self._leaves)
+        """Whether some gradients of weights can wait; the layer runs both ways for that."""
+        self.forward_in_halves()
+        self.accumulate()
+        return bool(self._deferred)
 
     def backward(self) -> None:
         """Run the layer backwards, from random gradients of its writes to those of its parameters and reads."""
         if self.flows:
             self.gradients = torch.autograd.grad(self._ends(), self._leaves, self.write_gradients, allow_unused=True)
 
-    def backward_to_reads(self) -> None:
-        """Run backwards to the gradients of the reads alone; another backward pass may follow."""
-        leaves = self._leaves[len(self.parameters) :]
-        self.gradients = torch.autograd.grad(
-            self._ends(), leaves, self.write_gradients, allow_unused=True, retain_graph=True
-        )
-
     def accumulate(self) -> None:
         """Run the layer backwards as training does, adding to the gradients that the parameters have."""
         if self.flows:
             self._forget_read_gradients()
             torch.autograd.backward(self._ends(), self.write_gradients, inputs=self._leaves)
+
+    @torch.no_grad()
+    def accumulate_later(self) -> None:
+        """Add the gradients of weights that a backward pass after ``forward_in_halves`` left."""
+        for add in self._deferred:
+            add()
 
     def accumulate_alone(self) -> None:
         """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a next layer's are."""
@@ -124,7 +132,8 @@ class Trial:
         return torch.autograd.grad(arrival, wanted, torch.empty_like(arrival), retain_graph=again, allow_unused=True)
 
     def set_gradients(self, present: bool) -> None:
-        """Give the parameters gradients of zeros, or take all gradients away."""
+        """Give the parameters gradients of zeros, or take all gradients away, and forget those that still wait."""
+        self._deferred.clear()
         for leaf in self._leaves:
             leaf.grad = None
         for parameter in self.parameters if present else ():

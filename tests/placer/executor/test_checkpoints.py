@@ -24,7 +24,7 @@ class _Block(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.one, self.two, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(dropout)
+        self.one, self.two, self.drop = nn.Linear(4, 6), nn.Linear(6, 4), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.two(self.drop(torch.tanh(self.one(x))))

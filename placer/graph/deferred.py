@@ -10,14 +10,16 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from placer.executor import autocast
+from placer.graph import autocast
 from placer.graph.halves import CONVOLUTIONS, LINEAR, can_wait
 
 
@@ -33,17 +35,36 @@ class Queue(list[Callable[[], None]]):
         """
         self.append(add)
 
+    def gradient(self, weight: Tensor) -> Tensor | None:
+        """What is added to; None for a weight that has no gradient."""
+        return weight.grad
+
     def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
         """Add to the gradient of a weight, which must be there."""
-        assert weight.grad is not None
-        weight.grad.add_(gradient)
+        total = self.gradient(weight)
+        assert total is not None
+        total.add_(gradient)
+
+
+_WHOLE: ContextVar[bool] = ContextVar("whole", default=False)
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Inside, no backward pass is split: what runs again in one does so without ``DeferWeights``, and must be alike."""
+    token = _WHOLE.set(True)
+    try:
+        yield
+    finally:
+        _WHOLE.reset(token)
 
 
 class DeferWeights(TorchFunctionMode):
     """Inside, the backward passes of linear layers and convolutions put their weight gradients into a queue.
 
     Args:
-        queue: is filled while the backward pass runs; every entry adds to the weight's ``grad``, which must be there.
+        queue: is filled while the backward pass runs; every entry adds to its ``gradient`` of the weight, which must
+            be there.
     """
 
     def __init__(self, queue: Queue) -> None:
@@ -52,7 +73,7 @@ class DeferWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not can_wait(func, args, kwargs):
+        if _WHOLE.get() or not can_wait(func, args, kwargs):
             return func(*args, **kwargs)
         if not torch.is_autocast_enabled(args[0].device.type):
             return self._split(func, *args)
@@ -81,7 +102,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient = gradients[0]
-        ctx.queue.put(lambda: _add_linear(x, gradient, weight, ctx.bias), weight, ctx.bias)
+        ctx.queue.put(lambda: _add_linear(ctx.queue, x, gradient, weight, ctx.bias), weight, ctx.bias)
         into_x = gradient.matmul(weight.to(gradient.dtype)) if ctx.needs_input_grad[1] else None
         return None, into_x, None, None
 
@@ -93,20 +114,22 @@ def _like(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.to(x.dtype) for tensor in tensors]
 
 
-def _add_linear(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _add_linear(queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     rows, columns = gradient.reshape(-1, gradient.shape[-1]).t(), x.reshape(-1, x.shape[-1])
-    assert weight.grad is not None
-    if weight.grad.dtype == rows.dtype:
-        weight.grad.addmm_(rows, columns)
+    total = queue.gradient(weight)
+    assert total is not None
+    if total.dtype == rows.dtype:
+        total.addmm_(rows, columns)
     else:
-        weight.grad.add_(rows.mm(columns))
-    if bias is not None and bias.grad is not None:
+        total.add_(rows.mm(columns))
+    of_bias = None if bias is None else queue.gradient(bias)
+    if of_bias is not None:
         # As a product with ones: a sum's kernel clears counters first, and every such fill cuts a CUDA graph in two.
         ones = rows.new_ones(rows.shape[1])
-        if bias.grad.dtype == rows.dtype:
-            bias.grad.addmv_(rows, ones)
+        if of_bias.dtype == rows.dtype:
+            of_bias.addmv_(rows, ones)
         else:
-            bias.grad.add_(rows.mv(ones))
+            of_bias.add_(rows.mv(ones))
 
 
 class _Convolution(torch.autograd.Function):
@@ -138,7 +161,7 @@ class _Convolution(torch.autograd.Function):
 def _add_convolution(
     queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, shape: Any
 ) -> None:
-    has_bias = bias is not None and bias.grad is not None
+    has_bias = bias is not None and queue.gradient(bias) is not None
     _, into_weight, into_bias = _convolution_backward(gradient, x, weight, bias, shape, (False, True, has_bias))
     queue.accumulate(weight, into_weight)
     if bias is not None and has_bias:
@@ -161,4 +184,4 @@ def _each(value: Any, count: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-__all__ = ["DeferWeights", "Queue"]
+__all__ = ["DeferWeights", "Queue", "whole"]
