@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 
 import pytest
 
 os.environ["PLACER_CACHE"] = "off"  # for the processes that tests start, too
+
+_TESTS = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,3 +21,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs CUDA devices"))
+
+
+def pytest_runtest_setup() -> None:
+    """Put aside what was imported since: Python would search all that torch consists of for cycles again and again."""
+    if next(_TESTS) % 50 == 0:
+        gc.collect()
+        gc.freeze()

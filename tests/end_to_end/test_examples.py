@@ -34,8 +34,9 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def python(run: Run, name: str, *options: str) -> str:
-    return run(sys.executable, "-P", str(EXAMPLES / name), *options)
+@pytest.fixture
+def example(run: Run, python: str) -> Run:
+    return lambda name, *options: run(python, "-P", str(EXAMPLES / name), *options)
 
 
 def losses(text: str) -> list[float]:
@@ -54,30 +55,30 @@ def test_every_example_is_run_by_a_test() -> None:
 
 
 def test_the_toy_model_learns_and_equals_the_unsplit_one(run: Run) -> None:
-    text = python(run, "toy_model.py")
+    text = run(sys.executable, "-P", str(EXAMPLES / "toy_model.py"))
     assert "{'net1': 0, 'relu': 0, 'net2': 1}" in text
     assert difference(text) < 1e-6
     first, last = losses(text)
     assert last < first
 
 
-def test_seqnet_learns_the_digits_on_a_suggested_placement(run: Run) -> None:
-    text = python(run, "seqnet_digits.py", "--epochs", "4")
+def test_seqnet_learns_the_digits_on_a_suggested_placement(example: Run) -> None:
+    text = example("seqnet_digits.py", "--epochs", "4")
     assert "optimal: proven" in text
     assert losses(text)[-1] < losses(text)[0]
     accuracy = float(re.findall(r"not learned from: (\S+)", text)[0])
     assert accuracy > 0.5  # ten classes: guessing gives 0.1
 
 
-def test_the_resnet50_tutorial_draws_its_two_plots(run: Run, tmp_path: Path) -> None:
-    python(run, "resnet50_tutorial.py", "--quick", "--out", str(tmp_path / "plots"))
+def test_the_resnet50_tutorial_draws_its_two_plots(example: Run, tmp_path: Path) -> None:
+    example("resnet50_tutorial.py", "--quick", "--out", str(tmp_path / "plots"))
     pictures = sorted((tmp_path / "plots").iterdir())
     assert [picture.name for picture in pictures] == ["one_or_split.png", "split_size.png"]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_a_streamed_unet_equals_the_unsplit_one_and_is_measured(run: Run, tmp_path: Path) -> None:
-    text = python(run, "unet_stream.py", "--trace", str(tmp_path / "trace.json"))
+def test_a_streamed_unet_equals_the_unsplit_one_and_is_measured(example: Run, tmp_path: Path) -> None:
+    text = example("unet_stream.py", "--trace", str(tmp_path / "trace.json"))
     assert difference(text) < 1e-5
     assert "measured / predicted" in text and "cpu:3" in text
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -86,15 +87,16 @@ def test_a_streamed_unet_equals_the_unsplit_one_and_is_measured(run: Run, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["resnet18_skips.py", "unet_skips.py"])
-def test_models_with_skips_learn_and_equal_the_unsplit_ones(run: Run, name: str) -> None:
-    text = python(run, name)
+def test_models_with_skips_learn_and_equal_the_unsplit_ones(example: Run, name: str) -> None:
+    text = example(name)
     assert losses(text)[-1] < losses(text)[0]
     assert difference(text) < 1e-5
 
 
-def test_processes_train_a_tied_gpt_as_one_and_write_a_checkpoint_that_it_reads(run: Run) -> None:
-    torchrun = (sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    text = run(*torchrun, str(EXAMPLES / "distributed_training.py"), "--schedule", "zero-bubble")
+def test_processes_train_a_tied_gpt_as_one_and_write_a_checkpoint_that_it_reads(run: Run, python: str) -> None:
+    torchrun = (python, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    options = ("--schedule", "zero-bubble")
+    text = run(*torchrun, str(EXAMPLES / "distributed_training.py"), *options, PYTHON_EXEC=python)
     assert losses(text)[-1] < losses(text)[0]
     assert difference(text) < 1e-5
     (again,) = re.findall(r"in the unsplit model: loss (\S+)", text)

@@ -30,12 +30,12 @@ def run(command: list[str], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
-def test_the_readmes_programs_run(program: str, tmp_path: Path) -> None:
-    run([sys.executable, "-P", "-c", program], tmp_path)
+def test_the_readmes_programs_run(program: str, tmp_path: Path, python: str) -> None:
+    run([python, "-P", "-c", program], tmp_path)
 
 
-def test_the_readmes_commands_run(tmp_path: Path) -> None:
-    (tmp_path / "placer").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m placer "$@"\n')
+def test_the_readmes_commands_run(tmp_path: Path, python: str) -> None:
+    (tmp_path / "placer").write_text(f'#!/bin/sh\nexec "{python}" -P -m placer "$@"\n')
     (tmp_path / "placer").chmod(0o755)
     assert len(COMMANDS) == 9
     told = {}
@@ -73,12 +73,12 @@ def server() -> Iterator[str]:
         service.wait(30)
 
 
-def test_the_readmes_client_runs(server: str, tmp_path: Path) -> None:
+def test_the_readmes_client_runs(server: str, tmp_path: Path, python: str) -> None:
     (indented,) = re.findall(r"^    from placer\.schema import .*?(?=^\S)", README, re.DOTALL | re.MULTILINE)
     program = textwrap.dedent(indented).replace("http://127.0.0.1:8080", server)
     profile = placer.profile(unet(width=4), torch.randn(2, 3, 32, 32), ["cpu:0", "cpu:1"], progress=False)
     (tmp_path / "profile.json").write_text(profile.to_json())
-    *told, value, ids = run([sys.executable, "-P", "-c", program], tmp_path).splitlines()
+    *told, value, ids = run([python, "-P", "-c", program], tmp_path).splitlines()
     assert "status='optimal'" in told[-1]
     assert float(value) > 0
     assert len(json.loads(ids.replace("'", '"'))) == 3
