@@ -53,6 +53,7 @@ class ClassNets:
         self._readers = np.array([reader for readers in ends for reader in readers], np.int64)
         self._begins = np.cumsum([0, *map(len, ends)])[:-1].astype(np.int64)
         self._count = len(nodes.nodes)
+        self._once = problem.multicast
 
     @cached_property
     def pins(self) -> Bools:
@@ -63,7 +64,7 @@ class ClassNets:
         pins[np.repeat(np.arange(len(pins)), sizes), self._readers] = True
         return pins
 
-    def least_ms(self, kind: int, here: Bools, earlier: Bools, later: Bools) -> Vector:
+    def least_ms(self, kind: int, here: Bools, earlier: Bools, later: Bools, fixed: Sequence[Bools]) -> Vector:
         """By net, what it costs a stage at the least, if it is cut and has a pin there.
 
         Args:
@@ -71,6 +72,7 @@ class ClassNets:
             here: by node, whether it can be at the stage.
             earlier: by node and class, whether it can be at a stage before, of that class.
             later: by node and class, whether it can be at a stage behind, of that class.
+            fixed: by class, those of the nodes at another stage for sure, stage by stage.
         """
         before, behind = earlier[self._sources], self._any_reader(later)
         if not self._ordered.all():
@@ -78,9 +80,18 @@ class ClassNets:
             behind = np.where(self._ordered, behind, behind | self._any_reader(earlier))
         readers_here = self._any_reader(here[:, None])
         sent = np.where(behind & here[self._sources, None], self.costs_ms[:, kind, :], np.inf).min(axis=1)
+        if not self._once:
+            sent = np.maximum(sent, self._sent_for_sure(kind, fixed))
         received = np.where(before & readers_here, self.costs_ms[:, :, kind], np.inf).min(axis=1)
         least = np.minimum(sent, received)
         return np.where(np.isfinite(least), least, 0.0)
+
+    def _sent_for_sure(self, kind: int, fixed: Sequence[Bools]) -> Vector:
+        """By net, what a stage with its source sends to all stages that have a reader for sure."""
+        total = np.zeros(len(self._sources))
+        for other, nodes in enumerate(fixed):
+            total += self.costs_ms[:, kind, other] * self._any_reader(nodes).sum(axis=1)
+        return total
 
     def _any_reader(self, which: Bools) -> Bools:
         """By net, whether any of its readers is one of some nodes, in each column."""

@@ -101,7 +101,12 @@ class Windows:
         """By net, what it costs a stage at the least if it is cut there."""
         stages = range(len(self.order))
         earlier, later = self._on(stages[:stage]), self._on(stages[stage + 1 :])
-        return self.graph.nets.least_ms(self.order[stage], self.here(stage), earlier, later)
+        sure = self.surely[1:] & ~self.maybe[:-1]
+        fixed = [
+            sure[[other for other in stages if other != stage and self.order[other] == kind]].T
+            for kind in range(len(self.graph.works))
+        ]
+        return self.graph.nets.least_ms(self.order[stage], self.here(stage), earlier, later, fixed)
 
     def _on(self, stages: range) -> Bools:
         """By node and class, whether it can be at one of some stages, of that class."""

@@ -8,7 +8,8 @@ reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear 
 
 The integer program is in stage-prefix form (``stages.py``) where it can be, and asked for thresholds on a graph that
 they make smaller (``merges.py``, ``reach.py``), and for parts of it (``stage_search.py``, ``divide.py``); else it is by
-node and device (``model.py``). Graphs with few ideals need none (``ideals.py``).
+node and device (``model.py``). Graphs with few ideals need none (``ideals.py``), nor do devices of few classes over
+links that are not alike (``order_search.py``).
 Objectives ``step`` and ``devices`` have searches of their own (``step_time.py``, ``fewest.py``), which ask this one for
 small bottlenecks.
 """

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from small_requests import examples, small_requests
 
-from placer.schema import Cluster, Device, Link
+from placer.schema import Cluster, Device, Edge, Link
 from placer.solver import class_orders, costs
 from placer.solver.class_orders import ClassOrders
 from placer.solver.class_windows import Windows
@@ -19,7 +19,7 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.solve import Search
 
-SETTINGS = examples(150)
+SETTINGS = examples(80)
 SPEEDS, LATENCIES = (1e3, 2.5e3, 1e4), (0.0, 1e-4, 1e-3)
 
 
@@ -165,3 +165,17 @@ def test_more_orders_than_can_be_gone_through_are_left_alone(two_hosts):
     assert class_orders.applies(many, reduced(problem))
     many = replace(many, most_devices=7)
     assert not class_orders.applies(many, reduced(problem))
+
+
+def test_a_value_is_sent_to_every_stage_that_reads_it(two_hosts):
+    profile = two_hosts.profile
+    for_all = Edge(source="l0", targets=[layer.name for layer in profile.layers[1:]], bytes=3_000)
+    profile = profile.model_copy(update={"edges": (*profile.edges, for_all)})
+    four = two_hosts.constraints.model_copy(update={"pinned": {"l0": "a", "l2": "b", "l3": "b", "l4": "c", "l5": "d"}})
+    request = two_hosts.model_copy(update={"profile": profile, "constraints": four})
+    problem = Problem.from_request(request)
+    best = brute_force(request, True)
+    chain = min(answers(problem, best * 1.01).values(), key=lambda chain: chain.bound)
+    assert chain.bound == pytest.approx(best)
+    result = costs.judged(problem, chain.devices)
+    assert max(result.load_ms) == result.load_ms[0]  # which sends to the three others
