@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROUNDS = 3
 """So often an order is asked for something better, at the most."""
 
-SHARE = 0.85
+SHARE = 0.7
 """How much of the time all orders may take."""
 
 
