@@ -28,7 +28,8 @@ from placer.solver.capacity import most_within, state_of, work_on
 from placer.solver.cpsat import Meter
 from placer.solver.exact import Counts, Cut, kinds_left, one_less
 from placer.solver.fronts import MOST_IDEALS, Between, Bools, Front, Graph, Range, Table, Vector, front
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.loose import Added, Loose, loose_nodes
+from placer.solver.problem import Problem
 from placer.solver.reach import narrowed_windows
 from placer.solver.reduce import SLACK, Reduction
 from placer.solver.sends import Sends, Stages
@@ -71,6 +72,7 @@ def best_chain(
     upper: float = inf,
     meter: Meter | None = None,
     over: Callable[[], bool] = lambda: False,
+    loose: Sequence[int] = (),
 ) -> Cut | None:
     """The best chain of ideals; None where they are too many.
 
@@ -80,6 +82,7 @@ def best_chain(
         upper: only chains with a bottleneck of no more than this count, in milliseconds.
         meter: counts the work.
         over: asked stage by stage; ends the search as if there were too many.
+        loose: nodes that nothing orders and whose place is not looked for, see ``loose.py``: they are at any device.
 
     Returns:
         The placement of the best chain, and a bound that holds for all: it counts of memory the state alone, and,
@@ -88,9 +91,9 @@ def best_chain(
     """
     if not all(nodes.allowed):
         return Cut(None, inf)
-    if too_loose(problem, nodes):
+    if not loose and too_loose(problem, nodes):
         return None
-    chains = _Chains(problem, nodes, upper)
+    chains = _Chains(problem, nodes, upper, loose)
     found = chains.best(over)
     if meter is not None:
         meter.done += chains.pairs / PAIRS_A_WORK
@@ -99,8 +102,7 @@ def best_chain(
 
 def too_loose(problem: Problem, nodes: Reduction) -> bool:
     """Whether there are so many nodes that nothing orders, of which an ideal may have any, that ideals are too many."""
-    ordered = {node for arc in nodes.arcs(arcs_of(problem.values)) for node in arc}
-    return len(nodes.nodes) - len(ordered) > log2(MOST_IDEALS)
+    return len(loose_nodes(problem, nodes)) > log2(MOST_IDEALS)
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,9 @@ class _Class:
     most_bytes: float
 
 
-def _classes(problem: Problem, nodes: Reduction, state: Vector, upper: float) -> tuple[list[_Class], Vector]:
+def _classes(problem: Problem, works: Table, state: Vector, upper: float) -> tuple[list[_Class], Vector]:
     """The classes of devices, and by node, its work on its fastest."""
     groups = problem.alike_devices()
-    works = np.array([work_on(problem, nodes, alike[0]) for alike in groups])
     fastest: Vector = works.min(axis=0)
     found = []
     for alike, work in zip(groups, works, strict=True):
@@ -144,24 +145,27 @@ def _classes(problem: Problem, nodes: Reduction, state: Vector, upper: float) ->
 class _Chains:
     """The tables of the dynamic program, front by front."""
 
-    def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
-        self.problem, self.nodes, self.upper = problem, nodes, upper
+    def __init__(self, problem: Problem, nodes: Reduction, upper: float, loose: Sequence[int]) -> None:
+        self.problem, self.nodes, self.upper, self.left_out = problem, nodes, upper, loose
         self.within = upper * (1 + SLACK)
-        self.state_bytes = state_of(problem, nodes)
-        self.classes, self.fastest = _classes(problem, nodes, self.state_bytes, upper)
+        self.limited = memory_rules.can_bind(problem)
+        state, works = state_of(problem, nodes), [work_on(problem, nodes, one[0]) for one in problem.alike_devices()]
+        self.loose = Loose(problem, nodes, loose, works, state if self.limited else None) if loose else None
+        kept = np.array([node not in loose for node in range(len(nodes.nodes))])
+        self.state_bytes = np.where(kept, state, 0.0)
+        self.classes, self.fastest = _classes(problem, np.where(kept, works, 0.0), self.state_bytes, upper)
         ranges = [range(len(one.members) + 1) for one in self.classes]
         self.states: list[list[Counts]] = [[] for _ in range(problem.most_devices + 1)]
         for counts in itertools.product(*ranges):
             if sum(counts) <= problem.most_devices:
                 self.states[sum(counts)].append(counts)
-        self.limited = memory_rules.can_bind(problem)
         self.stages: dict[tuple[int, int], list[Stages]] = {}
         self.sends = sends_apply(problem)
 
     @cached_property
     def graph(self) -> Graph:
         """The nodes, with what is known of their stages."""
-        return Graph(self.problem, self.nodes, narrowed_windows(self.problem, self.nodes, self.upper))
+        return Graph(self.problem, self.nodes, narrowed_windows(self.problem, self.nodes, self.upper), self.left_out)
 
     def best(self, over: Callable[[], bool]) -> Cut | None:
         """The smallest bottleneck, and a placement that has it, or about it; None if there are too many ideals."""
@@ -246,6 +250,7 @@ class _Chains:
         if self.pairs > MOST_PAIRS:
             return False
         between = Between(before, behind)
+        self.added = Added(self.loose, before, behind) if self.loose and self.loose.members else None
         for rows, columns in blocks:
             self._through(rows, columns, between, values)
         return True
@@ -279,10 +284,12 @@ class _Chains:
         moved = between.transfers(rows, columns)
         unable = between.weight(rows, columns, self.state_bytes) if self.limited else None
         found = []
-        for one in self.classes:
+        for kind, one in enumerate(self.classes):
             banned = one.work == inf
             load = moved.copy() if one.taxed else np.where(moved < inf, 0.0, inf)
             load += between.weight(rows, columns, np.where(banned, 0.0, one.work))
+            if one.taxed and self.added is not None:
+                load += self.added.load(rows, columns, kind, 0.0 if unable is None else one.room - unable)
             if unable is not None:
                 load[unable > one.room] = inf
             if banned.any():
@@ -353,7 +360,9 @@ class _Chains:
         while stage:
             assert place is not None
             before, behind = self.fronts[stage - 1], self.fronts[stage]
-            last = Between(before, behind.some(slice(place, place + 1)))
+            end = behind.some(slice(place, place + 1))
+            last = Between(before, end)
+            self.added = Added(self.loose, before, end) if self.loose and self.loose.members else None
             loads = self._loads(slice(None), slice(None), last)
             options = [
                 (np.maximum(loads[kind][:, 0], self.reached[one_less(counts, kind)]), kind)

@@ -2,8 +2,9 @@
 
 A threshold asks less than the best: whether any placement has a bottleneck of no more than T. The smaller T, the more
 nodes must be together and the fewer stages a node can be at, so that one well below the best placement that is known is
-refuted in no time, and raises the bound. A sweep asks for anything better first, also in parts (``divide.py``), then
-halves what is open::
+refuted in no time, and raises the bound. What one core tells soon is asked first: chains of ideals but for loose nodes,
+then placements better by a good step. A sweep asks for anything better, also in parts (``divide.py``), then halves what
+is open::
 
     bound ├────────────┼──────┼───┼──────────────┤ best known
                    2. no    4. ? 3. ?          1. ?        so the bound is the T of 2., until the next sweep
@@ -11,6 +12,7 @@ halves what is open::
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 from placer.solver import ideals
 from placer.solver.cpsat import Answer
 from placer.solver.divide import divide_anew
+from placer.solver.loose import LooseModel, loose_nodes
 from placer.solver.merges import merged
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.stages import StageModel
@@ -37,6 +40,12 @@ MOST_TRIES = 2
 
 CUT_SHORT = 0.9
 """The share of its work that a question did at the least if it was cut short."""
+
+GLANCE, ALONE = 0.03, 0.5
+"""The work of the first question of all, and of those that follow on one core; what they do not tell takes several."""
+
+DOWN = 0.04
+"""By which share a placement is to be better than the best known, where one core looks for it."""
 
 ASKED = 2
 """How often a sweep asks for anything better, where it finds that."""
@@ -90,7 +99,14 @@ def sweep(search: Search) -> None:
     Args:
         search: with a placement, or with a bottleneck that will do; of a problem that ``stage_scope.applies`` to.
     """
+    if search.best is not None and search.enough is None:
+        _ideals_but_for_loose_nodes(search)
+        if search.open():
+            _within(search, search.better(), GLANCE, workers=1)
+        _step_down(search)
     for turn in count():
+        if not search.open() or search.over(1.0):
+            return
         work = FIRST * TIMES**turn
         known, done = (search.value, search.bound), search.meter.done
         loose = search.value - search.bound > LOOSE * search.value
@@ -103,10 +119,48 @@ def sweep(search: Search) -> None:
             few_ideals(search)
         if search.open() and not search.over(1.0):
             halve(search, work)
-        if not search.open() or search.over(1.0):
-            return
         if known == (search.value, search.bound) and search.meter.done - done < CUT_SHORT * work:
             return  # no question was cut short: asked again, each has the same answer, which costs do not bear out
+
+
+def _ideals_but_for_loose_nodes(search: Search) -> None:
+    """Solve a problem whose ideals are few but for loose nodes: a bound, and the placement that has it, or about it.
+
+    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are asked for.
+    """
+    threshold, hard, tries = search.better(), inf, 0
+    while search.open() and ideals.applies(search.problem) and tries < MOST_TRIES and not search.over(1.0):
+        nodes = nodes_within(search, threshold)
+        if not ideals.too_loose(search.problem, nodes):
+            return
+        some = loose_nodes(search.problem, nodes)
+        chain = ideals.best_chain(search.problem, nodes, threshold, search.meter, lambda: search.over(1.0), some)
+        if chain is None:
+            hard, tries = threshold, tries + 1
+        elif chain.devices is None:
+            search.prove(search.nothing_below() if threshold == search.better() else threshold)
+        else:
+            search.prove(min(chain.bound, search.nothing_below()))
+            model = LooseModel(search.problem, nodes, search.better(), chain.devices, some)
+            search.offer(model.solve(replace(search.limits(ALONE), workers=1)).devices, "ideals")
+            return
+        threshold = (search.bound + min(hard, search.better())) / 2
+
+
+def _step_down(search: Search) -> None:
+    """Placements better by a good step, on one core, as long as each is found or refuted soon.
+
+    A smaller threshold is told sooner, found or not. Where none is within it, anything better is asked for.
+    """
+    share = DOWN
+    while search.open() and not search.over(1.0):
+        known, threshold = search.value, search.better() * (1 - share)
+        found = threshold > search.bound and _within(search, threshold, ALONE, workers=1).devices is not None
+        if not found and search.bound >= threshold:
+            found = _within(search, search.better(), ALONE, workers=1).devices is not None
+            share /= 2
+        if not found or search.value >= known:
+            return
 
 
 def _groups_anew(search: Search, work: float) -> None:
@@ -140,10 +194,11 @@ def halve(search: Search, work: float) -> None:
             hard = search.better() if search.value <= threshold else threshold
 
 
-def _within(search: Search, threshold: float, work: float) -> Answer:
+def _within(search: Search, threshold: float, work: float, workers: int | None = None) -> Answer:
     """Whether a placement is within a threshold; what is found or proven is the search's."""
     nodes = nodes_within(search, threshold)
-    answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(search.limits(work))
+    limits = replace(search.limits(work), workers=workers or search.request.workers)
+    answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(limits)
     if answer.infeasible:
         search.prove(search.nothing_below() if threshold == search.better() else threshold)
     search.offer(answer.devices, "integer program")
