@@ -14,7 +14,7 @@ from torch import Tensor
 
 from placer.executor.weakly import weakly
 
-_MOST_BYTES = 32 * 2**20
+_MOST_BYTES = 8 * 2**20
 """Of gradients that wait to be added: what a pass takes beside what autograd would."""
 
 

@@ -46,6 +46,15 @@ class Queue(list[Callable[[], None]]):
         total.add_(gradient)
 
 
+class AtOnce(Queue):
+    """Weight gradients that are not left for later: a product is added as it is made, and no gradient more is."""
+
+    @torch.no_grad()
+    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
+        """Do it now."""
+        add()
+
+
 _WHOLE: ContextVar[bool] = ContextVar("whole", default=False)
 
 
@@ -184,4 +193,4 @@ def _each(value: Any, count: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-__all__ = ["DeferWeights", "Queue", "whole"]
+__all__ = ["AtOnce", "DeferWeights", "Queue", "whole"]

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from placer import devices
 from placer.graph.halves import LINEAR, can_wait
-from placer.profiler.storages import StorageLog, key_of
+from placer.profiler.storages import StorageLog, key_of, peak_bytes
 from placer.profiler.trial import Trial
 
 
@@ -68,7 +67,7 @@ def _measured(trial: Trial, again: bool) -> Halves:
                 trial.forward()
             before = log.count
             by_input = partial(trial.backward_by_input, waiting.edges, waiting.weights, again)
-            input_bytes = _peak_bytes(trial, log, lambda: gradients.extend(by_input()))
+            input_bytes = peak_bytes(trial.device, log, lambda: gradients.extend(by_input()))
             found = gradients[: len(waiting.edges)]
             keys = {key_of(gradient) for gradient in found if gradient is not None and gradient.layout == torch.strided}
             deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
@@ -77,13 +76,6 @@ def _measured(trial: Trial, again: bool) -> Halves:
         return Halves(deferred, input_bytes, max(by_weight, default=0))
     finally:
         trial.set_gradients(present=False)
-
-
-def _peak_bytes(trial: Trial, log: StorageLog, run: Any) -> int:
-    """What a run holds at its peak beyond what was there: tensors, and what libraries take on a device beside them."""
-    log.begin_anew()
-    seen = devices.peak_bytes(trial.device, run)
-    return max(log.peak_bytes(), seen or 0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +103,7 @@ def _weights_bytes(trial: Trial, log: StorageLog, operation: _Operation, gradien
     def run() -> Sequence[Tensor | None]:
         return torch.autograd.grad([operation.edge], wanted, [gradient], retain_graph=True, allow_unused=True)
 
-    return _peak_bytes(trial, log, run)
+    return peak_bytes(trial.device, log, run)
 
 
 class _Waiting(TorchFunctionMode):

@@ -160,6 +160,9 @@ def _joined(layer: schema.Layer, measured: Mapping[str, Measurement], target_byt
                 layer.input_workspace_bytes or layer.backward_workspace_bytes,
                 *(memory.input_workspace_bytes or memory.backward_workspace_bytes for memory in memories),
             ),
+            "pass_workspace_bytes": max(
+                layer.pass_workspace_bytes, *(memory.pass_workspace_bytes for memory in memories)
+            ),
             "backward_workspace_bytes": max(
                 layer.backward_workspace_bytes, *(memory.backward_workspace_bytes for memory in memories)
             ),

@@ -13,6 +13,7 @@ State is never counted here, nor the gradients that parameters keep: a placement
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from placer import devices
 from placer.graph.layers import tensor_bytes
 from placer.profiler.halves import measure_halves
-from placer.profiler.storages import StorageLog, key_of
+from placer.profiler.storages import StorageLog, key_of, peak_bytes
 from placer.profiler.trial import Trial
 
 
@@ -38,6 +39,9 @@ class LayerMemory:
         backward_workspace_bytes: the peak of the backward pass beyond state, the gradients that the parameters have,
             and all that was kept for it. The gradients of writes, until they were used, and of reads are part of it,
             and those of parameters until they are added to the ones that an earlier micro-batch left. 0 in inference.
+        pass_workspace_bytes: the same where nothing that was kept is freed while the backward pass runs, and products
+            are added to the gradients of parameters as they are made: a recorded pass. 0 in inference, and where the
+            layer cannot run so.
         deferred_bytes: storages made by the half of the backward pass by input that the half by weight needs, where the
             two run apart: gradients of results of linear layers and convolutions, each storage once. 0 in inference.
         input_workspace_bytes: the peak of the half by input where the two run apart, beyond state, gradients of the
@@ -53,6 +57,7 @@ class LayerMemory:
     saved_writes: frozenset[int] = frozenset()
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    pass_workspace_bytes: int = 0
     deferred_bytes: int = 0
     input_workspace_bytes: int = 0
     weights_workspace_bytes: int = 0
@@ -124,12 +129,31 @@ def _training_memory(
         saved_writes=saved_writes,
         forward_workspace_bytes=forward_workspace,
         backward_workspace_bytes=log.peak_bytes() + backward_extra,
+        pass_workspace_bytes=_pass_workspace(trial),
         fragmented_bytes=fragmented,
         deferred_bytes=sum(halves.deferred),
         input_workspace_bytes=halves.input_workspace_bytes,
         weights_workspace_bytes=halves.weights_workspace_bytes,
         in_segments=trial.device.type == "cuda",
     )
+
+
+def _pass_workspace(trial: Trial) -> int:
+    """What a backward pass holds that frees nothing of what was kept; 0 where the layer refuses to run so."""
+    log = StorageLog(trial.device, trial.state, trial.reads)
+    trial.set_gradients(present=True)
+    log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
+    try:
+        with log:
+            trial.forward_adding()
+            return peak_bytes(trial.device, log, partial(trial.accumulate_alone, again=True))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # some operations (those of torch.compile) refuse to keep what a backward pass has used
+        return 0
+    finally:
+        trial.set_gradients(present=False)
+        trial.writes = ()
 
 
 def _fresh_writes(trial: Trial, log: StorageLog) -> dict[int, int]:

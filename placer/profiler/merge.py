@@ -22,6 +22,7 @@ _NEEDED = (
     "saved_bytes",
     "forward_workspace_bytes",
     "backward_workspace_bytes",
+    "pass_workspace_bytes",
     "deferred_bytes",
     "input_workspace_bytes",
     "weights_workspace_bytes",

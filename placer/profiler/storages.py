@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from placer import devices
 
 
 def key_of(tensor: Tensor) -> int:
@@ -105,3 +107,16 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made is not None and made.serial == serial:
             del self._made[key]
             self._changes.append(-made.size)
+
+
+def peak_bytes(device: torch.device, log: StorageLog, run: Callable[[], object]) -> int:
+    """What a run holds at its peak beyond what was there: tensors, and what libraries take on a device beside them.
+
+    Args:
+        device: where it runs.
+        log: is in force, and begins a new peak.
+        run: frees nothing of what is there.
+    """
+    log.begin_anew()
+    seen = devices.peak_bytes(device, run)
+    return max(log.peak_bytes(), seen or 0)

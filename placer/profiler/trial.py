@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from placer import devices
-from placer.graph.deferred import DeferWeights, Queue
+from placer.graph.deferred import AtOnce, DeferWeights, Queue
 from placer.graph.layers import Layer, Value
 
 
@@ -65,6 +65,11 @@ class Trial:
         with DeferWeights(self._deferred):
             self.forward()
 
+    def forward_adding(self) -> None:
+        """As ``forward``, so that ``accumulate`` adds products to the gradients of weights as it makes them."""
+        with DeferWeights(AtOnce()):
+            self.forward()
+
     def forward(self) -> None:
         """Run the layer forwards; in training with what its backward pass needs."""
         self.writes = self.gradients = ()
@@ -104,12 +109,16 @@ class Trial:
         for add in self._deferred:
             add()
 
-    def accumulate_alone(self) -> None:
-        """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a next layer's are."""
+    def accumulate_alone(self, again: bool = False) -> None:
+        """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a next layer's are.
+
+        Args:
+            again: whether another backward pass may follow, for which everything is kept.
+        """
         if self.flows:
             self._forget_read_gradients()
             arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
-            torch.autograd.backward(arrival, torch.empty_like(arrival), inputs=self._leaves)
+            torch.autograd.backward(arrival, torch.empty_like(arrival), retain_graph=again, inputs=self._leaves)
 
     def backward_by_input(
         self, edges: Sequence[GradientEdge], left_out: Collection[int], again: bool

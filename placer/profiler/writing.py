@@ -75,6 +75,7 @@ def write(
                     0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)
                 ),
                 backward_workspace_bytes=max(memory.backward_workspace_bytes for memory in memories),
+                pass_workspace_bytes=_pass_workspace(memories),
                 deferred_bytes=max(memory.deferred_bytes for memory in memories),
                 input_workspace_bytes=_input_workspace(memories),
                 weights_workspace_bytes=_material(max(memory.weights_workspace_bytes for memory in memories)),
@@ -215,6 +216,12 @@ def _step_share(graph: LayerGraph, optimizer: OptimizerState) -> float:
 def _material(size_bytes: int) -> int:
     """Without what is too little to tell, which keeps profiles small."""
     return size_bytes if size_bytes >= 2**20 else 0
+
+
+def _pass_workspace(memories: Sequence[LayerMemory]) -> int:
+    """What a backward pass holds that frees nothing; 0 where that is about what another one does."""
+    own = max(memory.pass_workspace_bytes for memory in memories)
+    return own if _material(own - max(memory.backward_workspace_bytes for memory in memories)) else 0
 
 
 def _input_workspace(memories: Sequence[LayerMemory]) -> int:

@@ -50,6 +50,8 @@ class Layer(Wire):
             model that wait for a reader, and its results so far.
         backward_workspace_bytes: the same for a backward pass: gradients of what the layer reads and writes, and those
             of its parameters until they are added to the ones of earlier micro-batches.
+        pass_workspace_bytes: the same where nothing of what was kept is freed meanwhile, as in recorded passes, whose
+            memory is their own. Left out where it is no more than 1 MiB above ``backward_workspace_bytes``.
         deferred_bytes: what the half of a backward pass by input leaves to the half by weight, where a schedule lets
             the two run apart, beside what was kept already: gradients of results of linear layers and convolutions.
             Under ``zero-bubble`` a device has them of every micro-batch in flight.
@@ -77,6 +79,7 @@ class Layer(Wire):
     saved_bytes: Bytes = 0
     forward_workspace_bytes: Bytes = 0
     backward_workspace_bytes: Bytes = 0
+    pass_workspace_bytes: Bytes = 0
     deferred_bytes: Bytes = 0
     input_workspace_bytes: Bytes = 0
     weights_workspace_bytes: Bytes = 0

@@ -173,7 +173,9 @@ class Memory:
             if step in layer_at:
                 layer = layer_at[step]
                 half = layer.input_workspace_bytes if self._apart else 0
-                most = max(most, left + waiting + (half or layer.backward_workspace_bytes))
+                whole = layer.backward_workspace_bytes
+                whole = whole if self._apart else max(whole, layer.pass_workspace_bytes)
+                most = max(most, left + waiting + (half or whole))
                 left += layer.deferred_bytes if self._apart else 0
             waiting += arriving[step]
         return max(most, left)

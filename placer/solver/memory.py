@@ -36,7 +36,7 @@ its place beside, and what is sent stays until the next micro-batch comes. Then:
     use(d)      = params(d) + gradients(d) + optimizer(d) + buffers(d)
                   + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d)) + max over t of P(d, t) + step(d)
     O(d,t)      = F(d, t) without values that are made elsewhere
-    P(d,t)      = backward_workspace(t)
+    P(d,t)      = pass_workspace(t)
                   + sum of gradient_bytes(v) over v made before t and read on d after t: it waits, or is to be sent
     crossing(d) = sum of bytes(v) over v made elsewhere and read on d
                   + sum over v made on d and read elsewhere of gradient_bytes(v), once for all who read, and of bytes(v)

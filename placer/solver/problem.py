@@ -143,7 +143,9 @@ class Problem:
         """By layer, what its backward pass works in; where its halves run apart, the one by input; 0 in inference."""
         if self.weights_apart:
             return tuple(map(input_workspace_bytes, self.layers))
-        return tuple(layer.backward_workspace_bytes if self.training else 0 for layer in self.layers)
+        if not self.training:
+            return (0,) * len(self.layers)
+        return tuple(pass_workspace_bytes(layer) for layer in self.layers)
 
     @cached_property
     def weights_workspace_bytes(self) -> tuple[int, ...]:
@@ -226,6 +228,11 @@ class Problem:
 def input_workspace_bytes(layer: Layer) -> int:
     """What the input half of a layer's backward pass holds; what all of it does where that was not told apart."""
     return layer.input_workspace_bytes or layer.backward_workspace_bytes
+
+
+def pass_workspace_bytes(layer: Layer) -> int:
+    """What a layer's backward pass holds where it frees nothing of what was kept."""
+    return max(layer.pass_workspace_bytes, layer.backward_workspace_bytes)
 
 
 def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ...]:
@@ -319,7 +326,7 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
         + layer.buffer_bytes
         + (layer.saved_bytes + layer.deferred_bytes) * chunks
         + (layer.forward_workspace_bytes + input_workspace_bytes(layer)) * chunks
-        + layer.backward_workspace_bytes
+        + pass_workspace_bytes(layer)
         + layer.weights_workspace_bytes
         for layer in request.profile.layers
     )

@@ -31,6 +31,7 @@ def profiles(draw, training, row, kinds, count, size):
             grad_bytes=draw(SIZE) if training else 0,
             saved_bytes=draw(SIZE) if training else 0,
             backward_workspace_bytes=draw(SIZE) if training else 0,
+            pass_workspace_bytes=draw(SIZE) if training else 0,
             deferred_bytes=draw(SIZE) if training else 0,
             input_workspace_bytes=draw(SIZE) if training else 0,
             weights_workspace_bytes=draw(SIZE) if training else 0,

@@ -15,7 +15,7 @@ MS = (0.0, 0.25, 1.0, 1.5, 2.0, 3.1, 7.3)
 SIZES = (0, 1, 2, 3, 5, 8)
 """Few distinct times and sizes, so that ties and exact fits are common."""
 STATE = ("param_bytes", "buffer_bytes")
-TRAINED = ("grad_bytes", "optimizer_bytes", "saved_bytes", "backward_workspace_bytes")
+TRAINED = ("grad_bytes", "optimizer_bytes", "saved_bytes", "backward_workspace_bytes", "pass_workspace_bytes")
 
 
 def examples(count):

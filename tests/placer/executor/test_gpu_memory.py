@@ -25,7 +25,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_the_peak_of_a_training_step_is_the_predicted_one_within_a_tenth(name: str) -> None:
+def test_the_peak_of_calls_and_autograds_backward_pass_is_below_what_is_predicted_for_steps(name: str) -> None:
     make, data = MODELS[name]
     count = torch.cuda.device_count()
     if count < 2:
@@ -52,7 +52,12 @@ def test_the_peak_of_a_training_step_is_the_predicted_one_within_a_tenth(name: s
         torch.cuda.synchronize(index)
         torch.cuda.reset_peak_memory_stats(index)
     flow(inputs).mean().backward()
-    _assert_predicted(placement, torch.cuda.max_memory_allocated, before)
+    # Recorded steps keep places for what crosses, and freed memory serves no other pass: a call needs less.
+    for load in placement.devices:
+        index = torch.device(load.device).index
+        torch.cuda.synchronize(index)
+        used = torch.cuda.max_memory_allocated(index) - before[index]
+        assert 0.5 * load.memory.total_bytes <= used <= 1.02 * load.memory.total_bytes, (load, used)
     flow.undo()
 
 
@@ -70,10 +75,10 @@ TARGETS: dict[str, Callable[[int], Tensor]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("name", MODELS)
 def test_recorded_passes_and_their_loss_reserve_what_is_predicted_within_a_tenth(
-    name: str, schedule: Literal["1f1b", "zero-bubble"]
+    name: str, schedule: Literal["fill-drain", "1f1b", "zero-bubble"]
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -181,3 +181,21 @@ def test_what_stands_empty_beside_a_layers_tensors_is_the_most_of_both_passes(
         counted = iter(passes)
         monkeypatch.setattr(devices, "fragmented_bytes", lambda _, counted=counted: next(counted))
         assert measure_memory(trial, training=training).fragmented_bytes == max(passes)
+
+
+def test_a_recorded_backward_pass_frees_nothing_of_what_was_kept(make_trial: Any) -> None:
+    def layer(x: Tensor) -> Tensor:
+        return x.repeat(64, 1).exp().exp().sum(0)
+
+    found = measure_memory(make_trial(layer, [torch.randn(1, 1024, requires_grad=True)]), training=True)
+    large, small = 4 * 64 * 1024, 4 * 1024
+    # Two large gradients at a time; meanwhile what the second of the two was kept for is no longer needed.
+    assert found.backward_workspace_bytes == pytest.approx(large, abs=4 * small)
+    assert found.pass_workspace_bytes == pytest.approx(2 * large, abs=4 * small)
+
+
+def test_a_recorded_backward_pass_makes_no_gradient_beside_the_one_that_it_adds_to(make_trial: Any) -> None:
+    linear: Any = torch.ops.aten.linear.default
+    trial = make_trial(linear, [torch.randn(2, 256, requires_grad=True)], [torch.randn(256, 256, requires_grad=True)])
+    found = measure_memory(trial, training=True)
+    assert found.backward_workspace_bytes >= 4 * 256 * 256 > 10 * found.pass_workspace_bytes

@@ -34,6 +34,7 @@ def make_training_problem(random, objective="memory", schedule="fill-drain"):
             saved_bytes=random.choice(sizes),
             forward_workspace_bytes=random.choice(sizes),
             backward_workspace_bytes=random.choice(sizes),
+            pass_workspace_bytes=random.choice(sizes),
             **{field: random.choice(sizes) for field in APART if schedule == "zero-bubble"},
         )
         for name in names

@@ -33,6 +33,7 @@ def requests(draw, row):
             saved_bytes=draw(SIZE),
             forward_workspace_bytes=draw(SIZE),
             backward_workspace_bytes=draw(SIZE),
+            pass_workspace_bytes=draw(SIZE),
             deferred_bytes=draw(SIZE),
             input_workspace_bytes=draw(SIZE),
             weights_workspace_bytes=draw(SIZE),
