@@ -38,7 +38,8 @@ Pass = Callable[[], None]
 Timer = Callable[[Sequence[Pass], torch.device, int], list[float]]
 """From passes that run one after another, their device and a number of repeats to the time of each, in ms."""
 
-_WARM_S = 0.1
+_WARM_S = 0.5
+"""So long a device works before it is timed: under a load that lasts, one at its power limit lowers its clocks."""
 
 
 def refine(
