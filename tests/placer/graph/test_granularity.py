@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,15 +11,27 @@ from torch import nn
 
 from placer.errors import InputError
 from placer.graph import LayerGraph, capture
+from placer.graph.capture import layer_graph
+from placer.graph.export import Exported, export
 from placer.zoo import gpt, resnet50, unet
 
 IMAGE = torch.randn(2, 3, 64, 64)
 
 
+@functools.cache
+def _exported(model: nn.Module, example: Any) -> Exported:
+    """What a model is exported to does not depend on how it is cut, and takes longer than that."""
+    return export(model, (example,), {})
+
+
 def _names(model: nn.Module, example: Any, granularity: Any) -> list[str]:
-    return [layer.name for layer in capture(model, example, granularity=granularity).layers]
+    return [layer.name for layer in layer_graph(_exported(model, example), model, granularity).layers]
 
 
+_resnet50 = functools.cache(resnet50)
+
+
+@functools.cache
 def _small_gpt() -> nn.Module:
     return gpt(layers=4, width=16, heads=2, context=8, vocabulary=20)
 
@@ -34,7 +47,7 @@ def test_auto_cuts_a_gpt_of_48_blocks_into_about_50_layers() -> None:
 
 
 def test_auto_cuts_resnet50_into_about_20_layers() -> None:
-    names = _names(resnet50(), IMAGE, "auto")
+    names = _names(_resnet50(), IMAGE, "auto")
     assert 16 <= len(names) <= 24
 
 
@@ -53,8 +66,8 @@ def test_auto_opens_repeated_blocks_alike(layers: int) -> None:
 
 
 def test_submodule_gives_the_named_children() -> None:
-    names = _names(resnet50(), IMAGE, "submodule")
-    assert {name.partition("@")[0] for name in names} <= {name for name, _ in resnet50().named_children()}
+    names = _names(_resnet50(), IMAGE, "submodule")
+    assert {name.partition("@")[0] for name in names} <= {name for name, _ in _resnet50().named_children()}
 
 
 def test_fine_gives_every_leaf_that_runs() -> None:
@@ -92,10 +105,10 @@ class _Twice(nn.Module):
 
 MODELS: dict[str, tuple[Any, Any]] = {
     "gpt": (_small_gpt, TOKENS),
-    "unet": (lambda: unet(width=2), torch.randn(2, 3, 16, 16)),
-    "skips": (Skips, torch.randn(2, 5)),
-    "tagger": (Tagger, torch.randint(0, 20, (2, 4))),
-    "twice": (_Twice, torch.randn(2, 4)),
+    "unet": (functools.cache(lambda: unet(width=2)), torch.randn(2, 3, 16, 16)),
+    "skips": (functools.cache(Skips), torch.randn(2, 5)),
+    "tagger": (functools.cache(Tagger), torch.randint(0, 20, (2, 4))),
+    "twice": (functools.cache(_Twice), torch.randn(2, 4)),
 }
 
 
