@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from placer.schedule.passes import Pass, Phase
 
-Arrivals = dict[Phase, list[int]]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "weights")
 
 TICKS_PER_MS = 2**20
 """About a nanosecond each. As a power of two it leaves no time of few decimals half-way between two ticks."""
@@ -48,10 +48,11 @@ class _Greedy:
         self._places = [number.setdefault(place, len(number)) for place in places]
         self._room = room
         self._ticks = {phase: [round(time_ms * TICKS_PER_MS) for time_ms in each] for phase, each in times.items()}
-        self._last: Phase = "weights" if "weights" in times else "backward"
-        self._done: list[dict[Phase, int]] = [{"forward": 0, "backward": 0, "weights": 0} for _ in places]
-        self._there: list[Arrivals] = [{"forward": [], "backward": []} for _ in places]
-        self._there[0]["forward"] = [0] * chunks
+        self._split = "weights" in times
+        self._done: dict[Phase, list[int]] = {phase: [0] * len(places) for phase in PHASES}
+        self._through = self._done["weights" if self._split else "backward"]
+        self._there: dict[Phase, list[list[int]]] = {phase: [[] for _ in places] for phase in PHASES}
+        self._there["forward"][0] = [0] * chunks
         self._stages: dict[int, list[int]] = {}
         for stage in reversed(range(len(places))):
             self._stages.setdefault(self._places[stage], []).append(stage)
@@ -69,7 +70,7 @@ class _Greedy:
                 continue
             stage, phase, _ = chosen
             end = free[device] = now + self._ticks[phase][stage]
-            self._done[stage][phase] += 1
+            self._done[phase][stage] += 1
             begun.append((now, end, chosen))
             heapq.heappush(wake, (end, device))
             for woken in self._hand_on(stage, phase, end):
@@ -78,21 +79,22 @@ class _Greedy:
 
     def _most_urgent(self, device: int, now: int) -> Pass | None:
         stages = self._stages[device]
-        phases: tuple[Phase, ...] = ("backward", "forward", "weights")
-        for phase in phases:
-            for stage in stages:
-                if self._is_ready(stage, phase, now):
-                    return Pass(stage, phase, self._done[stage][phase])
+        arrivals, done = self._there["backward"], self._done["backward"]
+        for stage in stages:
+            number = done[stage]
+            if number < len(arrivals[stage]) and arrivals[stage][number] <= now:
+                return Pass(stage, "backward", number)
+        arrivals, done = self._there["forward"], self._done["forward"]
+        for stage in stages:
+            number = done[stage]
+            if number < len(arrivals[stage]) and arrivals[stage][number] <= now:
+                if number - self._through[stage] < self._room[stage]:
+                    return Pass(stage, "forward", number)
+        for stage in stages if self._split else ():
+            number = self._done["weights"][stage]
+            if number < self._done["backward"][stage]:
+                return Pass(stage, "weights", number)
         return None
-
-    def _is_ready(self, stage: int, phase: Phase, now: int) -> bool:
-        done = self._done[stage]
-        if phase == "weights":
-            return self._last == "weights" and done["weights"] < done["backward"]
-        if phase == "forward" and done["forward"] - done[self._last] >= self._room[stage]:
-            return False
-        arrivals = self._there[stage][phase]
-        return done[phase] < len(arrivals) and arrivals[done[phase]] <= now
 
     def _hand_on(self, stage: int, phase: Phase, end: int) -> list[tuple[int, int]]:
         """Tell the stage that waits for a pass; when to look at its device."""
@@ -101,5 +103,5 @@ class _Greedy:
             return []
         goal = min(stage + 1, last) if phase == "forward" else stage - 1
         kind: Phase = "backward" if phase == "backward" or stage == last else "forward"
-        self._there[goal][kind].append(end)
+        self._there[kind][goal].append(end)
         return [(end, self._places[goal])]

@@ -239,7 +239,8 @@ class StepTable(CutTable):
         if (start, counts) not in self._options_from:
             found = []
             for kind in exact.kinds_left(counts):
-                row = self._options(counts, kind)[start]
+                later = self.best[exact.one_less(counts, kind)]
+                row = np.maximum(self.cost(kind, sum(counts))[start], later)
                 found += [(float(row[stop]), int(stop), kind) for stop in np.flatnonzero(np.isfinite(row))]
             self._options_from[start, counts] = sorted(found)
         return self._options_from[start, counts]

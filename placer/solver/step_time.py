@@ -178,7 +178,8 @@ class StepSearch:
             if self._over(choice, share):
                 return False
             result = self._offer(choice, devices, "every map")
-            proven = proven and (result is None or step_maps.has_one_order(choice.problem, devices, result.stages))
+            if proven and result is not None and costs.fits(choice.problem, result):
+                proven = step_maps.has_one_order(choice.problem, devices, result.stages)
         if choice.devices is None:
             self._by_bottleneck(choice, share)
             choice.reason = choice.reason or NO_MAP
@@ -260,23 +261,26 @@ class StepSearch:
         time_s = self._time_s() + self._left_s() * (1.0 if by_work else part)
         return Share(time_s, self.meter.done + part * max(0.0, self.meter.left))
 
-    def _judged(self, choice: Choice, devices: list[int]) -> costs.Costs | None:
-        self.meter.done += EVALUATION
-        return costs.judged(choice.problem, devices)
-
     def _step_of(self, choice: Choice) -> Callable[[list[int]], float]:
         """What an assignment's step takes; infinite if it breaks a requirement."""
 
         def step_ms(devices: list[int]) -> float:
-            result = self._judged(choice, devices)
+            self.meter.done += EVALUATION
+            result = costs.judged(choice.problem, devices)
             return inf if result is None else result.objective_value
 
         return step_ms
 
     def _offer(self, choice: Choice, devices: list[int], method: str) -> costs.Costs | None:
-        """Keep an assignment if it meets every requirement and is better; what it costs, if it meets them."""
-        result = self._judged(choice, devices)
+        """Keep an assignment if it meets every requirement and is better; what it costs, if it can be.
+
+        Whether it fits is looked at last, of what is better alone: it takes long to tell.
+        """
+        self.meter.done += EVALUATION
+        result = costs.evaluate(choice.problem, devices) if costs.allowed(choice.problem, devices) else None
         if result is None or result.objective_value >= choice.value:
+            return result
+        if not costs.fits(choice.problem, result):
             return result
         before = self.best.value
         choice.devices, choice.value = devices, result.objective_value
