@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver import costs
-from placer.solver.intervals import Intervals
+from placer.solver.intervals import Exchange, Intervals
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 
@@ -30,6 +30,9 @@ Counts = tuple[int, ...]
 
 MOST_NODES = 512
 MOST_STATES = 4096
+
+ROWS = 64
+"""Of so many blocks stages are looked at together, so that the numbers stay near the core."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +50,23 @@ class Cut:
     value: float = inf
 
 
-def best_cut(problem: Problem, nodes: Reduction, order: Sequence[int] | None = None) -> Cut:
+def best_cut(
+    problem: Problem,
+    nodes: Reduction,
+    order: Sequence[int] | None = None,
+    exchanged: Sequence[Exchange] | None = None,
+) -> Cut:
     """The best cut of an order of the nodes into one stage per device, contiguity understood.
 
     Args:
         problem: what is asked.
         nodes: its layers in nodes, in topological order.
         order: another topological order of the nodes; theirs if left out.
+        exchanged: as ``intervals.exchanges`` tells it, where it is known.
     """
     blocks = _blocks(problem, nodes, order or range(len(nodes.nodes)))
     classes, exact = device_classes(problem)
-    table = CutTable(problem, nodes, blocks, classes)
+    table = CutTable(problem, nodes, blocks, classes, exchanged)
     best, counts = table.fill()
     if not np.isfinite(best):
         return Cut(None, 0.0)
@@ -134,9 +143,16 @@ def device_classes(problem: Problem) -> tuple[list[list[int]], bool]:
 class CutTable:
     """The table of the dynamic program, by how many devices of each class the later stages take."""
 
-    def __init__(self, problem: Problem, nodes: Reduction, blocks: list[list[int]], classes: list[list[int]]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        blocks: list[list[int]],
+        classes: list[list[int]],
+        exchanged: Sequence[Exchange] | None = None,
+    ) -> None:
         self.problem, self.nodes, self.blocks, self.classes = problem, nodes, blocks, classes
-        self.intervals = Intervals(problem, nodes, blocks)
+        self.intervals = Intervals(problem, nodes, blocks, exchanged)
         self.join = np.add if problem.request.objective == "latency" else np.maximum
         self.best: dict[Counts, Table] = {}
         self._costs: dict[tuple[int, int], Table] = {}
@@ -150,7 +166,7 @@ class CutTable:
         ranges = [range(len(members) + 1) for members in self.classes]
         for counts in sorted(itertools.product(*ranges), key=sum):
             if 0 < sum(counts) <= self.problem.most_devices:
-                self.best[counts] = np.min([self._options(counts, c).min(axis=1) for c in kinds_left(counts)], axis=0)
+                self.best[counts] = np.min([self._least(counts, c) for c in kinds_left(counts)], axis=0)
         enough = [counts for counts in self.best if sum(counts) >= self.problem.least_devices]
         chosen = min(enough, key=lambda counts: (float(self.best[counts][0]), sum(counts)))
         return float(self.best[chosen][0]), chosen
@@ -161,7 +177,7 @@ class CutTable:
         start = 0
         taken = [0] * len(self.classes)
         while start < len(self.blocks):
-            options = [(self._options(counts, c)[start], c) for c in kinds_left(counts)]
+            options = [(self._row(counts, c, start), c) for c in kinds_left(counts)]
             row, kind = min(options, key=lambda option: float(option[0].min()))
             stop = int(row.argmin())
             device = self.classes[kind][taken[kind]]
@@ -173,9 +189,22 @@ class CutTable:
 
     def _options(self, counts: Counts, kind: int) -> Table:
         """By first block and end, the value where a device of that class takes the stage between."""
-        later = self.best[one_less(counts, kind)]
-        joined: Table = self.join(self.cost(kind, sum(counts)), later[None, :])
+        joined: Table = self.join(self.cost(kind, sum(counts)), self.best[one_less(counts, kind)][None, :])
         return joined
+
+    def _row(self, counts: Counts, kind: int, start: int) -> Table:
+        """The same of one first block."""
+        row: Table = self.join(self.cost(kind, sum(counts))[start], self.best[one_less(counts, kind)])
+        return row
+
+    def _least(self, counts: Counts, kind: int) -> Table:
+        """By first block, the least value where a device of that class takes the stage from there on."""
+        cost, later = self.cost(kind, sum(counts)), self.best[one_less(counts, kind)]
+        parts = [
+            self.join(cost[start : start + ROWS, start:], later[None, start:]).min(axis=1)  # a stage ends behind it
+            for start in range(0, len(later), ROWS)
+        ]
+        return np.concatenate(parts)
 
     def cost(self, kind: int, stages_left: int) -> Table:
         """By first block and end, what a stage there costs, with so many stages left, itself included."""

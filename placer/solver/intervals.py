@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,41 @@ from placer.solver.reduce import Reduction
 Table = NDArray[np.float64]
 
 
+class Exchange(NamedTuple):
+    """Values with the same ends.
+
+    Attributes:
+        source: the node that makes them.
+        readers: the other nodes that read them.
+        number: how many there are.
+        bytes: of all of them.
+        gradients: how many of them have gradients.
+        gradient_bytes: of all of these.
+    """
+
+    source: int
+    readers: tuple[int, ...]
+    number: int
+    bytes: int
+    gradients: int
+    gradient_bytes: int
+
+
+def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
+    """What nodes exchange, by its ends."""
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for value in problem.values:
+        source = nodes.node_of[value.source]
+        readers = tuple(sorted(nodes.of(value.readers) - {source}))
+        if readers:
+            sums = found[source, readers]
+            sums[0] += 1
+            sums[1] += value.bytes
+            sums[2] += value.gradient_bytes > 0
+            sums[3] += value.gradient_bytes
+    return [Exchange(*ends, *sums) for ends, sums in found.items()]
+
+
 class Intervals:
     """Tables over intervals ``[first, end)`` of blocks; impossible intervals are infinite.
 
@@ -26,6 +62,7 @@ class Intervals:
         problem: what is asked.
         nodes: its layers in nodes.
         blocks: runs of nodes, in a topological order.
+        exchanged: as ``exchanges`` tells it, where it is known.
 
     Attributes:
         exact: whether memory is that of the cost model, not about that.
@@ -33,7 +70,13 @@ class Intervals:
 
     exact = True
 
-    def __init__(self, problem: Problem, nodes: Reduction, blocks: list[list[int]]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        blocks: list[list[int]],
+        exchanged: Sequence[Exchange] | None = None,
+    ) -> None:
         self.problem, self.nodes, self.blocks = problem, nodes, blocks
         self._count = len(blocks)
         self._layers = [[layer for node in block for layer in nodes.nodes[node]] for block in blocks]
@@ -43,7 +86,7 @@ class Intervals:
                 self._block_of[layer] = block
         self._limited = problem.request.objective == "memory" or memory_rules.can_bind(problem)
         if problem.request.objective != "memory":
-            self._measure_transfers()
+            self._measure_transfers(exchanges(problem, nodes) if exchanged is None else exchanged)
         if self._limited:
             self._measure_memory()
 
@@ -106,21 +149,19 @@ class Intervals:
         time_ms: Table = transfers.size * link[1]
         return time_ms + transfers.number * link[0] if link[0] else time_ms
 
-    def _measure_transfers(self) -> None:
+    def _measure_transfers(self, exchanged: Iterable[Exchange]) -> None:
         """How many values enter and leave each interval, and their bytes; the same for gradients."""
         self._in, self._out, self._gradient_in, self._gradient_out = (_Transfers(self._count) for _ in range(4))
-        for value in self.problem.values:
-            source = self._block_of[value.source]
-            readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
-            if not readers:
-                continue
-            for weight, entering, leaving in (
-                (value.bytes, self._in, self._out),
-                (value.gradient_bytes, self._gradient_in, self._gradient_out),
-            ):
-                if weight or entering is self._in:
-                    entering.enter(source, readers, weight)
-                    leaving.leave(source, readers, weight)
+        block_of = {node: block for block, nodes in enumerate(self.blocks) for node in nodes}
+        for one in exchanged:
+            source = block_of[one.source]
+            readers = sorted({block_of[reader] for reader in one.readers} - {source})
+            if readers:
+                self._in.enter(source, readers, one.bytes, one.number)
+                self._out.leave(source, readers, one.bytes, one.number)
+            if readers and one.gradients:
+                self._gradient_in.enter(source, readers, one.gradient_bytes, one.gradients)
+                self._gradient_out.leave(source, readers, one.gradient_bytes, one.gradients)
 
     def _memory(self, flight: int) -> Table:
         return self._fixed + self._passing(flight)
@@ -257,27 +298,27 @@ class _Transfers:
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._corners: list[tuple[int, int, int, int]] = []
-        self._numbers: list[float] = []
+        self._numbers: list[int] = []
         self._sizes: list[int] = []
 
-    def enter(self, source: int, readers: list[int], size: int) -> None:
-        """A value enters the intervals that hold a reader, but not its source."""
+    def enter(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
+        """Values of that size in all enter the intervals that hold a reader, but not their source."""
         before = source
         for reader in (reader for reader in readers if reader > source):
-            self.add(size, (before + 1, reader + 1), (reader + 1, self._blocks + 1))
+            self.add(size, (before + 1, reader + 1), (reader + 1, self._blocks + 1), number)
             before = reader
         after = source
         for reader in (reader for reader in reversed(readers) if reader < source):
-            self.add(size, (0, reader + 1), (reader + 1, after + 1))
+            self.add(size, (0, reader + 1), (reader + 1, after + 1), number)
             after = reader
 
-    def leave(self, source: int, readers: list[int], size: int) -> None:
-        """A value leaves the intervals that hold its source, but not all of its readers."""
+    def leave(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
+        """Values of that size in all leave the intervals that hold their source, but not all of their readers."""
         first, last = min(source, readers[0]), max(source, readers[-1])
-        self.add(size, (0, source + 1), (source + 1, self._blocks + 1))
-        self.add(-size, (0, first + 1), (last + 1, self._blocks + 1), -1.0)
+        self.add(size, (0, source + 1), (source + 1, self._blocks + 1), number)
+        self.add(-size, (0, first + 1), (last + 1, self._blocks + 1), -number)
 
-    def add(self, size: int, rows: tuple[int, int], columns: tuple[int, int], number: float = 1.0) -> None:
+    def add(self, size: int, rows: tuple[int, int], columns: tuple[int, int], number: int = 1) -> None:
         """Count so many values of that size in all to the intervals of a rectangle."""
         self._corners.append((*rows, *columns))
         self._numbers.append(number)
@@ -293,7 +334,7 @@ class _Transfers:
         """By interval, their bytes."""
         return self._filled(self._sizes)
 
-    def _filled(self, amounts: Sequence[float]) -> Table:
+    def _filled(self, amounts: Sequence[int]) -> Table:
         """The amounts in their rectangles: as differences, which sums along both axes fill in."""
         side = self._blocks + 2
         if not any(amounts):

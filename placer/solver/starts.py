@@ -9,6 +9,7 @@ from random import Random
 
 from placer.solver import exact
 from placer.solver.components import topological_order
+from placer.solver.intervals import exchanges
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction, reduced
 
@@ -16,6 +17,9 @@ MOST_ORDERS = 20
 FRESH_ORDERS = 5
 PATIENCE = 4
 """After so many orders in a row that bring nothing better there are no more."""
+
+ROUNDING = 1e-9
+"""An order is not better than another by less than this share."""
 
 MOST_WORK = 80_000_000
 """Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
@@ -64,7 +68,7 @@ def _climb(problem: Problem, nodes: Reduction, turns: int) -> Iterator[Start]:
     """
     count = len(nodes.nodes)
     arcs = nodes.arcs(arcs_of(problem.values))
-    neighbours = _neighbours(problem, nodes)
+    neighbours, exchanged = _neighbours(problem, nodes), exchanges(problem, nodes)
     ways: list[Callable[[list[float]], list[int]]] = [
         lambda rank: _late_order(count, arcs, rank, neighbours),
         lambda rank: topological_order(count, arcs, rank),
@@ -77,8 +81,8 @@ def _climb(problem: Problem, nodes: Reduction, turns: int) -> Iterator[Start]:
         share = 1.0 if turn < FRESH_ORDERS else random.choice((0.02, 0.1, 0.3))
         rank = [random.random() if random.random() < share else old for old in best_rank]
         tried = ways[turn] if turn < len(ways) else way
-        cut = exact.best_cut(problem, nodes, tried(rank))
-        idle = 0 if cut.value < best else idle + 1
+        cut = exact.best_cut(problem, nodes, tried(rank), exchanged)
+        idle = 0 if cut.value < best * (1 - ROUNDING) else idle + 1
         if cut.value <= best:
             best, best_rank, way = cut.value, rank, tried
         yield Start(cut.devices, 0.0, "linear order")
