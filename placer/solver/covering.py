@@ -9,7 +9,7 @@ from ortools.linear_solver import pywraplp
 
 EDGE = 1e-9
 MOST_WIDENED = 6
-FIRST_HALF = 0.25
+FIRST_HALF = 0.15
 """Half the width of the first box, as a share of a group's mean price."""
 
 

@@ -10,8 +10,9 @@ The other K devices hold the rest, so one of them holds a set S with::
     minimise the number of sets, each of load <= bottleneck, that hold every node once
 
 solved by column generation: the set that is worth most by the prices joins the program, which gives new prices. These
-are kept near the best ones so far, in a box, or they would swing from end to end. Where sets for K devices suffice for
-a bottleneck, as far as fractions of sets are sets, a smaller one is tried.
+are kept near the best ones so far, in a box, or they would swing from end to end. The set is looked for among few, and
+among all only where none of the few is worth its share: then the prices may prove something. Where sets for K devices
+suffice for a bottleneck, as far as fractions of sets are sets, a smaller one is tried.
 
 Source: Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", 1961; du Merle, Villeneuve,
 Desrosiers and Hansen, "Stabilized column generation", 1999.
@@ -29,7 +30,7 @@ from placer.solver.nets import joined_nets
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.solver.stage_links import stage_links
-from placer.solver.subsets import MOST_LABELS, Found, Stopped, Subsets
+from placer.solver.subsets import Found, Stopped, Subsets
 from placer.solver.sweeps import Pins, Step, sweep
 
 MANY = 100
@@ -38,26 +39,26 @@ MANY = 100
 MOST_NODES = 1_500
 SLACK = 1e-9
 CLOSE = 1e-4
-NEAR = 0.01
+NEAR = 0.002
 """Within so much of what is known, all of it is tried to be proven."""
 
-GROUPS = 4
+GROUPS = 8
 """So many groups of nodes for each device in the beginning."""
 
 LITTLE = 0.02
 ALMOST = 0.9
 FEW_LABELS = 2_000
-FIRST_LABELS = 40_000
-"""Labels of the first search, whose bound may stand for long where nodes are many."""
+FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 96_000
+"""Labels of the first search for a bound, which may stand for long; of later ones in the beginning, and at the most."""
+
+LABELS_KEPT = 30_000_000
+"""No more labels in all are kept at a time."""
 
 EVEN = 1e-5
 """What all nodes cost at the least in the beginning, of the sum."""
 
-STEP_BACK = 0.3
+STEP_BACK = 0.4
 """How much of the best prices so far is in those that are tried."""
-
-TAKEN = -0.05
-"""The price of a node that another set of the same turn holds already, where the mean is 1."""
 
 LABELS_A_SEARCH = 20_000
 """What a search does besides, in labels."""
@@ -119,8 +120,8 @@ class _Tried:
 
     Attributes:
         prices: by node; a set is worth about one.
-        count: sets of the load allowed that are needed to hold all nodes, at least.
-        sets: those that are worth much.
+        count: sets of the load allowed that are needed to hold all nodes, as far as is known; K or less proves nothing.
+        sets: those that are worth most.
         held: by device that pays for no transfer, what it would hold.
     """
 
@@ -155,6 +156,7 @@ class _Shares:
     known: float
     over: Over
     pool: dict[frozenset[int], float] = field(default_factory=dict)
+    labels: int = LABELS
 
     def bound(self) -> float:
         """What is proven until the end, or until it is stopped in the midst of it."""
@@ -165,7 +167,8 @@ class _Shares:
     def _go_on(self) -> None:
         """Try bottlenecks half way between what is proven and what sets suffice for, in ever smaller groups."""
         prices = [work + EVEN * sum(self.work_ms) for work in self.work_ms]
-        prices = self._tried(self._subsets(self.upper), prices, self.upper, FIRST_LABELS).prices
+        scaled, share, _ = self._scaled(prices, self.upper)
+        self._weighed(self._subsets(self.upper), scaled, share, self.upper, FIRST_LABELS)
         count, suffices = GROUPS * self.devices, self.upper
         while not self.over(0.0) and self.known < suffices * (1 - CLOSE):
             near = self.known > suffices * (1 - NEAR)
@@ -196,68 +199,64 @@ class _Shares:
         """Better and better prices for a bottleneck: the best, and whether sets of so much load suffice by group."""
         subsets = self._subsets(target)
         fresh = best = self._tried(subsets, prices, target)
-        base = [max(price, EVEN * sum(prices)) for price in prices]
+        base = [max(price, EVEN * sum(best.prices)) for price in best.prices]
         program = Covering(groups, base, len(self.free_ms))
-        program.join([nodes for nodes, load in self.pool.items() if load <= target], [])
+        program.join([nodes for nodes, load in self.pool.items() if load <= target], fresh.held)
+        new = True
         while self.known < target and not self.over(0.0):
-            new = program.join(fresh.sets, fresh.held)
             solved = program.solve()
             if solved is None:
-                return best.prices, True
+                break
             count, duals = solved
             leans = program.leans()
             if count <= self.devices and not leans:
-                return best.prices, True
+                break
             if not new or count <= best.count * (1 + CLOSE):
                 if not leans or not program.widen():
-                    return best.prices, True
+                    break
             mixed = [STEP_BACK * old + (1 - STEP_BACK) * dual for old, dual in zip(best.prices, duals, strict=True)]
             fresh = self._tried(subsets, mixed, target)
             if fresh.count > best.count:
                 best = fresh
                 program.centre(best.prices)
-        return best.prices, False
+            new = program.join(fresh.sets, fresh.held)
+        return best.prices, self.known < target
 
-    def _tried(
-        self, subsets: Subsets, prices: Sequence[float], target: float, most_labels: int = MOST_LABELS
-    ) -> _Tried:
+    def _tried(self, subsets: Subsets, prices: Sequence[float], target: float) -> _Tried:
         """What prices prove, and the sets that are worth most by them."""
+        scaled, share, held = self._scaled(prices, target)
+        found = self._counted(subsets.search(scaled, max(ALMOST * share, LITTLE), FEW_LABELS, real=True))
+        sets, worth = [found.nodes], found.most_worth
+        if share > LITTLE and worth <= share * (1 - SLACK):
+            found = self._weighed(subsets, scaled, share, target, self.labels)
+            while found.nodes and self._load(found.nodes) > target and self.labels < MOST_LABELS:
+                self.labels *= 2
+                found = self._weighed(subsets, scaled, share, target, self.labels)
+            sets.append(found.nodes)
+            worth = max(worth, found.most_worth)
+        able = [nodes for nodes in sets if nodes and self._load(nodes) <= target]
+        self.pool.update((nodes, self._load(nodes)) for nodes in able)
+        return _Tried([price / worth for price in scaled], self.devices * share / worth, able, held)
+
+    def _weighed(
+        self, subsets: Subsets, prices: Sequence[float], share: float, target: float, most_labels: int
+    ) -> Found:
+        """Keep what prices prove: the least load of all sets that are worth a share."""
+        enough = max(share * (1 - SLACK), LITTLE)
+        found = self._counted(subsets.search(prices, enough, min(most_labels, LABELS_KEPT // len(self.steps))))
+        if share > LITTLE:
+            self.known = max(self.known, min(found.least_ms, target))
+        return found
+
+    def _scaled(self, prices: Sequence[float], target: float) -> tuple[list[float], float, list[frozenset[int]]]:
+        """Prices by which a device's share is about one, that share, and what is held where transfers are free."""
         held = [self._held(prices, time_ms, target) for time_ms in self.free_ms]
         rest = sum(prices) - sum(most for most, _ in held)
         unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0
-        scaled = [price / unit for price in prices]
-        enough = max(rest / self.devices / unit * (1 - SLACK), LITTLE)
-        found = self._search(subsets, scaled, enough, most_labels)
-        if rest > LITTLE * unit * self.devices:
-            self.known = max(self.known, min(found.least_ms, target))
-        sets = self._sets(subsets, scaled, found, target)
-        worth = found.most_worth
-        return _Tried([price / worth for price in scaled], rest / unit / worth, sets, [nodes for _, nodes in held])
+        return [price / unit for price in prices], rest / self.devices / unit, [nodes for _, nodes in held]
 
-    def _sets(self, subsets: Subsets, prices: Sequence[float], found: Found, target: float) -> list[frozenset[int]]:
-        """The set that is worth most, then the one that is of what is left, as many as there are devices."""
-        left = list(prices)
-        sets: list[frozenset[int]] = []
-        taken = TAKEN * sum(prices) / len(prices)
-        while found.nodes and len(sets) < self.devices and not self.over(0.0):
-            load = self._load(found.nodes)
-            if load <= target:
-                sets.append(found.nodes)
-                self.pool[found.nodes] = load
-                for node in found.nodes:
-                    left[node] = taken
-            found = self._search(subsets, left, LITTLE if sets else ALMOST, FEW_LABELS, real=True)
-        return sets
-
-    def _search(
-        self,
-        subsets: Subsets,
-        prices: Sequence[float],
-        enough: float,
-        most_labels: int = MOST_LABELS,
-        real: bool = False,
-    ) -> Found:
-        found = subsets.search(prices, enough, most_labels, real)
+    def _counted(self, found: Found) -> Found:
+        """What was found, after its work is counted."""
         self.over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
         return found
 

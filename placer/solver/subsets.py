@@ -94,11 +94,11 @@ class Subsets:
             Stopped: it is over.
         """
         worth = [ceil(prices[step.node] * WORTH_STEPS) for step in self._steps]
-        least = ceil(enough * WORTH_STEPS) - 1
         rests = self._rests(worth)
-        if (rests[1][0][:, 0] + rests[0] * LOAD_STEPS).min() <= least:
-            return Found(self._most_ms, enough, frozenset())
-        found = self._labelled(worth, least, rests, most_labels, real)
+        least = ceil(enough * WORTH_STEPS) - 1
+        found = None
+        if (rests[1][0][:, 0] + rests[0] * LOAD_STEPS).min() > least:
+            found = self._labelled(worth, least, rests, most_labels, real)
         return found or Found(self._most_ms, enough, frozenset())
 
     def _rests(self, worth: Sequence[int]) -> tuple[Row, list[Row]]:
@@ -121,8 +121,8 @@ class Subsets:
     ) -> Found | None:
         rates, rest = rests[0][:, None], rests[1]
         state, load, value = np.zeros((3, 1), np.int64)
-        came: list[Numbers] = []
-        total = 0
+        came: list[NDArray[np.int32]] = []
+        total, width = 0, LOAD_STEPS // most_labels
         for index, (step, cost, gain) in enumerate(zip(self._steps, self._costs, worth, strict=True)):
             self._stop_if_over()
             labels = np.arange(len(state))
@@ -136,11 +136,11 @@ class Subsets:
             state, load, value = state[chosen], load[chosen], value[chosen]
             way = 2 * origin[chosen] + column[chosen]
             if len(chosen) > most_labels:
-                first, last = _neighbours(state, load, step.states, most_labels)
+                first, last, width = _neighbours(state, load, most_labels, max(1, width // 2))
                 state, load, value, way = state[last], load[last if real else first], value[last], way[last]
             if not len(state):
                 return None
-            came.append(way)
+            came.append(way.astype(np.int32))
             total += len(state)
         worthy = np.flatnonzero(value > least)
         if not len(worthy):
@@ -153,7 +153,7 @@ class Subsets:
         if self._over():
             raise Stopped
 
-    def _traced(self, came: Sequence[Numbers], label: int) -> frozenset[int]:
+    def _traced(self, came: Sequence[NDArray[np.int32]], label: int) -> frozenset[int]:
         """The nodes of a label: even ways lead from inside."""
         nodes = []
         for step, way in zip(reversed(self._steps), reversed(came), strict=True):
@@ -181,9 +181,15 @@ def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -
     return found
 
 
-def _neighbours(state: Numbers, load: Numbers, states: int, most: int) -> tuple[Numbers, Numbers]:
-    """The first and the last label of each run whose loads are about the same, by state."""
-    width = max(1, LOAD_STEPS * states // most)
-    run = state * (LOAD_STEPS // width + 2) + load // width
-    first = np.flatnonzero(np.append(True, run[1:] != run[:-1]))
-    return first, np.append(first[1:], len(run)) - 1
+def _neighbours(state: Numbers, load: Numbers, most: int, width: int) -> tuple[Numbers, Numbers, int]:
+    """The first and the last label of each run whose loads are about the same, by state, and how much the same.
+
+    Runs are as short as may be for so many, beginning with a width that is likely too small: most labels can be of few
+    states.
+    """
+    while True:
+        run = state * (LOAD_STEPS // width + 2) + load // width
+        first = np.flatnonzero(np.append(True, run[1:] != run[:-1]))
+        if len(first) <= most or width > LOAD_STEPS:
+            return first, np.append(first[1:], len(run)) - 1, width
+        width *= 2
