@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from started import spawn
 from torch.nn import functional
 
 from placer import zoo
@@ -77,8 +78,14 @@ def test_the_tutorials_pipeline_has_the_gradients_of_the_unsplit_model(part):
         assert torch.allclose(expected.grad, found.grad, atol=1e-12)
 
 
+@pytest.fixture
+def started(part, monkeypatch):
+    """Processes of ranks need not import torch first."""
+    monkeypatch.setattr(part("distributed"), "spawn", spawn)
+
+
 @pytest.mark.slow
-def test_a_case_alone_gives_rows_of_ours_and_of_every_peer(part):
+def test_a_case_alone_gives_rows_of_ours_and_of_every_peer(part, started):
     found = importlib.import_module("benchmarks.executor").run(["gpt"])
     rows = {row["measure"]: row for row in found if "tiny: GPT" in row["case"]}
     step = rows["training step"]
@@ -91,7 +98,7 @@ def test_a_case_alone_gives_rows_of_ours_and_of_every_peer(part):
 
 
 @pytest.mark.slow
-def test_the_schedules_that_come_after_one_that_fails_are_run_all_the_same(part):
+def test_the_schedules_that_come_after_one_that_fails_are_run_all_the_same(part, started):
     together, cases = part("distributed"), part("cases")
     turns = [together.Turn(together.ENGINE, 2, chunks) for chunks in (3, 4)]  # the batch does not divide by three
     found = [(sample.chunks, bool(sample.failed)) for sample in together.together(cases.training("gpt"), turns)]

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-MODULES = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "placer.distributed", "placer.zoo"]
+from started import MODULES
 
 
 class RankPool:

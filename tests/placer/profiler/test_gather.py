@@ -6,6 +6,7 @@ from typing import Any
 import on_hosts
 import pytest
 import torch.multiprocessing as processes
+from started import spawn
 
 import placer
 from placer.errors import InputError
@@ -17,9 +18,9 @@ Told = Callable[[str], list[Any]]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What a script of ``on_hosts`` returned, by rank."""
-    results = processes.get_context("spawn").SimpleQueue()
+    results = processes.get_context("forkserver").SimpleQueue()
     store = tmp_path_factory.mktemp("gather") / "store"
-    processes.spawn(on_hosts.play, (str(store), results), nprocs=2)  # raises what a process did not expect
+    spawn(on_hosts.play, (str(store), results), nprocs=2)  # raises what a process did not expect
     found = dict(results.get() for _ in range(2))
     return lambda script: [found[rank][script] for rank in (0, 1)]
 
