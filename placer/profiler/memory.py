@@ -153,7 +153,6 @@ def _pass_workspace(trial: Trial) -> int:
         return 0
     finally:
         trial.set_gradients(present=False)
-        trial.writes = ()
 
 
 def _fresh_writes(trial: Trial, log: StorageLog) -> dict[int, int]:
