@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import warnings
@@ -124,6 +125,8 @@ def _captured(
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """The graph of a pass, and what it took of the device's memory beyond what its pool had, in bytes."""
     graph = torch.cuda.CUDAGraph()
+    collects = gc.isenabled()
+    gc.disable()  # what it would let go, graphs and memory of several streams, breaks a recording off
     for generator in drawn_from:
         graph.register_generator_state(generator)
     try:
@@ -137,6 +140,9 @@ def _captured(
     except BaseException:
         _end_allocating(stream.device, pool)
         raise
+    finally:
+        if collects:
+            gc.enable()
     return graph, int(after) - int(before)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class CompiledSegment(Segment):
         function: ``function(reads, states) -> writes``.
     """
 
+    is_opaque: ClassVar[bool] = True
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     function: Callable[[list[Any], list[list[Tensor]]], tuple[Any, ...]] = lambda reads, states: ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,10 +68,17 @@ class Step:
 
 @dataclass
 class Segment:
-    """A maximal run of layers on one device, in execution order."""
+    """A maximal run of layers on one device, in execution order.
+
+    Attributes:
+        device: where they run.
+        steps: the layers.
+        is_opaque: whether its operations are out of sight, so that no gradients of weights can be told apart.
+    """
 
     device: torch.device
     steps: list[Step] = field(default_factory=list)
+    is_opaque: ClassVar[bool] = False
 
     def run(self, values: MicroBatch) -> None:
         """Compute the segment for one micro-batch."""

@@ -275,7 +275,7 @@ class Stage:
         batch = _Entered(slot.inputs, leaves, self.trail)
         slot.deferred.clear()
         with autocast.uncached(self.device):
-            with DeferWeights(slot.deferred):
+            with nullcontext() if segment.is_opaque else DeferWeights(slot.deferred):
                 segment.run(batch)
             slot.outputs = {name: _apart(batch.read(name, self.device), slot.inputs.values()) for name in self.writes}
             if self.head is not None:
