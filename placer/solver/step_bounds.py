@@ -7,7 +7,8 @@ stages before it (behind it)::
     any placement       n * c of every device; one micro-batch's way to any layer and back; if contiguous, what filling
                         the pipeline takes (see ``step_fill``)
     a row of stages     before + n * c
-                        the whole way + (n - 1) * f, and the same with b
+                        until the first stage has its last gradients: before + n * c without weight halves that run
+                        apart; the whole way + (n - 1) * f, and the same with b; then its weight half and optimizer
       fill-drain        the whole way + (n - 1) * c: a flow shop forwards, then one backwards
       1f1b              before + n * c + wait(f) + wait(b), with w = min(n, stages from here) micro-batches in flight:
                         until the first one comes back the stage runs w - 1 further forward passes, before the last one
@@ -16,8 +17,9 @@ stages before it (behind it)::
       zero-bubble       before + n * c + wait(f), without the weight halves of other stages, for which nobody waits
 
 Of transfers only those at a stage's own two cuts are counted, over the fastest link; what is elsewhere is reckoned on
-its fastest device. The bound of a whole cut of a row is
-the largest of its stages', so that a dynamic program finds the cut where it is smallest (see ``exact``).
+its fastest device. The bound of a whole cut of a row is the largest of its stages', so that a dynamic program finds the
+cut where it is smallest (see ``exact``). Where cuts are gone through, the first stages are known: what the first one
+does at the end, and the transfers between them, come on top.
 """
 
 from __future__ import annotations
@@ -124,8 +126,8 @@ class StepTable(CutTable):
         self._way_there = self._fastest_sums(problem.forward_ms)
         self._way_back = self._fastest_sums(_awaited_ms(problem))
         self._cut_there, self._cut_back = self._transfers()
-        self._by_stages_left: dict[tuple[int, int], Table] = {}
-        self._options_from: dict[tuple[int, Counts], Options] = {}
+        self._by_stages_left: dict[tuple[int, int], tuple[Table, Table]] = {}
+        self._best_trip: dict[Counts, Table] = {}
 
     def _sums(self, time_ms: Matrix) -> Table:
         """By device and node, the sum over all nodes before it."""
@@ -140,12 +142,42 @@ class StepTable(CutTable):
 
     def cost(self, kind: int, stages_left: int) -> Table:
         """By first node and end, a lower bound on the step with that stage; infinite where it cannot be."""
+        return self._bounds_of(kind, stages_left)[0]
+
+    def _bounds_of(self, kind: int, stages_left: int) -> tuple[Table, Table]:
+        """The same, and a bound on the time until the first stage has its last gradients."""
         key = kind, stages_left
         if key not in self._by_stages_left:
             possible = np.isfinite(super().cost(kind, stages_left))
-            bound = self._bound(self.classes[kind][0], stages_left) + self._extra
-            self._by_stages_left[key] = np.where(possible, bound * ROUNDING, np.inf)
+            own, trip = self._bound(self.classes[kind][0], stages_left)
+            whole, until = (
+                np.where(possible, (bound + self._extra) * ROUNDING, np.inf) for bound in (np.maximum(own, trip), trip)
+            )
+            self._by_stages_left[key] = whole, until
         return self._by_stages_left[key]
+
+    def fill(self) -> tuple[float, Counts]:
+        """Fill the table, also by the time until the first stage has its last gradients."""
+        found = super().fill()
+        for counts, best in self.best.items():  # ascending numbers of devices
+            self._best_trip[counts] = best if not sum(counts) else self._least_trip(counts)
+        return found
+
+    def _least_trip(self, counts: Counts) -> Table:
+        """By first node, the least such time with the stages from there."""
+        trips = [self._trips(counts, kind, slice(None)).min(axis=-1) for kind in exact.kinds_left(counts)]
+        return np.asarray(np.min(trips, axis=0))
+
+    def _trips(self, counts: Counts, kind: int, start: slice | int) -> Table:
+        """By first node and end, such a time where a device of that class takes the stage between."""
+        until = self._bounds_of(kind, sum(counts))[1][start]
+        return np.asarray(np.maximum(until, self._best_trip[exact.one_less(counts, kind)]))
+
+    def _tail(self, kind: int) -> Table:
+        """By end of the first stage, what it does when it has its last gradients: a weight half, and the optimizer."""
+        device = self.classes[kind][0]
+        optimizer = self._optimizer[device] if self._asked.training else np.zeros(len(self.nodes.nodes) + 1)
+        return np.asarray((self._backward - self._awaited)[device] + np.maximum(0.0, optimizer - self._extra))
 
     def _transfers(self) -> tuple[Table, Table]:
         """By node, what a cut before it takes of one micro-batch's way, there and back, over the fastest link."""
@@ -159,8 +191,8 @@ class StepTable(CutTable):
                     back[node + 1] += min(link.transfer_ms(value.gradient_bytes) for link in links)
         return there, back
 
-    def _bound(self, device: int, stages_left: int) -> Any:
-        """By first node and end, a bound on the passes of a step with a stage there."""
+    def _bound(self, device: int, stages_left: int) -> tuple[Any, Any]:
+        """By first node and end, bounds on a step's passes with a stage there: all, and until gradients are back."""
         chunks = self._asked.request.chunks
         forward, backward, awaited = (
             sums[device][None, :] - sums[device][:, None] for sums in (self._forward, self._backward, self._awaited)
@@ -176,10 +208,10 @@ class StepTable(CutTable):
         own = chunks * (forward + backward) + wait
         round_trip = np.maximum(way, there + back + chunks * (forward + awaited) + wait)
         if not pipelines.in_a_row(self._asked):
-            return np.maximum(round_trip, there + own)
+            return there + own, round_trip
         own = own + self._optimizer[device][None, :] - self._optimizer[device][:, None]
         lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
-        return np.maximum(own, np.maximum(lanes, round_trip if self._asked.training else 0.0))
+        return np.maximum(own, lanes), round_trip if self._asked.training else np.zeros_like(own)
 
     def _wait(self, stages_left: int, behind: Table, forward: Table, backward: Table) -> Any:
         """By first node and end, how long a stage there has nothing to do between its first pass and its last."""
@@ -214,7 +246,7 @@ class StepTable(CutTable):
         for counts in self.best:
             if sum(counts) < self.problem.least_devices:
                 continue
-            push(_OpenCut(0, counts, (), 0.0, self._next_stages(0, counts)), 0)
+            push(_OpenCut(0, counts, (), 0.0, None, self._next_stages(0, counts, None)), 0)
         while queue:
             bound, _, _, parent, choice = heapq.heappop(queue)
             push(parent, choice + 1)
@@ -224,7 +256,9 @@ class StepTable(CutTable):
                 yield bound, self._devices(stages)
             else:
                 counts = exact.one_less(parent.counts, kind)
-                push(_OpenCut(stop, counts, stages, bound, self._next_stages(stop, counts)), 0)
+                tail = float(self._tail(kind)[stop]) if parent.tail is None else parent.tail
+                tail += float(self._cut_there[parent.start] + self._cut_back[parent.start])
+                push(_OpenCut(stop, counts, stages, bound, tail, self._next_stages(stop, counts, tail)), 0)
 
     def _devices(self, stages: tuple[tuple[int, int], ...]) -> list[int]:
         """By layer, its device, from the end and the class of each stage."""
@@ -234,16 +268,23 @@ class StepTable(CutTable):
             devices += [next(unused[kind])] * (stop - len(devices))
         return self.nodes.spread(devices)
 
-    def _next_stages(self, start: int, counts: Counts) -> Options:
-        """Bound, end and class of the next stage, by bound; those that lead nowhere left out."""
-        if (start, counts) not in self._options_from:
-            found = []
-            for kind in exact.kinds_left(counts):
-                later = self.best[exact.one_less(counts, kind)]
-                row = np.maximum(self.cost(kind, sum(counts))[start], later)
-                found += [(float(row[stop]), int(stop), kind) for stop in np.flatnonzero(np.isfinite(row))]
-            self._options_from[start, counts] = sorted(found)
-        return self._options_from[start, counts]
+    def _next_stages(self, start: int, counts: Counts, tail: float | None) -> Options:
+        """Bound, end and class of the next stage, by bound; those that lead nowhere left out.
+
+        Args:
+            start: where it begins.
+            counts: by class, the devices that are left.
+            tail: what is known to come on top of the time until the first stage has its last gradients; None if the
+                next is the first.
+        """
+        found = []
+        for kind in exact.kinds_left(counts):
+            later = self.best[exact.one_less(counts, kind)]
+            row = np.maximum(self.cost(kind, sum(counts))[start], later)
+            trips = self._trips(counts, kind, start) + (self._tail(kind) if tail is None else tail) * ROUNDING
+            row = np.maximum(row, trips)
+            found += [(float(row[stop]), int(stop), kind) for stop in np.flatnonzero(np.isfinite(row))]
+        return sorted(found)
 
 
 @dataclass(frozen=True)
@@ -255,6 +296,8 @@ class _OpenCut:
         counts: by class, the devices that are left, all of which are used.
         stages: the end and the class of those that are decided.
         bound: the largest of theirs.
+        tail: what the first of them does when it has its last gradients, and transfers at cuts before the last one's;
+            None if there is none.
         options: for the next stage, by bound.
     """
 
@@ -262,6 +305,7 @@ class _OpenCut:
     counts: Counts
     stages: tuple[tuple[int, int], ...]
     bound: float
+    tail: float | None
     options: Options
 
 
