@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := placer server client benchmarks examples tests
 WORKERS ?= 2
+# Processes that tests start read what the first of them compiled, also where the environment says to keep none of it.
+SUITE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --import-mode=importlib -p no:schemathesis
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -34,7 +36,7 @@ tables: $(VENV)/installed-test  ## the tables of README.md are those of benchmar
 	$(BIN)/python -m benchmarks tables --check
 
 suite: $(VENV)/linked  ## all tests; WORKERS=4 for more processes
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --import-mode=importlib -n $(WORKERS)
+	$(SUITE) -n $(WORKERS)
 
 gpu: $(VENV)/linked  ## the tests that need CUDA devices
 	$(BIN)/python -P -m pytest --import-mode=importlib -m gpu

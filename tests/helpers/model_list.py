@@ -16,7 +16,8 @@ import torch
 from small_models import DiffusionUNet, Skips, StackedLSTMs, Tagger
 from torch import Tensor, nn
 
-from placer.zoo import SeqNet, ToyModel, gpt, resnet18, resnet50, unet
+from placer.zoo import SeqNet, ToyModel, gpt, resnet18, unet
+from placer.zoo.resnet import Bottleneck, ResNet
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -58,33 +59,29 @@ def torchvision_models() -> Any:
 _operators: list[torch.library.Library] = []  # an operator goes when its library does
 
 
-def _vision(name: str, size: int = 64, training_size: int | None = None, **options: Any) -> Case:
+def _vision(name: str, **options: Any) -> Case:
     def make() -> nn.Module:
         model: nn.Module = getattr(torchvision_models(), name)(weights=None, **options)
         return model
 
-    def inputs(training: bool) -> Inputs:
-        pixels = training_size if training and training_size else size
-        return (torch.randn(2, 3, pixels, pixels),), {}
-
-    return Case(name, make, inputs, large=True)
+    return Case(name, make, _image, large=True)
 
 
 def _small_vit() -> nn.Module:
-    """vit_b_16's class and depth at a smaller width: 86 million parameters would only add time."""
+    """vit_b_16's class at half its depth and a smaller width: 86 million parameters would only add time."""
     vit: nn.Module = torchvision_models().VisionTransformer(
-        image_size=48, patch_size=16, num_layers=12, num_heads=4, hidden_dim=32, mlp_dim=64, dropout=0.1
+        image_size=48, patch_size=16, num_layers=6, num_heads=4, hidden_dim=32, mlp_dim=64, dropout=0.1
     )
     return vit
 
 
 def _small_swin() -> nn.Module:
-    """swin_t's class with half its blocks, at a smaller width."""
+    """swin_t's class with a third of its blocks, at a smaller width."""
     swin: nn.Module = torchvision_models().SwinTransformer(
         patch_size=[4, 4],
         embed_dim=16,
-        depths=[2, 2, 2],
-        num_heads=[1, 2, 4],
+        depths=[2, 2],
+        num_heads=[1, 2],
         window_size=[7, 7],
         stochastic_depth_prob=0.2,
         num_classes=10,
@@ -100,11 +97,29 @@ def _small_convnext() -> nn.Module:
     return model
 
 
-def _fcn() -> nn.Module:
-    torchvision_models()
-    from torchvision.models.segmentation import fcn_resnet50
+def _small_densenet() -> nn.Module:
+    """densenet121's class and four blocks, with a quarter of their layers and of what each adds."""
+    model: nn.Module = torchvision_models().DenseNet(growth_rate=8, block_config=(3, 4, 4, 3), num_init_features=16)
+    return model
 
-    model: nn.Module = fcn_resnet50(weights=None, weights_backbone=None, num_classes=3, aux_loss=True)
+
+def _inception() -> nn.Module:
+    """inception_v3 with an auxiliary head for images of 171 pixels; it takes 299 at least."""
+    models = torchvision_models()
+    model: nn.Module = models.inception_v3(weights=None, init_weights=False, aux_logits=True)
+    assert isinstance(model.AuxLogits, nn.Module)
+    model.AuxLogits.conv1 = models.inception.BasicConv2d(128, 768, kernel_size=2)
+    return model
+
+
+def _small_fcn() -> nn.Module:
+    """fcn_resnet50 with fewer blocks."""
+    resnet = torchvision_models().resnet
+    from torchvision.models.segmentation.fcn import _fcn_resnet
+
+    dilated = [False, True, True]
+    backbone = resnet.ResNet(resnet.Bottleneck, [1, 2, 1, 1], replace_stride_with_dilation=dilated)
+    model: nn.Module = _fcn_resnet(backbone, num_classes=3, aux=True)
     return model
 
 
@@ -126,22 +141,26 @@ def _model_parallel_resnet() -> nn.Module:
     return ModelParallelResNet()
 
 
+def _images(pixels: int) -> Inputs:
+    return (torch.randn(2, 3, pixels, pixels),), {}
+
+
 def _image(training: bool) -> Inputs:
-    return (torch.randn(2, 3, 64, 64),), {}
+    return _images(64)
 
 
 VISION = [
     Case("zoo_resnet18", resnet18, _image, large=True),
-    Case("zoo_resnet50", resnet50, _image, large=True),
+    Case("zoo_resnet50", lambda: ResNet(Bottleneck, [1, 2, 1, 1]), _image, large=True),
     Case("model_parallel_resnet50", _model_parallel_resnet, _image, large=True),
     _vision("resnet18"),
     _vision("resnet50"),
     _vision("googlenet", init_weights=False, aux_logits=True),
-    _vision("inception_v3", size=96, training_size=299, init_weights=False, aux_logits=True),
-    _vision("densenet121"),
+    Case("inception_v3", _inception, lambda training: _images(171 if training else 96), large=True),
+    Case("densenet121", _small_densenet, _image, large=True),
     Case("vit_b_16", _small_vit, lambda training: ((torch.randn(2, 3, 48, 48),), {}), large=True),
     Case("swin_t", _small_swin, _image, large=True),
-    Case("fcn_resnet50", _fcn, _image, large=True),
+    Case("fcn_resnet50", _small_fcn, _image, large=True),
     _vision("mobilenet_v3_small"),
     _vision("efficientnet_b0"),
     Case("convnext_tiny", _small_convnext, _image, large=True),
