@@ -102,7 +102,9 @@ class StepSearch:
             self._work(choice, self._share(FIRST_SHARE / (len(self.choices) - number)))
         rows = [choice for choice in self.choices if choice.cuts is not None]
         for number, choice in enumerate(rows):
-            self._all_cuts(choice, self._share(1 / (len(rows) - number)))
+            share = self._share(1 / (len(rows) - number))
+            self._climb_again(choice, share)
+            self._all_cuts(choice, share)
         return self._placement() if self.best.devices is not None else self._nothing()
 
     def _break_ties(self) -> Ties | None:

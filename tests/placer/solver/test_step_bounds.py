@@ -145,3 +145,34 @@ def test_under_zero_bubble_a_stage_waits_with_room_for_two_micro_batches_a_stage
     choice, table = table_of(asked([1.0] * 2, [3.0] * 2, 2, 4, "zero-bubble", weights=[1.0] * 2))
     for bound, devices in table.cuts():
         assert bound <= costs.evaluate(choice.problem, devices).objective_value
+
+
+@pytest.mark.parametrize("steps", ["alone", "in-a-row"])
+def test_when_its_last_gradients_are_there_the_first_stage_has_a_weight_half_and_its_optimizer_to_do(steps):
+    """Three stages, the middle one busiest: 1 + 4 * (4 + 4) there, 1 for gradients, then 1, 1 and 3 on the first."""
+    choice, table = table_of(
+        asked(
+            [1.0, 4.0, 1.0],
+            [2.0, 4.0, 2.0],
+            3,
+            4,
+            "zero-bubble",
+            weights=[1.0, 0.0, 1.0],
+            optimizer=[3.0, 0.0, 0.0],
+            steps=steps,
+        )
+    )
+    bounds = {tuple(found): bound for bound, found in table.cuts()}
+    assert bounds[0, 1, 2] == pytest.approx(1 + 4 * 8 + 1 + 1 + 1 + 3)
+    assert costs.evaluate(choice.problem, [0, 1, 2]).objective_value >= bounds[0, 1, 2]
+
+
+def test_transfers_at_cuts_that_are_known_come_on_top():
+    """Four stages of which the last is busiest: its own cut is counted for any cut, those before as they are."""
+    request = asked(
+        [1.0] * 4, [1.0, 1.0, 1.0, 9.0], 4, 4, "1f1b", edges=[(0, 1, 2), (1, 2, 2), (2, 3, 0)], kinds=["a"] * 4
+    )
+    choice, table = table_of(request)
+    bounds = {tuple(found): bound for bound, found in table.cuts()}
+    assert bounds[0, 1, 2, 3] == pytest.approx(3 + 4 * 10 + 3 + 1 + 2 * (2 + 3))
+    assert costs.evaluate(choice.problem, [0, 1, 2, 3]).objective_value == pytest.approx(bounds[0, 1, 2, 3])
