@@ -26,13 +26,17 @@ WORK = 8.0
 CLOSE = 1e-6
 """A rank is proven if its bound is so close, for its size and that of the compute of all layers."""
 
+DIGITS = 12
+"""Of transfers; the same sum in another order differs behind these, and is none the better for it."""
+
 Rank = tuple[float, float]
 
 
 def rank(result: costs.Costs) -> Rank:
     """Transfer and spread of a placement: of two with the same objective, the one with the smaller rank is better."""
     busy = [result.compute_ms[device] for device in result.stages]
-    return sum(result.send_ms) + sum(result.receive_ms), max(busy) - min(busy)
+    transfer_ms = sum(result.send_ms) + sum(result.receive_ms)
+    return float(f"{transfer_ms:.{DIGITS}g}"), max(busy) - min(busy)
 
 
 def broken(
@@ -121,7 +125,7 @@ class _TieModel(PlacementModel):
         if self._most_ms is None:
             self.cp.minimize(transfer)
             return
-        self.cp.add(transfer <= floor(self._most_ms * self._scale))
+        self.cp.add(transfer <= floor(self._most_ms * (1 + 10.0 ** (1 - DIGITS)) * self._scale))
         most = max(1, sum(self.steps(sum(row)) for row in self._compute_ms()))
         longest, shortest = (self.cp.new_int_var(0, most, name) for name in ("longest", "shortest"))
         for device in self.placed:

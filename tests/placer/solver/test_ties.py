@@ -1,5 +1,7 @@
 """Of placements with as small an objective: less transfer, then better balance."""
 
+import itertools
+
 import pytest
 from enumeration import Enumeration
 from hypothesis import assume, given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from small_requests import examples, small_requests
 
 from placer.errors import PlacementError
-from placer.schema import Constraints
+from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver.check import check
 from placer.solver.solve import solve
 
@@ -33,6 +35,42 @@ def test_no_placement_as_good_has_a_smaller_rank(data):
     most = placement.objective_value * (1 + 1e-9)
     as_good = (where for where in every.maps() if (value := every.value(where)) is not None and value <= most)
     assert_ties_are_broken(placement, [every.rank(where) for where in as_good])
+
+
+def test_rounding_makes_no_transfer_less(unlike_sums):
+    # l0 on the quick device is as good, and in balance; what it sends, added in another order, is 4e-15 ms more
+    placement = solve(unlike_sums)
+    assert placement.ties.proven
+    assert placement.ties.spread_ms == pytest.approx(6.55)
+
+
+@pytest.fixture
+def unlike_sums():
+    """Three layers on three devices, one of another type, all of which must be used, for the least memory."""
+    sizes = {"grad_bytes": 5, "optimizer_bytes": 3, "buffer_bytes": 5}
+    layers = [
+        Layer(name="l0", forward_ms={"a": 0.0, "b": 7.3}, backward_ms={"a": 1.0, "b": 7.3}, buffer_bytes=8),
+        Layer(name="l1", forward_ms={"a": 1.0, "b": 1.0}, backward_ms={"a": 1.0, "b": 1.0}, **sizes),
+        Layer(name="l2", forward_ms={"a": 1.0, "b": 0.25}, backward_ms={"a": 3.1, "b": 7.3}, buffer_bytes=5),
+    ]
+    edges = [
+        Edge(source="l0", targets=["l1"], bytes=1, gradient_bytes=5),
+        Edge(source="l1", targets=["l2"], bytes=3, gradient_bytes=3),
+    ]
+    devices = [Device(name=f"d{i}", type=kind, memory_bytes=10_000) for i, kind in enumerate("bba")]
+    links = [
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3, latency_s=1e-4)
+        for a, b in itertools.permutations(devices, 2)
+    ]
+    profile = Profile(layers=layers, edges=edges, training=True, cluster=Cluster(devices=devices, links=links))
+    return PlacementRequest(
+        profile=profile,
+        objective="memory",
+        constraints=Constraints(min_devices=3),
+        transfers="overlapped",
+        workers=1,
+        break_ties=True,
+    )
 
 
 def test_a_long_layer_leaves_the_others_in_balance(chain):
