@@ -2,9 +2,8 @@
 
 A threshold asks less than the best: whether any placement has a bottleneck of no more than T. The smaller T, the more
 nodes must be together and the fewer stages a node can be at, so that one well below the best placement that is known is
-refuted in no time, and raises the bound. What one core tells soon is asked first: chains of ideals but for loose nodes,
-then placements better by a good step. A sweep asks for anything better, also in parts (``divide.py``), then halves what
-is open::
+refuted in no time, and raises the bound. A sweep asks for anything better first, also in parts (``divide.py``), then
+halves what is open; before it come chains of ideals but for loose nodes::
 
     bound ├────────────┼──────┼───┼──────────────┤ best known
                    2. no    4. ? 3. ?          1. ?        so the bound is the T of 2., until the next sweep
@@ -41,11 +40,8 @@ MOST_TRIES = 2
 CUT_SHORT = 0.9
 """The share of its work that a question did at the least if it was cut short."""
 
-GLANCE, ALONE = 0.03, 0.5
-"""The work of the first question of all, and of those that follow on one core; what they do not tell takes several."""
-
-DOWN = 0.04
-"""By which share a placement is to be better than the best known, where one core looks for it."""
+PLACING = 0.5
+"""The work of placing loose nodes, where all others stay."""
 
 ASKED = 2
 """How often a sweep asks for anything better, where it finds that."""
@@ -101,9 +97,6 @@ def sweep(search: Search) -> None:
     """
     if search.best is not None and search.enough is None:
         _ideals_but_for_loose_nodes(search)
-        if search.open():
-            _within(search, search.better(), GLANCE, workers=1)
-        _step_down(search)
     for turn in count():
         if not search.open() or search.over(1.0):
             return
@@ -129,9 +122,9 @@ def _ideals_but_for_loose_nodes(search: Search) -> None:
     The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are asked for.
     """
     threshold, hard, tries = search.better(), inf, 0
-    while search.open() and ideals.applies(search.problem) and tries < MOST_TRIES and not search.over(1.0):
+    while search.open() and tries < MOST_TRIES and threshold < hard * (1 - STEP) and not search.over(1.0):
         nodes = nodes_within(search, threshold)
-        if not ideals.too_loose(search.problem, nodes):
+        if not ideals.applies(search.problem) or not ideals.too_loose(search.problem, nodes):
             return
         some = loose_nodes(search.problem, nodes)
         chain = ideals.best_chain(search.problem, nodes, threshold, search.meter, lambda: search.over(1.0), some)
@@ -142,25 +135,9 @@ def _ideals_but_for_loose_nodes(search: Search) -> None:
         else:
             search.prove(min(chain.bound, search.nothing_below()))
             model = LooseModel(search.problem, nodes, search.better(), chain.devices, some)
-            search.offer(model.solve(replace(search.limits(ALONE), workers=1)).devices, "ideals")
+            search.offer(model.solve(replace(search.limits(PLACING), workers=1)).devices, "ideals")
             return
         threshold = (search.bound + min(hard, search.better())) / 2
-
-
-def _step_down(search: Search) -> None:
-    """Placements better by a good step, on one core, as long as each is found or refuted soon.
-
-    A smaller threshold is told sooner, found or not. Where none is within it, anything better is asked for.
-    """
-    share = DOWN
-    while search.open() and not search.over(1.0):
-        known, threshold = search.value, search.better() * (1 - share)
-        found = threshold > search.bound and _within(search, threshold, ALONE, workers=1).devices is not None
-        if not found and search.bound >= threshold:
-            found = _within(search, search.better(), ALONE, workers=1).devices is not None
-            share /= 2
-        if not found or search.value >= known:
-            return
 
 
 def _groups_anew(search: Search, work: float) -> None:
@@ -194,11 +171,10 @@ def halve(search: Search, work: float) -> None:
             hard = search.better() if search.value <= threshold else threshold
 
 
-def _within(search: Search, threshold: float, work: float, workers: int | None = None) -> Answer:
+def _within(search: Search, threshold: float, work: float) -> Answer:
     """Whether a placement is within a threshold; what is found or proven is the search's."""
     nodes = nodes_within(search, threshold)
-    limits = replace(search.limits(work), workers=workers or search.request.workers)
-    answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(limits)
+    answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(search.limits(work))
     if answer.infeasible:
         search.prove(search.nothing_below() if threshold == search.better() else threshold)
     search.offer(answer.devices, "integer program")
