@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.errors import ProfilingError
+from placer.graph import autocast
 from placer.graph.layers import Layer, LayerGraph, tensor_bytes
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import measure_memory
@@ -101,20 +102,13 @@ def _values(
 
 def measure_trial(trial: Trial, training: bool, repeats: int) -> Measurement:
     """Measure the passes of a layer that has not run yet, and their memory."""
-    with _uncached_autocast(trial.device):
+    with autocast.uncached(trial.device):  # weights cast in one pass would be missing in the recording of the next
         trial.forward()  # libraries choose kernels and take their workspaces
         if training:
             trial.backward()
         write_bytes = tuple(tensor_bytes(write) if isinstance(write, Tensor) else 0 for write in trial.writes)
         memory = measure_memory(trial, training)
         return Measurement(measure_time(trial, training, repeats), memory, write_bytes)
-
-
-def _uncached_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast as it is, but for its cache: weights cast in one pass would be missing in the recording of the next."""
-    if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
 
 
 def _step_ms(trial: Trial, parameters: Sequence[Tensor], optimizer: OptimizerState, repeats: int) -> float | None:

@@ -10,17 +10,13 @@ from typing import Any
 
 import torch
 from model_list import torchvision_models
-from small_models import Skips, TiedTokens
+from small_models import Skips, TiedTokens, tokens_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
 from placer.zoo import gpt, resnet18, unet
 
 Case = tuple[nn.Module, Any, Any, Callable[[Any, Any], Tensor]]
-
-
-def tokens_loss(output: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def chain() -> Case:

@@ -170,3 +170,21 @@ class TiedTokens(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(torch.tanh(self.mix(self.embedding(tokens))))
+
+
+class Branching(nn.Module):
+    """A branch on a tensor's value: it cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        result: Tensor = self.last(2 * y if y.sum().item() > 0 else y)
+        return result
+
+
+def tokens_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of ``(N, T, vocabulary)`` logits."""
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import Branching
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -235,16 +236,6 @@ def test_what_cannot_be_refined_is_named_and_the_model_left_alone(wrong: dict[st
 
 
 def test_a_model_that_runs_through_hooks_is_refused_with_the_reason() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            result: Tensor = self.last(2 * y if y.sum().item() > 0 else y)
-            return result
-
     for training in (True, False):
         with pytest.raises(ProfilingError, match="Branching runs through hooks"):
             _refined(Branching(), torch.randn(4, 8), training=training)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import tokens_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,10 +28,6 @@ def exact() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def _tokens_loss(output: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def _case(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
     """A model in double precision, a batch, its target and the loss."""
     torch.manual_seed(0)
@@ -41,7 +38,7 @@ def _case(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
         images, classes = torch.randn(16, 3, 64, 64).double(), torch.randint(2, (16, 64, 64))
         return unet(width=8).double(), images, classes, functional.cross_entropy
     model = gpt(layers=4, width=32, heads=4, context=16, vocabulary=64, tied=True).double()
-    return model, torch.randint(64, (16, 16)), torch.randint(64, (16, 16)), _tokens_loss
+    return model, torch.randint(64, (16, 16)), torch.randint(64, (16, 16)), tokens_loss
 
 
 def _spread(flow: DataFlow) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import tokens_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,10 +19,6 @@ from placer.testing import logical_devices
 from placer.zoo import gpt, resnet18, unet
 
 SCHEDULES: tuple[Order, ...] = ("1f1b", "fill-drain", "zero-bubble")
-
-
-def _tokens_loss(output: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def _images(count: int) -> Tensor:
@@ -38,7 +35,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
     "tied gpt": (
         lambda: gpt(layers=3, width=16, heads=2, context=8, vocabulary=11, tied=True),
         lambda size: (torch.randint(11, (size, 8)), torch.randint(11, (size, 8))),
-        _tokens_loss,
+        tokens_loss,
     ),
 }
 

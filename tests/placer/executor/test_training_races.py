@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from races import Races, Site, watched
-from small_models import Skips
+from small_models import Skips, tokens_loss
 from splitting import scatter_layers, twins
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,10 +18,6 @@ from placer.testing import logical_devices
 from placer.zoo import gpt
 
 ROWS, DEVICES, STEPS = 16, 3, 2
-
-
-def _tokens_loss(output: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def _skips() -> tuple[nn.Module, Tensor, Tensor, Any]:
@@ -36,7 +32,7 @@ def _skips() -> tuple[nn.Module, Tensor, Tensor, Any]:
 
 def _tied() -> tuple[nn.Module, Tensor, Tensor, Any]:
     model, _ = twins(lambda: gpt(layers=2, width=8, heads=2, context=4, vocabulary=7, tied=True))
-    return model, torch.randint(7, (ROWS, 4)), torch.randint(7, (ROWS, 4)), _tokens_loss
+    return model, torch.randint(7, (ROWS, 4)), torch.randint(7, (ROWS, 4)), tokens_loss
 
 
 def _views() -> tuple[nn.Module, Tensor, Tensor, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import tokens_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -71,10 +72,6 @@ def test_a_sum_of_gradients_is_another_than_each_of_them(make_trial: Any) -> Non
     assert _deferred(trial) == 2 * 4 * BATCH * INSIDE
 
 
-def _tokens_loss(output: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], Any]] = {
     "resnet18": (
         resnet18,
@@ -89,7 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
     "gpt": (
         lambda: gpt(layers=3, width=16, heads=2, context=8, vocabulary=11),
         lambda size: (torch.randint(11, (size, 8)), torch.randint(11, (size, 8))),
-        _tokens_loss,
+        tokens_loss,
     ),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_profiles import TOKENS, quick_profile, small_cnn, small_gpt
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -15,30 +16,13 @@ from placer import devices as hardware
 from placer import zoo
 from placer.errors import InputError, ProfilingError
 from placer.profiler import profile as profile_module
-from placer.profiler.profile import profile
 from placer.schema import Profile
 
 TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "spread", "host_ms")
 
 
-TOKENS = torch.arange(32).reshape(2, 16)
-
-
-def _profile(model: nn.Module, example_inputs: Any, devices: Any = ("cpu:0",), **options: Any) -> Profile:
-    return profile(model, example_inputs, devices, **{"progress": False, "repeats": 1} | options)
-
-
 def _total(profile: Profile, field: str) -> int:
     return sum(getattr(layer, field) for layer in profile.layers)
-
-
-def _small_gpt(**options: Any) -> nn.Module:
-    return zoo.gpt(layers=2, width=32, heads=2, context=16, vocabulary=50, **options)
-
-
-def _small_cnn() -> nn.Module:
-    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-    return nn.Sequential(convolution, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5))
 
 
 class _Batches(nn.Module):
@@ -77,15 +61,15 @@ def _saved_by_the_whole(model: nn.Module, run: Callable[[], Any]) -> int:
     [
         (zoo.resnet18(10), torch.randn(2, 3, 32, 32), "submodule"),
         (zoo.unet(width=4), torch.randn(2, 3, 16, 16), "auto"),
-        (_small_gpt(dropout=0.1, tied=True), TOKENS, "auto"),
-        (_small_gpt(), TOKENS, "fine"),
+        (small_gpt(dropout=0.1, tied=True), TOKENS, "auto"),
+        (small_gpt(), TOKENS, "fine"),
     ],
     ids=["resnet18", "unet", "gpt", "gpt-fine"],
 )
 def test_layers_and_edges_together_keep_what_the_unsplit_model_keeps(
     model: nn.Module, x: Tensor, granularity: str
 ) -> None:
-    found = _profile(model, x, granularity=granularity)
+    found = quick_profile(model, x, granularity=granularity)
     kept = _total(found, "saved_bytes") + sum(edge.bytes for edge in found.edges if edge.saved_by)
     assert kept == _saved_by_the_whole(model, lambda: model(x))
 
@@ -93,7 +77,7 @@ def test_layers_and_edges_together_keep_what_the_unsplit_model_keeps(
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor"])
 def test_state_adds_up_to_that_of_the_model_and_its_optimizer(optimizer: str) -> None:
     model = _Batches()
-    found = _profile(model, torch.randn(4, 8), optimizer=optimizer, granularity="fine")
+    found = quick_profile(model, torch.randn(4, 8), optimizer=optimizer, granularity="fine")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     real = getattr(torch.optim, found.optimizer or "")(trained)
     model(torch.randn(4, 8)).sum().backward()
@@ -106,8 +90,8 @@ def test_state_adds_up_to_that_of_the_model_and_its_optimizer(optimizer: str) ->
 
 
 def test_a_tied_parameter_counts_once_and_ties_its_layers() -> None:
-    model = _small_gpt(tied=True)
-    found = _profile(model, TOKENS)
+    model = small_gpt(tied=True)
+    found = quick_profile(model, TOKENS)
     assert _total(found, "param_bytes") == sum(parameter.nbytes for parameter in model.parameters())
     assert found.colocated == (("token_embedding", "head"),)
 
@@ -122,7 +106,7 @@ def test_the_model_and_the_generator_are_left_as_they_were(training: bool) -> No
     gradients = [parameter.grad.clone() if parameter.grad is not None else None for parameter in parameters]
     x = torch.randn(4, 8)
     random = torch.get_rng_state()
-    _profile(model, x, training=training)
+    quick_profile(model, x, training=training)
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in model.modules()] == [module.training for module in before.modules()]
     for name, tensor in before.state_dict().items():
@@ -137,7 +121,7 @@ def test_the_example_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
     x = torch.randn(4, 8)
     before = x.clone()
-    _profile(model, x)
+    quick_profile(model, x)
     assert torch.equal(x, before)
 
 
@@ -147,14 +131,14 @@ def test_identical_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> 
     timed = []
     real = measure.measure_time
     monkeypatch.setattr(measure, "measure_time", lambda *given: (timed.append(None), real(*given))[1])
-    found = _profile(nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)), nn.Linear(8, 3)), torch.randn(2, 8))
+    found = quick_profile(nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)), nn.Linear(8, 3)), torch.randn(2, 8))
     assert len(found.layers) == 11
     assert len(timed) <= 3  # the first needs no gradient of its input
     assert found.layers[3].forward_ms == found.layers[7].forward_ms
 
 
 def test_inference_has_no_backward() -> None:
-    found = _profile(_small_cnn(), torch.randn(2, 3, 8, 8), training=False)
+    found = quick_profile(small_cnn(), torch.randn(2, 3, 8, 8), training=False)
     assert not found.training
     assert found.optimizer is None
     assert all(not layer.backward_ms for layer in found.layers)
@@ -165,7 +149,7 @@ def test_inference_has_no_backward() -> None:
 
 def test_edges_carry_the_bytes_of_their_values() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    found = _profile(model, torch.randn(2, 8), granularity="fine")
+    found = quick_profile(model, torch.randn(2, 8), granularity="fine")
     assert [(edge.source, edge.targets, edge.bytes, edge.gradient_bytes, edge.saved_by) for edge in found.edges] == [
         ("0", ("1",), 2 * 16 * 4, 2 * 16 * 4, ()),
         ("1", ("2",), 2 * 16 * 4, 2 * 16 * 4, ("1", "2")),
@@ -173,13 +157,13 @@ def test_edges_carry_the_bytes_of_their_values() -> None:
 
 
 def test_a_kept_input_of_the_model_counts_in_the_layer_that_keeps_it() -> None:
-    found = _profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8))
+    found = quick_profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8))
     assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, 2 * 4 * 4]  # the other one keeps the result
 
 
 @pytest.mark.parametrize("last", [nn.Tanh(), nn.LayerNorm(16)], ids=["kept by its layer too", "kept by no layer"])
 def test_an_output_of_the_model_is_kept_in_the_layer_that_makes_it_for_the_loss(last: nn.Module) -> None:
-    found = _profile(nn.Sequential(nn.Linear(8, 16), last), torch.randn(2, 8), granularity="fine")
+    found = quick_profile(nn.Sequential(nn.Linear(8, 16), last), torch.randn(2, 8), granularity="fine")
     inside = {"Tanh": 0, "LayerNorm": 2 * 2 * 4}[type(last).__name__]  # mean and deviation of each row
     assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, inside + 2 * 16 * 4]
 
@@ -194,7 +178,7 @@ def test_the_largest_fragments_of_any_layer_go_to_the_reserve(monkeypatch: pytes
 
     monkeypatch.setattr(profile_module, "measure", measure)
     monkeypatch.setattr(hardware, "fragmented_bytes", lambda _: next(counted))
-    _profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8), granularity="fine", cache=False)
+    quick_profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8), granularity="fine", cache=False)
     assert [list(found.values()) for found in told] == [[11]]
 
 
@@ -210,7 +194,7 @@ def test_no_gradient_is_sent_for_whole_numbers() -> None:
             result: Tensor = self.table(best)
             return result
 
-    (edge,) = _profile(Lookup(), torch.randn(2, 4)).edges
+    (edge,) = quick_profile(Lookup(), torch.randn(2, 4)).edges
     assert (edge.bytes, edge.gradient_bytes) == (2 * 8, 0)
 
 
@@ -226,14 +210,14 @@ def test_each_type_of_device_is_measured_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(profile_module, "type_name", lambda device: kind[device.index])
     monkeypatch.setattr("placer.devices.type_name", lambda device: kind[device.index])
     monkeypatch.setattr(profile_module, "measure_layers", count)
-    found = _profile(nn.Linear(4, 4), torch.randn(2, 4), 3)
+    found = quick_profile(nn.Linear(4, 4), torch.randn(2, 4), 3)
     assert sorted(measured) == ["cpu:0", "cpu:2"]
     assert set(found.layers[0].forward_ms) == set(found.layers[0].backward_ms) == {"old", "new"}
 
 
 def test_backward_passes_are_told_apart_in_halves() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.ReLU())
-    found = _profile(model, torch.randn(64, 256), granularity="fine", repeats=5)
+    found = quick_profile(model, torch.randn(64, 256), granularity="fine", repeats=5)
     first, second, relu = found.layers
     (kind,) = first.forward_ms
     assert 0 < first.weights_ms[kind] < first.backward_ms[kind]
@@ -245,16 +229,16 @@ def test_backward_passes_are_told_apart_in_halves() -> None:
 
 
 def test_the_optimizers_step_is_timed_once_for_each_parameter() -> None:
-    found = _profile(_small_gpt(tied=True), TOKENS, granularity="fine")
+    found = quick_profile(small_gpt(tied=True), TOKENS, granularity="fine")
     times = {layer.name: sum(layer.optimizer_ms.values()) for layer in found.layers}
     assert times["token_embedding"] > 0
     assert times["head"] == 0  # shares the embedding's weight
-    assert all(not layer.optimizer_ms for layer in _profile(_small_gpt(), TOKENS, optimizer=None).layers)
-    assert all(not layer.optimizer_ms for layer in _profile(_small_gpt(), TOKENS, training=False).layers)
+    assert all(not layer.optimizer_ms for layer in quick_profile(small_gpt(), TOKENS, optimizer=None).layers)
+    assert all(not layer.optimizer_ms for layer in quick_profile(small_gpt(), TOKENS, training=False).layers)
 
 
 def test_a_profile_says_what_it_was_made_of() -> None:
-    found = _profile(_small_cnn(), torch.randn(2, 3, 8, 8), 2, memory_bytes=2**28)
+    found = quick_profile(small_cnn(), torch.randn(2, 3, 8, 8), 2, memory_bytes=2**28)
     assert (found.model, found.batch_size, found.granularity, found.captured) == ("Sequential", 2, "auto", True)
     assert found.versions["torch"] == torch.__version__
     assert found.cluster is not None
@@ -263,7 +247,9 @@ def test_a_profile_says_what_it_was_made_of() -> None:
 
 
 def test_a_profile_of_two_hundred_layers_is_small() -> None:
-    found = _profile(zoo.gpt(layers=25, width=32, heads=2, context=16, vocabulary=50), TOKENS, 4, granularity="fine")
+    found = quick_profile(
+        zoo.gpt(layers=25, width=32, heads=2, context=16, vocabulary=50), TOKENS, 4, granularity="fine"
+    )
     assert len(found.layers) > 200
     gpu = "NVIDIA H200"  # a longer name, and numbers as long as those of a model a hundred thousand times as large
     layers = [
@@ -284,9 +270,9 @@ def test_a_profile_of_two_hundred_layers_is_small() -> None:
 
 
 def test_a_failing_layer_is_named() -> None:
-    found = _small_gpt()
+    found = small_gpt()
     with pytest.raises(ProfilingError, match="layer 'token_embedding' failed on cpu:0: IndexError: index out of range"):
-        _profile(found, torch.full((2, 16), 50))
+        quick_profile(found, torch.full((2, 16), 50))
 
 
 def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
@@ -305,18 +291,18 @@ def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
     with pytest.raises(
         ProfilingError, match=rf"layer 'last' does not fit on cpu:0: its state takes {4 * 4 * 2**45} bytes"
     ):
-        _profile(model, torch.randn(2, 4))
+        quick_profile(model, torch.randn(2, 4))
 
 
 def test_a_model_without_operations_has_nothing_to_place() -> None:
     with pytest.raises(ProfilingError, match="Identity has no operations"):
-        _profile(nn.Identity(), torch.randn(2))
+        quick_profile(nn.Identity(), torch.randn(2))
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, "3"])
 def test_layers_must_be_timed_at_least_once(repeats: Any) -> None:
     with pytest.raises(InputError, match=f"repeats is {repeats!r}"):
-        _profile(nn.Linear(4, 4), torch.randn(2, 4), repeats=repeats)
+        quick_profile(nn.Linear(4, 4), torch.randn(2, 4), repeats=repeats)
 
 
 @pytest.mark.parametrize(
@@ -328,4 +314,4 @@ def test_layers_must_be_timed_at_least_once(repeats: Any) -> None:
 )
 def test_what_is_no_model_is_refused(given: Any, told: str) -> None:
     with pytest.raises(InputError, match=told):
-        _profile(given, torch.randn(2, 4))
+        quick_profile(given, torch.randn(2, 4))

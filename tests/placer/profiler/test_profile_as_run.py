@@ -6,36 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from small_profiles import TOKENS, quick_profile, small_cnn, small_gpt
 from torch import Tensor, nn
 
-from placer import zoo
 from placer.errors import InputError
-from placer.profiler.profile import profile
-from placer.schema import Profile
 from placer.testing import logical_devices
-
-TOKENS = torch.arange(32).reshape(2, 16)
-
-
-def _profile(model: nn.Module, example_inputs: Any, devices: Any = ("cpu:0",), **options: Any) -> Profile:
-    return profile(model, example_inputs, devices, **{"progress": False, "repeats": 1} | options)
-
-
-def _small_gpt(**options: Any) -> nn.Module:
-    return zoo.gpt(layers=2, width=32, heads=2, context=16, vocabulary=50, **options)
-
-
-def _small_cnn() -> nn.Module:
-    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-    return nn.Sequential(convolution, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5))
 
 
 def test_a_model_on_meta_profiles() -> None:
     with torch.device("meta"):
-        model = _small_cnn()
+        model = small_cnn()
         x = torch.randn(2, 3, 8, 8)
-    found = _profile(model, x)
-    real = _profile(_small_cnn(), torch.randn(2, 3, 8, 8))
+    found = quick_profile(model, x)
+    real = quick_profile(small_cnn(), torch.randn(2, 3, 8, 8))
     assert all(parameter.is_meta for parameter in model.parameters())
     assert [layer.saved_bytes for layer in found.layers] == [layer.saved_bytes for layer in real.layers]
     assert found.edges == real.edges
@@ -44,8 +27,8 @@ def test_a_model_on_meta_profiles() -> None:
 
 def test_token_numbers_on_meta_are_valid() -> None:
     with torch.device("meta"):
-        model = _small_gpt()
-    assert _profile(model, TOKENS.to("meta")).edges == _profile(model, TOKENS).edges
+        model = small_gpt()
+    assert quick_profile(model, TOKENS.to("meta")).edges == quick_profile(model, TOKENS).edges
 
 
 @pytest.mark.parametrize("given", [(torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool)), None])
@@ -60,12 +43,12 @@ def test_inputs_may_be_positional_or_named(given: Any) -> None:
             return result
 
     named = {"mask": torch.ones(2, 4, dtype=torch.bool), "x": torch.randn(2, 4)}
-    assert _profile(Masked(), given or named).layers[0].name == "inner"
+    assert quick_profile(Masked(), given or named).layers[0].name == "inner"
 
 
 def test_several_batch_sizes_give_profiles_of_the_same_layers_the_smallest_first() -> None:
-    model = _small_cnn()
-    small, large = _profile(model, torch.randn(4, 3, 8, 8), batch_sizes=(6, 2), granularity="fine")
+    model = small_cnn()
+    small, large = quick_profile(model, torch.randn(4, 3, 8, 8), batch_sizes=(6, 2), granularity="fine")
     assert (small.batch_size, large.batch_size) == (2, 6)
     assert [layer.name for layer in small.layers] == [layer.name for layer in large.layers]
     assert small.granularity == large.granularity == "fine"
@@ -74,10 +57,10 @@ def test_several_batch_sizes_give_profiles_of_the_same_layers_the_smallest_first
 
 
 def test_each_batch_size_gives_what_an_example_of_that_size_gives() -> None:
-    model = _small_gpt()
-    found = _profile(model, TOKENS, batch_sizes=[1, 3])
+    model = small_gpt()
+    found = quick_profile(model, TOKENS, batch_sizes=[1, 3])
     for measured, example in zip(found, (TOKENS[:1], torch.cat([TOKENS, TOKENS[:1]])), strict=True):
-        alone = _profile(model, example, granularity=tuple(layer.name for layer in measured.layers))
+        alone = quick_profile(model, example, granularity=tuple(layer.name for layer in measured.layers))
         assert [layer.saved_bytes for layer in measured.layers] == [layer.saved_bytes for layer in alone.layers]
         assert measured.edges == alone.edges
 
@@ -87,22 +70,22 @@ def test_only_what_has_the_batch_as_its_first_dimension_is_resized() -> None:
         def forward(self, x: Tensor, bias: Tensor, scale: float) -> Tensor:
             return (x + bias) * scale
 
-    (found,) = _profile(Biased(), (torch.randn(4, 8), torch.randn(8), 2.0), batch_sizes=[6])
+    (found,) = quick_profile(Biased(), (torch.randn(4, 8), torch.randn(8), 2.0), batch_sizes=[6])
     assert (found.batch_size, len(found.layers)) == (6, 1)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 2), (2, 2), (2.5,), ("2", "4"), 8])
 def test_batch_sizes_that_cannot_be_are_refused(sizes: Any) -> None:
     with pytest.raises(InputError, match="batch_sizes"):
-        _profile(nn.Linear(4, 4), torch.randn(2, 4), batch_sizes=sizes)
+        quick_profile(nn.Linear(4, 4), torch.randn(2, 4), batch_sizes=sizes)
 
 
 def test_under_autocast_values_have_the_size_that_they_then_have() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
     x = torch.randn(4, 16)
-    full = _profile(model, x, granularity="fine")
+    full = quick_profile(model, x, granularity="fine")
     with torch.autocast("cpu", torch.bfloat16):
-        half = _profile(model, x, granularity="fine")
+        half = quick_profile(model, x, granularity="fine")
     assert [edge.bytes for edge in full.edges] == [4 * 64, 4 * 64]
     assert [edge.bytes for edge in half.edges] == [2 * 64, 2 * 64]
     assert [edge.gradient_bytes for edge in half.edges] == [2 * 64, 2 * 64]
@@ -113,7 +96,7 @@ def test_under_autocast_values_have_the_size_that_they_then_have() -> None:
 def test_of_a_compiled_module_the_layers_inside_are_measured_as_they_will_run() -> None:
     inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(8, 4))  # type: ignore[arg-type]
-    found = _profile(model, torch.randn(2, 8), granularity="fine")
+    found = quick_profile(model, torch.randn(2, 8), granularity="fine")
     assert found.captured
     assert [layer.module for layer in found.layers] == ["Linear", "ReLU", "Linear"]
 
@@ -138,14 +121,14 @@ def test_layouts_are_measured_as_the_user_has_them() -> None:
     x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
     for example in (x, x.to("meta")):
         layouts.clear()
-        _profile(model, example, granularity="fine", training=False)
+        quick_profile(model, example, granularity="fine", training=False)
         assert layouts
         assert all(layouts)
 
 
 def test_sparse_gradients_profile() -> None:
     model = nn.Sequential(nn.Embedding(100, 8, sparse=True), nn.Linear(8, 4))
-    found = _profile(model, torch.arange(6).reshape(2, 3), optimizer="sgd")
+    found = quick_profile(model, torch.arange(6).reshape(2, 3), optimizer="sgd")
     assert [layer.grad_bytes for layer in found.layers] == [4 * 800, 4 * 36]
 
 
@@ -153,7 +136,7 @@ def test_sparse_gradients_profile() -> None:
 def test_gradients_are_measured_wherever_it_is_called(context: Any) -> None:
     model = nn.Linear(4, 4)
     with context():
-        found = _profile(model, torch.randn(2, 4))
+        found = quick_profile(model, torch.randn(2, 4))
     assert found.layers[0].saved_bytes == 2 * 4 * 4 + 2 * 4 * 4  # the input and the result
 
 
@@ -169,7 +152,7 @@ def test_a_model_that_cannot_be_captured_profiles() -> None:
             return result
 
     model = Branching()
-    found = _profile(model, torch.randn(4, 8))
+    found = quick_profile(model, torch.randn(4, 8))
     assert not found.captured
     assert found.not_captured_because
     assert [layer.name for layer in found.layers] == ["first", "norm", "last"]
@@ -180,8 +163,8 @@ def test_a_model_that_cannot_be_captured_profiles() -> None:
 def test_a_model_profiles_among_logical_devices() -> None:
     x = torch.randn(2, 3, 8, 8)
     with logical_devices(3):
-        found = _profile(_small_cnn(), x, None)
+        found = quick_profile(small_cnn(), x, None)
     assert found.cluster is not None
     assert [device.name for device in found.cluster.devices] == ["cpu:0", "cpu:1", "cpu:2"]
-    alone = _profile(_small_cnn(), x)
+    alone = quick_profile(small_cnn(), x)
     assert [layer.saved_bytes for layer in found.layers] == [layer.saved_bytes for layer in alone.layers]

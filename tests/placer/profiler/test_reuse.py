@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import Branching
 from torch import Tensor, nn
 
 from placer import profiler, zoo
@@ -251,16 +252,6 @@ def test_channels_last_is_another_layer(take: Any, counted: list[str]) -> None:
 
 
 def test_layers_of_a_model_that_runs_through_hooks_are_measured_every_time(take: Any, counted: list[str]) -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            result: Tensor = self.last(2 * y if y.sum().item() > 0 else y)
-            return result
-
     for _ in range(2):
         assert not take(Branching()).captured
     assert len(counted) == 4

@@ -1,6 +1,5 @@
 """Objective ``step`` against trying every micro-batch size, schedule and assignment, each played by a clock."""
 
-import itertools
 import math
 
 import pytest
@@ -8,10 +7,11 @@ from every_step import Steps, requests
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from rows import row
 from small_requests import examples
 
 from placer.errors import PlacementError
-from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
+from placer.schema import Constraints, PlacementRequest
 from placer.solver.check import check
 from placer.solver.solve import solve
 
@@ -81,29 +81,6 @@ def test_the_bound_of_contiguous_placements_of_any_graph_holds(request):
     if best is not None:
         assert best * (1 - 1e-9) <= placement.objective_value
         assert placement.bound <= best * (1 + 1e-9)
-
-
-def row(times_ms, devices=2, memory_bytes=10**9, saved_bytes=0, grad_bytes=0, **asked):
-    """Layers in a row of so many ms forwards and twice that backwards, alike devices, transfers of next to nothing."""
-    names = [f"l{i}" for i in range(len(times_ms))]
-    layers = [
-        Layer(
-            name=name,
-            forward_ms={"t": time},
-            backward_ms={"t": 2 * time},
-            saved_bytes=saved_bytes,
-            grad_bytes=grad_bytes,
-        )
-        for name, time in zip(names, times_ms, strict=True)
-    ]
-    edges = [Edge(source=a, targets=[b], bytes=1, gradient_bytes=1) for a, b in itertools.pairwise(names)]
-    places = [f"d{i}" for i in range(devices)]
-    cluster = Cluster(
-        devices=[Device(name=name, type="t", memory_bytes=memory_bytes) for name in places],
-        links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e15) for a, b in itertools.permutations(places, 2)],
-    )
-    profile = Profile(layers=layers, edges=edges, training=True, batch_size=asked.pop("size", 1))
-    return PlacementRequest(profile=profile, cluster=cluster, objective="step", **asked)
 
 
 def test_equal_layers_reach_the_closed_form_of_1f1b():

@@ -7,10 +7,11 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import row
 from small_requests import examples
 
 from placer.errors import InputError, PlacementError
-from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
+from placer.schema import Constraints, Link, PlacementRequest
 from placer.solver import check_in_a_row
 from placer.solver.check import check
 from placer.solver.solve import solve
@@ -18,60 +19,36 @@ from placer.solver.solve import solve
 CONTIGUOUS = Constraints(contiguous=True)
 
 
-def row(times_ms, devices=2, size=1, optimizer_ms=0.0, **asked):
-    """Layers in a row of so many ms forwards and twice that backwards, half of it for weights; transfers are free."""
-    names = [f"l{i}" for i in range(len(times_ms))]
-    layers = [
-        Layer(
-            name=name,
-            forward_ms={"t": time},
-            backward_ms={"t": 2 * time},
-            grad_bytes=1,
-            optimizer_ms={"t": optimizer_ms},
-        )
-        for name, time in zip(names, times_ms, strict=True)
-    ]
-    places = [f"d{i}" for i in range(devices)]
-    return PlacementRequest(
-        profile=Profile(
-            layers=layers,
-            edges=[Edge(source=a, targets=[b], bytes=1, gradient_bytes=1) for a, b in itertools.pairwise(names)],
-            training=True,
-            batch_size=size,
-        ),
-        cluster=Cluster(
-            devices=[Device(name=name, type="t", memory_bytes=10**9) for name in places],
-            links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e15) for a, b in itertools.permutations(places, 2)],
-        ),
-        objective="step",
-        **({"steps": "in-a-row", "constraints": CONTIGUOUS} | asked),
-    )
+def in_a_row(times_ms, **asked):
+    """Steps in a row; half of what a layer takes backwards is for its weights."""
+    usual = {"grad_bytes": 1, "optimizer_ms": 0.0, "steps": "in-a-row", "constraints": CONTIGUOUS}
+    return row(times_ms, **(usual | asked))
 
 
 def test_under_zero_bubble_a_step_takes_what_the_busiest_device_has_to_do():
-    placement = solve(row([1.0] * 4, devices=4, chunks=8, schedule="zero-bubble", optimizer_ms=0.5))
+    placement = solve(in_a_row([1.0] * 4, devices=4, chunks=8, schedule="zero-bubble", optimizer_ms=0.5))
     assert placement.objective_value == pytest.approx(8 * 3 + 0.5)
     assert placement.status == "optimal"
 
 
 def test_a_long_row_is_proven_under_zero_bubble():
-    placement = solve(row([1.0, 2.0, 3.0] * 12, devices=4, chunks=8, schedule="zero-bubble"))
+    placement = solve(in_a_row([1.0, 2.0, 3.0] * 12, devices=4, chunks=8, schedule="zero-bubble"))
     assert placement.objective_value == pytest.approx(8 * 3 * 18, rel=1e-6)
     assert placement.status == "optimal"
 
 
 def test_under_1f1b_the_first_stage_ends_last_so_that_nothing_is_won():
-    placement = solve(row([1.0] * 4, devices=4, chunks=8, schedule="1f1b"))
+    placement = solve(in_a_row([1.0] * 4, devices=4, chunks=8, schedule="1f1b"))
     assert placement.objective_value == pytest.approx((8 + 3) * 3)
     assert placement.status == "optimal"
 
 
 def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to_fill():
     """4 of 2 ms a layer take 48 in a row and 52 alone; 8 of 1.02 ms fill in half the time: 48.96 and 51."""
-    small = row([1.02] * 4).profile
+    small = in_a_row([1.02] * 4).profile
     chosen = {}
     for steps in ("alone", "in-a-row"):
-        large = row([2.0] * 4, size=2, batch_size=8, schedule="auto", steps=steps)
+        large = in_a_row([2.0] * 4, size=2, batch_size=8, schedule="auto", steps=steps)
         placement = solve(large.model_copy(update={"profiles": (small,)}))
         chosen[steps] = (placement.chunks, placement.schedule, pytest.approx(placement.objective_value))
     assert chosen == {"alone": (8, "zero-bubble", 51.0), "in-a-row": (4, "zero-bubble", 48.0)}
@@ -86,7 +63,7 @@ def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to
 def test_equal_times_from_other_sums_are_no_other_step(tenths, devices, chunks, steps):
     """Stages of tenths of a millisecond tie in many ways; ``solve`` raises if the referee orders passes otherwise."""
     times = [tenth / 10 for tenth in tenths]
-    solve(row(times, devices=devices, chunks=chunks, schedule="zero-bubble", steps=steps, work_limit=0.2))
+    solve(in_a_row(times, devices=devices, chunks=chunks, schedule="zero-bubble", steps=steps, work_limit=0.2))
 
 
 @pytest.mark.parametrize("seed", [7, 28, 32, 70, 104, 107, 126])
@@ -95,7 +72,7 @@ def test_links_that_differ_by_direction_are_told_of_the_devices_that_are_returne
     chance = random.Random(seed)
     times = [chance.randint(1, 1000) / 100 for _ in range(chance.randint(4, 24))]
     chunks, schedule = chance.choice([4, 8]), chance.choice(["zero-bubble", "auto"])
-    asked = row(times, chunks=chunks, schedule=schedule, work_limit=0.5)
+    asked = in_a_row(times, chunks=chunks, schedule=schedule, work_limit=0.5)
     sizes = [chance.randint(1, 1000) for _ in asked.profile.edges]
     edges = [
         edge.model_copy(update={"bytes": size, "gradient_bytes": size})
@@ -112,7 +89,7 @@ def test_links_that_differ_by_direction_are_told_of_the_devices_that_are_returne
 
 @pytest.mark.parametrize("steps", ["alone", "in-a-row"])
 def test_both_times_are_told_whichever_is_made_short(steps):
-    placement = solve(row([1.0] * 4, chunks=4, schedule="zero-bubble", optimizer_ms=1.0, steps=steps))
+    placement = solve(in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble", optimizer_ms=1.0, steps=steps))
     step = placement.step
     assert (step.steps, step.optimizer_ms) == (steps, 2.0)
     assert step.alone_ms == pytest.approx(4 * 6 + 2 + 2)
@@ -122,17 +99,17 @@ def test_both_times_are_told_whichever_is_made_short(steps):
 
 
 def test_devices_that_never_wait_have_no_bubble():
-    assert solve(row([1.0] * 4, chunks=4, schedule="zero-bubble")).step.bubble == pytest.approx(0, abs=1e-9)
+    assert solve(in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble")).step.bubble == pytest.approx(0, abs=1e-9)
 
 
 def test_one_device_alone_is_as_fast_in_a_row():
-    placement = solve(row([1.0] * 4, chunks=4, schedule="auto", optimizer_ms=0.5))
+    placement = solve(in_a_row([1.0] * 4, chunks=4, schedule="auto", optimizer_ms=0.5))
     assert placement.single_device.objective_value == pytest.approx(4 * 12 + 2)
 
 
 @pytest.mark.parametrize("field", ["alone_ms", "in_a_row_ms", "optimizer_ms"])
 def test_a_time_that_is_not_what_is_claimed_is_refused(field):
-    request = row([1.0, 2.0, 3.0], chunks=4, schedule="auto", optimizer_ms=1.0)
+    request = in_a_row([1.0, 2.0, 3.0], chunks=4, schedule="auto", optimizer_ms=1.0)
     placement = solve(request)
     false = placement.step.model_copy(update={field: getattr(placement.step, field) * 0.99})
     with pytest.raises(PlacementError, match=f"step.{field}"):
@@ -140,7 +117,7 @@ def test_a_time_that_is_not_what_is_claimed_is_refused(field):
 
 
 def test_a_step_alone_is_no_answer_for_one_in_a_row():
-    request = row([1.0] * 4, chunks=4, schedule="zero-bubble", steps="alone")
+    request = in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble", steps="alone")
     placement = solve(request)
     other = request.model_copy(update={"steps": "in-a-row"})
     with pytest.raises(PlacementError, match="objective_value"):
@@ -149,7 +126,7 @@ def test_a_step_alone_is_no_answer_for_one_in_a_row():
 
 def test_other_objectives_know_no_steps_in_a_row():
     with pytest.raises(InputError, match="steps: only objective 'step' chooses it; the objective is 'throughput'"):
-        PlacementRequest(profile=row([1.0]).profile, cluster=row([1.0]).cluster, steps="in-a-row")
+        PlacementRequest(profile=in_a_row([1.0]).profile, cluster=in_a_row([1.0]).cluster, steps="in-a-row")
 
 
 @st.composite
