@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 ROUNDS = 3
 """So often an order is asked for something better, at the most."""
 
-SHARE = 0.7
-"""How much of the time all orders may take."""
+SHARE = 0.9
+"""How much of the time all orders may take: it is all or nothing, as one order that is left open is one too many."""
 
 
 def search_orders(search: Search) -> bool:

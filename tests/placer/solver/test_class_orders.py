@@ -81,7 +81,8 @@ def test_a_search_by_orders_keeps_its_bound_below_the_best_and_ends_with_it_wher
     assert search.bound <= best * (1 + 1e-9)
     assert search.value >= best * (1 - 1e-9)
     apart = all(len(value.readers) == 1 for value in problem.values) and len(problem.devices) == 2
-    if apart and min(device.usable_bytes for device in problem.devices) > 1_000:
+    asked_less = problem.least_devices > 1 or problem.most_layers is not None
+    if apart and not asked_less and min(device.usable_bytes for device in problem.devices) > 1_000:
         assert search.value == pytest.approx(best)
         assert search.bound == pytest.approx(best, rel=1e-5)
 
