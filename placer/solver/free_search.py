@@ -1,6 +1,6 @@
 """Free placements: the search around the integer program.
 
-local search ─▶ parts ─────────▶ shares ─▶ integer program, a round ─▶ parts ─▶ its other rounds
+local search ─▶ parts ─────────▶ shares ─▶ integer program, a round ─▶ parts, shares ─▶ its other rounds
 better by       better by        a bound
 small moves     dividing anew what
                 a few devices hold
@@ -30,7 +30,7 @@ def before_the_program(search: Search) -> None:
     """Go on from the best start: small moves, larger ones where nodes are many, and a bound."""
     move_layers(search)
     if search.open() and parts.many(search.problem, search.nodes):
-        divide_anew(search, PARTS_SHARE)
+        _divide(search, PARTS_SHARE)
     share_out(search)
 
 
@@ -63,7 +63,13 @@ def share_out(search: Search) -> None:
     search.prove(search.nothing_below() if bound >= upper else bound)
 
 
-def divide_anew(search: Search, share: float = BETWEEN_SHARE) -> None:
+def divide_anew(search: Search) -> None:
+    """Between rounds of the program: parts are divided anew, and shares may prove what is better by now."""
+    _divide(search, BETWEEN_SHARE)
+    share_out(search)
+
+
+def _divide(search: Search, share: float) -> None:
     """What a few devices hold, divided among them as well as can be, until a share of the time or the work is over."""
     if search.best is not None and search.enough is None and parts.applies(search.problem):
         found = parts.improved(search.problem, search.best, search.quietly, lambda: search.over(share))

@@ -46,9 +46,9 @@ GROUPS = 8
 """So many groups of nodes for each device in the beginning."""
 
 LITTLE = 0.02
-ALMOST = 0.9
+ALMOST = 0.98
 FEW_LABELS = 2_000
-FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 96_000
+FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 48_000
 """Labels of the first search for a bound, which may stand for long; of later ones in the beginning, and at the most."""
 
 LABELS_KEPT = 30_000_000
@@ -145,6 +145,8 @@ class _Shares:
         known: the bound so far.
         over: ends the search.
         pool: all sets that were found, and their loads.
+        few_labels: of searches among few sets; more where these miss one.
+        labels: of searches among all; more where these find one that there is not.
     """
 
     steps: list[Step]
@@ -156,6 +158,7 @@ class _Shares:
     known: float
     over: Over
     pool: dict[frozenset[int], float] = field(default_factory=dict)
+    few_labels: int = FEW_LABELS
     labels: int = LABELS
 
     def bound(self) -> float:
@@ -165,19 +168,23 @@ class _Shares:
         return self.known
 
     def _go_on(self) -> None:
-        """Try bottlenecks half way between what is proven and what sets suffice for, in ever smaller groups."""
+        """Try bottlenecks between what is proven and what sets suffice for; where that is all, in smaller groups."""
         prices = [work + EVEN * sum(self.work_ms) for work in self.work_ms]
         scaled, share, _ = self._scaled(prices, self.upper)
         self._weighed(self._subsets(self.upper), scaled, share, self.upper, FIRST_LABELS)
-        count, suffices = GROUPS * self.devices, self.upper
-        while not self.over(0.0) and self.known < suffices * (1 - CLOSE):
-            near = self.known > suffices * (1 - NEAR)
-            target = suffices if near else (suffices + self.known) / 2
+        count, ceiling, tried = GROUPS * self.devices, self.upper, False
+        while not self.over(0.0) and self.known < self.upper:
+            finest = count >= len(prices)
+            near = self.known > ceiling * (1 - (CLOSE if finest else NEAR))
+            if near and tried:
+                if finest:
+                    return
+                count, ceiling, tried = 2 * count, self.upper, False
+                continue
+            target = ceiling if near else (ceiling + self.known) / 2
             prices, able = self._generate(target, prices, self._groups(prices, count))
-            if able and count >= len(prices):
-                suffices = target if target < suffices else (suffices + self.known) / 2
-            elif able:
-                count *= 2
+            if able:
+                ceiling, tried = target, True
 
     def _subsets(self, most_ms: float) -> Subsets:
         return Subsets(self.steps, self.work_ms, most_ms, lambda: self.over(0.0))
@@ -209,9 +216,7 @@ class _Shares:
                 break
             count, duals = solved
             leans = program.leans()
-            if count <= self.devices and not leans:
-                break
-            if not new or count <= best.count * (1 + CLOSE):
+            if not new or count <= max(self.devices, best.count * (1 + CLOSE)):
                 if not leans or not program.widen():
                     break
             mixed = [STEP_BACK * old + (1 - STEP_BACK) * dual for old, dual in zip(best.prices, duals, strict=True)]
@@ -225,13 +230,15 @@ class _Shares:
     def _tried(self, subsets: Subsets, prices: Sequence[float], target: float) -> _Tried:
         """What prices prove, and the sets that are worth most by them."""
         scaled, share, held = self._scaled(prices, target)
-        found = self._counted(subsets.search(scaled, max(ALMOST * share, LITTLE), FEW_LABELS, real=True))
+        found = self._counted(subsets.search(scaled, max(ALMOST * share, LITTLE), self.few_labels, real=True))
         sets, worth = [found.nodes], found.most_worth
         if share > LITTLE and worth <= share * (1 - SLACK):
             found = self._weighed(subsets, scaled, share, target, self.labels)
             while found.nodes and self._load(found.nodes) > target and self.labels < MOST_LABELS:
                 self.labels *= 2
                 found = self._weighed(subsets, scaled, share, target, self.labels)
+            if found.nodes and self._load(found.nodes) <= target:
+                self.few_labels = min(2 * self.few_labels, LABELS)
             sets.append(found.nodes)
             worth = max(worth, found.most_worth)
         able = [nodes for nodes in sets if nodes and self._load(nodes) <= target]

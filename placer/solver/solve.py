@@ -268,6 +268,8 @@ class Search:
                 break
             if turn == 1:
                 free_search.divide_anew(self)
+                if not self.open():
+                    break
             upper = self.better() if self.best is not None or self.enough is not None else None
             nodes = reduced(self.problem, self.value if self.enough is None else min(self.value, self.enough))
             result = PlacementModel(self.problem, nodes, upper=upper).solve(self.limits(work))
