@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 ROUNDS = 3
 """So often an order is asked for something better, at the most."""
 
+LOW = 0.9
+"""So much of the best known is asked for first: that no order has less is told soon, for where the time is short."""
+
+FEW = 500
+"""With more nodes than so many that is not told soon, and left out."""
+
 SHARE = 0.9
 """How much of the time all orders may take: it is all or nothing, as one order that is left open is one too many."""
 
@@ -34,27 +40,29 @@ def search_orders(search: Search) -> bool:
     """
     asked = _likely_first(search, class_orders.orders(search.problem))
     bounds = dict.fromkeys(asked, search.bound)
-    for _ in range(ROUNDS):
+    low = [LOW] if len(search.nodes.nodes) <= FEW else []
+    for share in (*low, *[1.0] * ROUNDS):
         known = dict(bounds)
-        if not _ask(search, bounds):
+        if not _ask(search, bounds, share):
             return False
         least = min(bounds.values())
         search.prove(search.nothing_below() if least >= search.better() else least)
-        if not search.open() or bounds == known:
+        if not search.open() or (bounds == known and share == 1.0):
             break
     return True
 
 
-def _ask(search: Search, bounds: dict[Order, float]) -> bool:
+def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
     """Ask each order that may have something better for it; whether each was answered.
 
     Args:
         search: as above.
         bounds: by order, what is proven of it, which is raised.
+        share: of a bottleneck that is better, what is asked for.
     """
     given: ClassOrders | None = None
     for order, bound in bounds.items():
-        upper = search.better()
+        upper = share * search.better()
         if bound >= upper or not search.open():
             continue
         if given is None or given.upper > upper:
