@@ -108,7 +108,8 @@ def measure_trial(trial: Trial, training: bool, repeats: int) -> Measurement:
             trial.backward()
         write_bytes = tuple(tensor_bytes(write) if isinstance(write, Tensor) else 0 for write in trial.writes)
         memory = measure_memory(trial, training)
-        return Measurement(measure_time(trial, training, repeats), memory, write_bytes)
+        time = measure_time(trial, training, repeats, halves=memory.deferred_bytes > 0)
+        return Measurement(time, memory, write_bytes)
 
 
 def _step_ms(trial: Trial, parameters: Sequence[Tensor], optimizer: OptimizerState, repeats: int) -> float | None:

@@ -129,7 +129,8 @@ def _training_memory(
         saved_writes=saved_writes,
         forward_workspace_bytes=forward_workspace,
         backward_workspace_bytes=log.peak_bytes() + backward_extra,
-        pass_workspace_bytes=_pass_workspace(trial),
+        # Where nothing was made and kept, nothing is freed.
+        pass_workspace_bytes=_pass_workspace(trial) if inside or kept_writes else 0,
         fragmented_bytes=fragmented,
         deferred_bytes=sum(halves.deferred),
         input_workspace_bytes=halves.input_workspace_bytes,

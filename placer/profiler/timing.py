@@ -55,21 +55,22 @@ class LayerTime:
     spread: float = 0.0
 
 
-def measure_time(trial: Trial, training: bool, repeats: int) -> LayerTime:
+def measure_time(trial: Trial, training: bool, repeats: int, halves: bool = True) -> LayerTime:
     """Time the passes of a layer that has run before, backwards too in training.
 
     Args:
         trial: the layer.
         training: whether the backward pass is timed too.
         repeats: how often each is timed, at least once.
+        halves: whether its backward pass has a half that can wait.
     """
     passes: list[Callable[[], None]] = [trial.forward]
     try:
         if training and trial.flows:
             trial.set_gradients(present=True)
-            passes = [trial.forward_in_halves, trial.accumulate]
-            if trial.has_halves():
-                passes.append(trial.accumulate_later)
+            passes = [trial.forward, trial.accumulate]
+            if halves:
+                passes = [trial.forward_in_halves, trial.accumulate, trial.accumulate_later]
         on_cuda = trial.device.type == "cuda"
         columns, host_ms = _cuda_times(trial, passes, repeats) if on_cuda else _cpu_times(passes, repeats)
     finally:

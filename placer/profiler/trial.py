@@ -86,12 +86,6 @@ class Trial:
         """Whether gradients flow back through the layer, once it ran forwards."""
         return bool(self._ends() and self._leaves)
 
-    def has_halves(self) -> bool:
-        """Whether some gradients of weights can wait; the layer runs both ways for that."""
-        self.forward_in_halves()
-        self.accumulate()
-        return bool(self._deferred)
-
     def backward(self) -> None:
         """Run the layer backwards, from random gradients of its writes to those of its parameters and reads."""
         if self.flows:

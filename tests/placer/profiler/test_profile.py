@@ -130,7 +130,7 @@ def test_identical_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> 
 
     timed = []
     real = measure.measure_time
-    monkeypatch.setattr(measure, "measure_time", lambda *given: (timed.append(None), real(*given))[1])
+    monkeypatch.setattr(measure, "measure_time", lambda *given, **named: (timed.append(None), real(*given, **named))[1])
     found = quick_profile(nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)), nn.Linear(8, 3)), torch.randn(2, 8))
     assert len(found.layers) == 11
     assert len(timed) <= 3  # the first needs no gradient of its input
