@@ -126,10 +126,10 @@ def test_after_an_interruption_the_rest_is_left(bar: Callable[..., NotedBar], mo
 
     real = measure.measure_time
 
-    def stop(trial: Any, *rest: Any) -> Any:
+    def stop(trial: Any, *rest: Any, **named: Any) -> Any:
         if trial.state[0].shape[0] == 4:
             raise KeyboardInterrupt
-        return real(trial, *rest)
+        return real(trial, *rest, **named)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(measure, "measure_time", stop)
