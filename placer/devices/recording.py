@@ -125,12 +125,10 @@ def _captured(
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """The graph of a pass, and what it took of the device's memory beyond what its pool had, in bytes."""
     graph = torch.cuda.CUDAGraph()
-    collects = gc.isenabled()
-    gc.disable()  # what it would let go, graphs and memory of several streams, breaks a recording off
     for generator in drawn_from:
         graph.register_generator_state(generator)
     try:
-        with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
+        with _uncollected(), warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
             before = torch.cuda.memory_reserved(stream.device)
             if room:
@@ -140,10 +138,19 @@ def _captured(
     except BaseException:
         _end_allocating(stream.device, pool)
         raise
+    return graph, int(after) - int(before)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No collection by Python: what one would let go, graphs and memory of several streams, breaks a recording off."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()
-    return graph, int(after) - int(before)
 
 
 def _end_allocating(device: torch.device, pool: Any) -> None:
