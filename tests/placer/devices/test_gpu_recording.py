@@ -23,6 +23,7 @@ def test_a_recording_that_fails_keeps_no_memory() -> None:
             torch.cuda.synchronize(place)  # a capture is broken off by it
         made.add_(1)
 
+    gc.collect()  # what earlier tests left in cycles
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(place)
     with pytest.raises(devices.NotRecordable):
@@ -43,6 +44,7 @@ def test_after_a_recording_that_failed_memory_that_two_streams_used_is_given_bac
 
     with pytest.raises(devices.NotRecordable):
         devices.record([forbidden], place)
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(place)
     other = torch.cuda.Stream(place)
