@@ -169,10 +169,12 @@ def _pass_ms(found: Profile, placement: Placement) -> float:
 def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
     """By device, the peak that is predicted for one micro-batch, and the one that the allocator counted.
 
-    It runs forwards and backwards as autograd has it, whole passes, which is one micro-batch under 1F1B. The loss is no
-    layer, so it is a mean here, which holds next to nothing.
+    It runs forwards and backwards as a loop by hand does: autograd frees as it goes, and no pass is recorded, which is
+    how the memory of placements is counted that need not be contiguous. The loss is no layer, so it is a mean here,
+    which holds next to nothing.
     """
-    alone = solve(request(case, found, chunks=1, schedule="1f1b", constraints=_pinned(placement)))
+    by_hand = _pinned(placement, contiguous=False)
+    alone = solve(request(case, found, chunks=1, schedule="1f1b", constraints=by_hand))
     loads = {load.device: load for load in alone.devices}
     used = _peaks(case, model, alone)
     if not used:
@@ -232,9 +234,9 @@ def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int
         release()
 
 
-def _pinned(placement: Placement) -> Constraints:
+def _pinned(placement: Placement, contiguous: bool = True) -> Constraints:
     """The same map again."""
-    return Constraints(contiguous=True, pinned=dict(placement.layer_devices))
+    return Constraints(contiguous=contiguous, pinned=dict(placement.layer_devices))
 
 
 def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
