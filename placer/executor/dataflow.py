@@ -26,6 +26,7 @@ from placer.executor.checkpointed import with_checkpoints
 from placer.executor.clones import Clones, state_lookup
 from placer.executor.faults import nothing_held
 from placer.executor.hooked import HookPath
+from placer.executor.ordering import stage_by_stage
 from placer.executor.pipeline import scatter
 from placer.executor.pipelined_runs import PipelinedRuns
 from placer.executor.program import Capture, Program
@@ -271,10 +272,13 @@ class DataFlow(PipelinedRuns):
         return self._program.holds(capture)
 
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
-        """The layers of a capture and the device of each, with their state in place."""
+        """The layers of a capture, those of each device together where that can be, and the device of each.
+
+        Their state is in place.
+        """
         assert self._assignment is not None
         graph = self._program.graph(capture, self._granularity)
-        places = self._assignment.of_layers(graph)
+        graph, places = stage_by_stage(graph, self._assignment.of_layers(graph))
         if self._clones is None:
             settle(graph, places, self._optimizer)
         return graph, places

@@ -26,7 +26,6 @@ from placer.executor.feed import Feed
 from placer.executor.input_gradients import InputGradients, detached
 from placer.executor.issued import Issued
 from placer.executor.kept import Kept
-from placer.executor.ordering import stage_by_stage
 from placer.executor.passes import Passes
 from placer.executor.pipeline import cut
 from placer.executor.recomputed import RecomputedStage
@@ -95,7 +94,6 @@ class TrainingPipeline:
         places: Sequence[torch.device],
         recipe: Recipe,
     ) -> None:
-        graph, places = stage_by_stage(graph, places)
         self.graph = graph
         self.recipe = recipe
         self.sizes = recipe.sizes

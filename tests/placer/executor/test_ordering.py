@@ -64,6 +64,28 @@ def test_branches_on_two_devices_are_a_stage_each(schedule: Order) -> None:
     assert _trained(_Branches().double(), places, schedule)[0] == 3
 
 
+def test_branches_on_two_devices_are_a_stage_each_in_calls_and_streams_too() -> None:
+    torch.manual_seed(1)
+    model, x = _Branches().double(), torch.randn(8, 4, dtype=torch.float64)
+    wanted = model(x)
+    wanted.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    with logical_devices(3):
+        flow = DataFlow(model)
+        flow.layer_gpus.update({"stem": 0, "left1": 0, "left2": 0, "right1": 1, "right2": 1, "head": 2})
+        flow.update_flow()
+        found = flow(x, chunks=4)
+        found.sum().backward()
+        streamed = torch.cat(list(flow.stream(x.split(2))))
+        measured = flow.measure(x, chunks=4)
+    torch.testing.assert_close(found.cpu(), wanted)
+    torch.testing.assert_close(streamed.cpu(), wanted)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.cpu(), gradients[name])
+    assert {row.stage for row in measured.measured if row.kind == "forward"} == {0, 1, 2}
+
+
 def test_a_device_that_is_left_and_come_back_to_keeps_its_segments() -> None:
     torch.manual_seed(1)
     places = {"stem": 0, "left1": 1, "left2": 1, "right1": 1, "right2": 1, "head": 0}
