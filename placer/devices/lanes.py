@@ -87,7 +87,7 @@ def shared_lane(device: torch.device) -> Lane:
 
 
 class Delivery(NamedTuple):
-    """One copy as it was issued, between two marks in its lane.
+    """One copy, or all that went with it, as it was issued, between two marks in its lane.
 
     Attributes:
         source: the device that it left.
@@ -137,7 +137,6 @@ class Courier:
             known = self._landings[key, place] = torch.empty_like(like, device=place)
         return known
 
-    @torch.no_grad()
     def send(
         self,
         source: Tensor,
@@ -160,17 +159,44 @@ class Courier:
         Returns:
             When the copy is done, for both sides.
         """
-        here, there = location(source), location(target)
+        return self.send_all([source], ready, [target], free, channel, label)
+
+    @torch.no_grad()
+    def send_all(
+        self,
+        sources: Sequence[Tensor],
+        ready: Mark,
+        targets: Sequence[Tensor],
+        free: Mark | Sequence[Mark],
+        channel: str,
+        label: Any = None,
+    ) -> Mark:
+        """Copy all that goes from one device to another at one time, as ``send`` does; the host waits and marks once.
+
+        Args:
+            sources: at least one, on one device.
+            ready: when all of them are there.
+            targets: one for each source, on one device.
+            free: when all of them may be overwritten.
+            channel: as for ``send``.
+            label: as for ``send``; a trace has them as one.
+
+        Returns:
+            When all copies are done, for both sides.
+        """
+        here, there = location(sources[0]), location(targets[0])
         outgoing, incoming = self._pair(here, there, channel)
         outgoing.wait(ready)
         incoming.wait(ready, *(free if isinstance(free, Sequence) else (free,)))
         timed = self.trace is not None
         began = incoming.mark(timed=True) if timed else None
         if has_detour(here, there):
-            self._send_through_host(source, target, outgoing, incoming)
+            for source, target in zip(sources, targets, strict=True):
+                self._send_through_host(source, target, outgoing, incoming)
         else:
             with outgoing, incoming:
-                moving.write(source, target, here, there)
+                for source, target in zip(sources, targets, strict=True):
+                    moving.write(source, target, here, there)
         ended = incoming.mark(timed=timed)
         if self.trace is not None:
             self.trace.append(Delivery(here, there, began, ended, incoming.device, label))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from placer import devices
 from placer.devices import Courier, Lane, Mark
 from placer.executor.faults import Place, Trail, raise_explained
 from placer.executor.issued import Issued
+from placer.executor.replicas import Replicas, mutated
 from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
 from placer.executor.weakly import weakly
 from placer.graph.layers import LayerGraph
@@ -68,6 +69,15 @@ class Stage:
     not_recorded_because: str = ""
     number: str | None = None
     trail: Trail = field(default_factory=Trail)
+
+    @cached_property
+    def sent(self) -> dict[int, list[str]]:
+        """What leaves, by the stage that reads it."""
+        sent: dict[int, list[str]] = {}
+        for name, readers in self.writes.items():
+            for reader in readers:
+                sent.setdefault(reader, []).append(name)
+        return sent
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +178,7 @@ class InferencePipeline:
         self.trace: list[Any] | None = None
         self.outputs = outputs
         self._target = target
-        self._state = _Replicas(graph, lookup)
+        self._state = Replicas(graph, lookup)
         self.stages = _stages(graph, segments(graph, places, self._state.lookup))
         for stage in self.stages:
             lanes.setdefault(stage.device, devices.shared_lane(stage.device))
@@ -203,7 +213,7 @@ class InferencePipeline:
             ready = caller.mark() if caller is not None else None
             for reader in self._readers[name]:
                 taken = devices.staged(value, self.stages[reader].device) if caller is not None else value
-                mark = self._deliver(passage, name, taken, ready, None, reader)
+                mark = self._deliver(passage, {name: taken}, ready, None, reader)
                 if caller is not None and taken is value:
                     caller.wait(mark)
         return passage
@@ -229,9 +239,10 @@ class InferencePipeline:
         if self.trace is not None:
             self.trace.append(Issued(stage.device, index, "forward", passage.number, began, ended))
         slot.over = [ended]
-        for name, readers in stage.writes.items():
-            for reader in readers:
-                slot.over.append(self._deliver(passage, name, slot.outputs[name], ended, index, reader))
+        for reader, names in stage.sent.items():
+            values = {name: slot.outputs[name] for name in names}
+            slot.over.append(self._deliver(passage, values, ended, index, reader))
+        for name in stage.writes:
             if name in self.graph.outputs:
                 slot.over.append(self._bring_home(passage, name, slot.outputs[name], ended, index))
         passage.stage += 1
@@ -267,19 +278,26 @@ class InferencePipeline:
             place = Place(passage.number, "forward", passage.stage, count, stage.device, layer, unit="batch")
             raise_explained(error, place)
 
-    def _deliver(self, passage: Passage, name: str, value: Any, ready: Mark, maker: int | None, reader: int) -> Mark:
-        """Copy a value into the slot of a stage that reads it."""
-        slot = self._slot(reader, passage)
-        if not isinstance(value, Tensor):
-            slot.inputs[name] = value
+    def _deliver(
+        self, passage: Passage, values: Mapping[str, Any], ready: Mark, maker: int | None, reader: int
+    ) -> Mark:
+        """Copy values, which are there at the same time, into the slot of a stage that reads them."""
+        slot, place = self._slot(reader, passage), self.stages[reader].device
+        tensors = {}
+        for name, value in values.items():
+            if not isinstance(value, Tensor):
+                slot.inputs[name] = value
+                continue
+            tensors[name] = value
+            if name not in slot.inputs:
+                slot.inputs[name] = torch.empty_like(value, device=place, requires_grad=False)
+                slot.over = [*slot.over, Lane(place, caller=True).mark()]
+        if not tensors:
             return None
-        if name not in slot.inputs:
-            place = self.stages[reader].device
-            slot.inputs[name] = torch.empty_like(value, device=place, requires_grad=False)
-            slot.over = [*slot.over, Lane(place, caller=True).mark()]
+        statics = [slot.inputs[name] for name in tensors]
         channel = "batch" if maker is None else "forward"
         label = (maker, reader, "forward", passage.number)
-        mark = self._courier.send(value, ready, slot.inputs[name], slot.over, channel, label)
+        mark = self._courier.send_all(list(tensors.values()), ready, statics, slot.over, channel, label)
         passage.arrived.setdefault(reader, []).append(mark)
         return mark
 
@@ -300,7 +318,7 @@ class InferencePipeline:
         """A shape comes again: give every stage all its slots, and record them."""
         for place in self._lanes:
             devices.synchronise(place)
-        kept = {name: self.graph.state[name].clone() for name in _mutated(self.graph)}
+        kept = {name: self.graph.state[name].clone() for name in mutated(self.graph)}
         try:
             with devices.keep_random_state(list(self._lanes)):
                 for stage in self.stages:
@@ -321,46 +339,6 @@ class InferencePipeline:
             place = f"segment {self.stages.index(stage)} of {len(self.stages)} on {stage.device}"
             why = stage.not_recorded_because
             warnings.warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}", stacklevel=2)
-
-
-class _Replicas:
-    """A model's state where layers read it: itself on its own device, a copy on others, kept up to date."""
-
-    def __init__(self, graph: LayerGraph, lookup: StateLookup) -> None:
-        self._graph = graph
-        self._lookup = lookup
-        self._mutated = _mutated(graph)
-        self._own: dict[tuple[str, torch.device], int] = {}
-        self._copies: dict[tuple[str, torch.device], tuple[int, Tensor]] = {}
-
-    def lookup(self, name: str, place: torch.device) -> Tensor:
-        """What a layer on this device uses; state that layers change is the model's own, wherever it is."""
-        tensor = self._lookup(name, place)
-        if name in self._graph.constants:
-            return tensor
-        if name in self._mutated or devices.same(devices.location(tensor), place):
-            # Without the flag: autocast would keep casts of parameters beyond the recording that made them.
-            own = tensor.detach()
-            self._own[name, place] = own.data_ptr()
-            return own
-        if (name, place) not in self._copies:
-            self._copies[name, place] = (tensor._version, devices.copy(tensor, place))
-        return self._copies[name, place][1]
-
-    def refresh(self, lookup: StateLookup) -> bool:
-        self._lookup = lookup
-        if list(map(Tensor.data_ptr, starmap(lookup, self._own))) != list(self._own.values()):
-            return False
-        for (name, place), (version, replica) in self._copies.items():
-            tensor = lookup(name, place)
-            if tensor._version != version:
-                devices.fill(replica, tensor)
-                self._copies[name, place] = (tensor._version, replica)
-        return True
-
-
-def _mutated(graph: LayerGraph) -> set[str]:
-    return {name for layer in graph.layers for name in layer.mutated}
 
 
 def _stages(graph: LayerGraph, parts: Sequence[Segment]) -> list[Stage]:

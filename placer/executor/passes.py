@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -64,24 +65,28 @@ class Passes:
         slot = stage.slot(chunk)
         free = self._free(slot, stage.device)
         arrived = []
+        coming: defaultdict[int, list[str]] = defaultdict(list)
         for name in stage.reads:
             static = slot.inputs[name]
             if not isinstance(static, Tensor):
                 continue
             maker = self._maker.get(name)
-            label = (maker, index, "forward", chunk)
             if maker is None:
-                arrived.append(self._feed.send(name, chunk, stage.device, static, free, label))
-                continue
+                given = (None, index, "forward", chunk)
+                arrived.append(self._feed.send(name, chunk, stage.device, static, free, given))
+            else:
+                coming[maker].append(name)
+        for maker, names in coming.items():
             source = self._stages[maker].slot(chunk)
-            made, ready = source.outputs[name].detach(), self._done[maker, "forward", chunk]
-            mark = self._courier.send(made, ready, static, free, "forward", label)
+            made, statics = [source.outputs[name].detach() for name in names], [slot.inputs[name] for name in names]
+            ready, label = self._done[maker, "forward", chunk], (maker, index, "forward", chunk)
+            mark = self._courier.send_all(made, ready, statics, free, "forward", label)
             source.fetched.append(mark)
             arrived.append(mark)
         for position, static in enumerate(slot.targets):
             if isinstance(static, Tensor):
-                label = (None, index, "forward", chunk)
-                arrived.append(self._feed.send(position, chunk, stage.device, static, free, label))
+                given = (None, index, "forward", chunk)
+                arrived.append(self._feed.send(position, chunk, stage.device, static, free, given))
         overwritten, slot.fetched = slot.fetched, []
         if stage.reuses:
             overwritten = [*overwritten, *slot.sent]
@@ -101,18 +106,20 @@ class Passes:
         sent_before, slot.sent = slot.sent, []
         self._run(index, "backward", chunk, slot.backward, [*self._landed.pop((index, chunk), []), *sent_before])
         # Gradients leave at once: the slot that waits for them is theirs until its backward pass, this one is not.
+        going: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, gradient in slot.input_gradients.items():
             if isinstance(name, int) or name not in self._maker:
                 self._leave(index, chunk, name, gradient)
                 continue
             maker = self._maker[name]
-            receiver = self._stages[maker].slot(chunk)
-            target = receiver.gradients.get((name, index))
-            if target is None:
-                continue
-            free = self._free(receiver, self._stages[maker].device)
-            label = (index, maker, "backward", chunk)
-            mark = self._courier.send(gradient, self._done[index, "backward", chunk], target, free, "backward", label)
+            target = self._stages[maker].slot(chunk).gradients.get((name, index))
+            if target is not None:
+                going[maker].append((gradient, target))
+        for maker, pairs in going.items():
+            gradients, targets = zip(*pairs, strict=True)
+            free = self._free(self._stages[maker].slot(chunk), self._stages[maker].device)
+            ready, label = self._done[index, "backward", chunk], (index, maker, "backward", chunk)
+            mark = self._courier.send_all(gradients, ready, targets, free, "backward", label)
             self._landed.setdefault((maker, chunk), []).append(mark)
             slot.sent.append(mark)
 

@@ -67,6 +67,24 @@ def test_a_courier_takes_the_detour_and_uses_its_buffer_again(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("detoured", [False, True])
+def test_all_that_goes_at_one_time_arrives_and_is_one_delivery(detoured: bool) -> None:
+    courier = devices.Courier()
+    courier.trace = []
+    if detoured:
+        devices.detour(ONE, TWO)
+    with logical_devices(2):
+        sources = [
+            torch.full((4,), 1.0).to(ONE),
+            torch.full((4,), 2.0).to(ONE),
+            torch.ones(2, dtype=torch.int64).to(ONE),
+        ]
+        targets = [torch.zeros_like(source).to(TWO) for source in sources]
+        courier.send_all(sources, None, targets, None, "values", "together")
+        assert [target.tolist() for target in targets] == [[1.0] * 4, [2.0] * 4, [1, 1]]
+    assert [(item.source, item.target, item.label) for item in courier.trace] == [(ONE, TWO, "together")]
+
+
+@pytest.mark.parametrize("detoured", [False, True])
 def test_a_placed_model_over_a_bad_link_is_right_by_the_detour_and_wrong_without(
     monkeypatch: pytest.MonkeyPatch, detoured: bool
 ) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from forgetful import Forgetful
 from small_models import DiffusionUNet, Skips, TiedTokens
 from splitting import assert_same, scatter_layers, step, twins
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
-from placer.devices import Courier
 from placer.errors import StageError
 from placer.graph.structure import flatten
 from placer.testing import MixedDevicesError, logical_devices
@@ -175,21 +175,6 @@ def test_a_gradient_that_lands_on_a_parameter_of_another_device_is_caught() -> N
             (elsewhere * elsewhere).sum().backward()
 
 
-class _Forgetful:
-    """In the place of ``Courier.send``: counts what is sent, and forgets one of it."""
-
-    def __init__(self) -> None:
-        self._send = Courier.send
-        self.sent, self.forgotten = 0, -1
-
-    def send(self, courier: Courier, source: Tensor, ready: Any, target: Tensor, *rest: Any) -> Any:
-        number, self.sent = self.sent, self.sent + 1
-        if number != self.forgotten:
-            return self._send(courier, source, ready, target, *rest)
-        target.fill_(torch.nan)  # else the value of an earlier step may lie there
-        return None
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_every_transfer_that_a_training_step_forgets_shows_in_its_loss_or_gradients(
     schedule: Any, monkeypatch: pytest.MonkeyPatch
@@ -200,8 +185,7 @@ def test_every_transfer_that_a_training_step_forgets_shows_in_its_loss_or_gradie
     for part, its in zip(inputs.chunk(2), goal.chunk(2), strict=True):
         (nn.functional.mse_loss(reference(part), its) / 2).backward()
     expected = [parameter.grad for parameter in reference.parameters()]
-    forgetful = _Forgetful()
-    monkeypatch.setattr(Courier, "send", lambda courier, *rest: forgetful.send(courier, *rest))
+    forgetful = Forgetful(monkeypatch)
 
     def caught() -> bool:
         try:

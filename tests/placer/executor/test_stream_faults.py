@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from forgetful import Forgetful
 from small_models import Skips
 from splitting import twins
 from streams import ROW, assert_close, placed, skips, unsplit
@@ -139,25 +140,16 @@ def test_every_transfer_that_is_forgotten_shows_in_a_result(make: Any, monkeypat
     batches = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
     with torch.no_grad():
         expected = [whole(batch) for batch in batches]
-    send, numbers = Courier.send, {"now": 0, "forgotten": -1}
-
-    def forgetful(self: Courier, source: Tensor, ready: Any, target: Tensor, *rest: Any) -> Any:
-        numbers["now"] += 1
-        if numbers["now"] - 1 != numbers["forgotten"]:
-            return send(self, source, ready, target, *rest)
-        target.fill_(torch.nan)  # what the allocator gives may be the very value, left there by an earlier run
-        return None
-
-    monkeypatch.setattr(Courier, "send", forgetful)
+    forgetful = Forgetful(monkeypatch)
     with logical_devices(3):
         flow = placed(model)
         assert not _caught(flow, batches, expected)
-        transfers = numbers["now"]
+        transfers = forgetful.sent
         assert transfers >= 3 * len(batches)
         missed = []
         for forgotten in range(transfers):
             flow._streams.clear()
-            numbers.update(now=0, forgotten=forgotten)
+            forgetful.sent, forgetful.forgotten = 0, forgotten
             if not _caught(flow, batches, expected):
                 missed.append(forgotten)
     assert missed == []

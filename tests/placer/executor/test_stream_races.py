@@ -105,4 +105,4 @@ def test_every_place_in_the_code_that_waits_is_needed(monkeypatch: pytest.Monkey
     sites = _stream(monkeypatch, "skips", 0).sites
     idle = [site for site in sorted(sites) if not _stream(monkeypatch, "skips", 0, deaf=site).found]
     # A copy runs in the queues of both its devices, so that either's wait for what it reads would do.
-    assert [function for function, _ in idle] in ([], ["send"])
+    assert [function for function, _ in idle] in ([], ["send_all"])

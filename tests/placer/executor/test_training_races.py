@@ -111,4 +111,4 @@ def test_every_place_in_the_code_that_waits_is_needed(monkeypatch: pytest.Monkey
     sites = {site for case in cases for site in _train(monkeypatch, *case).sites}
     idle = [site for site in sorted(sites) if not any(_train(monkeypatch, *c, deaf=site).found for c in cases)]
     # A copy runs in the queues of both its devices, so that either's wait for what it reads would do.
-    assert [function for function, _ in idle] in ([], ["send"])
+    assert [function for function, _ in idle] in ([], ["send_all"])

@@ -1,0 +1,38 @@
+"""A courier that forgets one of the tensors that it is to bring: whoever reads it must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from placer.devices import Courier
+
+
+class Forgetful:
+    """In the place of ``Courier.send_all``: counts what is sent, and forgets one of it.
+
+    Attributes:
+        sent: how many tensors were to be sent.
+        forgotten: which of them is not; -1 for none.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._send_all = Courier.send_all
+        self.sent, self.forgotten = 0, -1
+        monkeypatch.setattr(Courier, "send_all", lambda courier, *rest: self._send(courier, *rest))
+
+    def _send(
+        self, courier: Courier, sources: Sequence[Tensor], ready: Any, targets: Sequence[Tensor], *rest: Any
+    ) -> Any:
+        first, self.sent = self.sent, self.sent + len(sources)
+        kept = [index for index in range(len(sources)) if first + index != self.forgotten]
+        for index in set(range(len(sources))) - set(kept):
+            targets[index].fill_(torch.nan)  # else the value of an earlier run may lie there
+        if not kept:
+            return None
+        some, others = ([row[index] for index in kept] for row in (sources, targets))
+        return self._send_all(courier, some, ready, others, *rest)
