@@ -2,12 +2,14 @@
 
 On CUDA every pass is recorded as a CUDA graph and replayed, so that launches do not count; what cannot be recorded is
 timed by events in a queue that is full before the device begins. Before each pass the device's cache is emptied, and
-then what a neighbour would just have made (the values that are read, or the gradients that come back) is written again:
+then what a neighbour would just have made (the values that are read, or the gradients that come back) is written again
+while as much is read beside it, as a neighbour reads what it works on:
 
     clear ─ write reads ─ ▮forward▮ ─ clear ─ write gradients ─ ▮backward▮ ─ ...        ▮ is timed
 
-So weights, and what was kept for the backward pass, come from memory, as they do in a step of the whole model. A CPU is
-host and device in one, and its caches are left as they are.
+So weights, and what was kept for the backward pass, come from memory, as they do in a step of the whole model; and of a
+value that nearly fills the cache no more is there than its neighbour would have left. A CPU is host and device in one,
+and its caches are left as they are.
 """
 
 from __future__ import annotations
@@ -128,17 +130,30 @@ def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int
 
 
 def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
-    """What leaves in the device's cache no more than a neighbour would: what it just made."""
+    """What leaves in the device's cache no more than a neighbour would: what it just made, and what it read for it."""
     tensors = [tensor for tensor in neighbours if isinstance(tensor, Tensor) and tensor.layout == torch.strided]
-    written = [tensor for tensor in tensors if not (tensor.is_floating_point() and tensor.itemsize == 1)]
+    written = [tensor.data for tensor in tensors if not (tensor.is_floating_point() and tensor.itemsize == 1)]
+    pairs = [(tensor, _beside(cache, tensor)) for tensor in written]
 
     @torch.no_grad()
     def rewrite() -> None:
         cache.sum()  # reads it: what was written would have to go to memory while the layer is timed
-        for tensor in written:
-            tensor.data.mul_(True)
+        for tensor, beside in pairs:
+            if beside is None:
+                tensor.mul_(True)
+            else:
+                torch.add(tensor, beside, alpha=0, out=tensor)
 
     return rewrite
+
+
+def _beside(cache: Tensor, tensor: Tensor) -> Tensor | None:
+    """Zeros in the cache's place, laid out like a tensor; None where that is larger than the cache anyway, or bools."""
+    size_bytes = tensor.untyped_storage().nbytes()
+    if tensor.dtype == torch.bool or not size_bytes or size_bytes > cache.nbytes:
+        return None
+    zeros = cache.view(torch.uint8)[: size_bytes // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    return zeros.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def _warm_up(device: torch.device, passes: Sequence[Callable[[], None]]) -> None:

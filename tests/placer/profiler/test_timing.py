@@ -150,3 +150,33 @@ def test_the_spread_is_half_of_the_middle_half_over_the_median() -> None:
 
 def test_times_keep_four_significant_digits() -> None:
     assert [significant(value) for value in (0.0, 0.123456, 123456.0, 1.00004)] == [0.0, 0.1235, 123500.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [16, 4096])
+def test_what_a_neighbour_made_is_written_again_as_it_was(size: int) -> None:
+    cache = torch.zeros(1024)  # the larger values do not fit into it
+    values = [
+        torch.randn(2, 2, 2, size // 8).to(memory_format=torch.channels_last),
+        torch.randn(size, dtype=torch.bfloat16),
+        torch.randn(size + 3)[3:],
+        torch.randn(size, dtype=torch.complex64),
+        torch.arange(size),
+        torch.ones(size, dtype=torch.bool),
+        torch.tensor([torch.nan, torch.inf]),
+        torch.empty(0),
+    ]
+    before = [value.clone() for value in values]
+    timing._rewriting(cache, [*values, 3, None])()
+    for value, was in zip(values, before, strict=True):
+        torch.testing.assert_close(value, was, rtol=0, atol=0, equal_nan=True)
+    assert not cache.any()
+
+
+def test_beside_what_a_neighbour_made_as_much_is_read() -> None:
+    cache = torch.zeros(1024)
+    value = torch.randn(4, 8).t()
+    beside = timing._beside(cache, value)
+    assert beside is not None
+    assert (beside.shape, beside.stride(), beside.dtype) == (value.shape, value.stride(), value.dtype)
+    assert beside.data_ptr() == cache.data_ptr()
+    assert timing._beside(cache, torch.randn(4096)) is None
