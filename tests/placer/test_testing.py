@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from placer.errors import InputError
-from placer.testing import MixedDevicesError, logical_devices
+from placer.testing import MixedDevicesError, _tensors, logical_devices
 
 ZERO, ONE = torch.device("cpu:0"), torch.device("cpu:1")
 
@@ -53,6 +56,15 @@ def test_the_same_operation_on_one_device_runs_and_stays_there(name: str) -> Non
     with logical_devices(2):
         result = OPERATIONS[name](_on(ONE), _on(ONE))
         assert result is None or result.device == ONE
+
+
+def test_the_tensors_of_any_nest_are_found() -> None:
+    a, b, c = torch.ones(3), nn.Parameter(torch.ones(2)), torch.ones(())
+    pair = namedtuple("pair", "first second")
+    known = [(a, [b, {"c": c, "n": None}]), OrderedDict(x=a, y=(b, 1.5)), pair(a, [b, "text"]), torch.max(a, 0), a, 3]
+    for nest in [*known, {"all": known}, (torch.float64, slice(1), torch.Size([2]), {"p": pair(c, c)}, object())]:
+        expected = [id(leaf) for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
+        assert [id(tensor) for tensor in _tensors(nest)] == expected
 
 
 def test_a_host_tensor_does_not_mix_with_a_device() -> None:
