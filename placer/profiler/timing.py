@@ -148,9 +148,9 @@ def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
 
 
 def _beside(cache: Tensor, tensor: Tensor) -> Tensor | None:
-    """Zeros in the cache's place, laid out like a tensor; None where that is larger than the cache anyway, or bools."""
+    """Zeros in the cache's place, laid out like a tensor; None where that is larger than the cache, or not beside it."""
     size_bytes = tensor.untyped_storage().nbytes()
-    if tensor.dtype == torch.bool or not size_bytes or size_bytes > cache.nbytes:
+    if tensor.device != cache.device or tensor.dtype == torch.bool or not 0 < size_bytes <= cache.nbytes:
         return None
     zeros = cache.view(torch.uint8)[: size_bytes // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
     return zeros.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -180,3 +180,4 @@ def test_beside_what_a_neighbour_made_as_much_is_read() -> None:
     assert (beside.shape, beside.stride(), beside.dtype) == (value.shape, value.stride(), value.dtype)
     assert beside.data_ptr() == cache.data_ptr()
     assert timing._beside(cache, torch.randn(4096)) is None
+    assert timing._beside(cache, torch.empty(4, device="meta")) is None  # as the lengths of packed sequences are
