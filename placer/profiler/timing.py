@@ -148,7 +148,7 @@ def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
 
 
 def _beside(cache: Tensor, tensor: Tensor) -> Tensor | None:
-    """Zeros in the cache's place, laid out like a tensor; None where that is larger than the cache, or not beside it."""
+    """Zeros in the cache's place, laid out like a tensor; None where that is larger or elsewhere."""
     size_bytes = tensor.untyped_storage().nbytes()
     if tensor.device != cache.device or tensor.dtype == torch.bool or not 0 < size_bytes <= cache.nbytes:
         return None
