@@ -6,9 +6,11 @@ import gc
 import itertools
 import os
 
+import forks
 import pytest
 
 os.environ["PLACER_CACHE"] = "off"  # for the processes that tests start, too
+forks.share()
 
 _TESTS = itertools.count()
 

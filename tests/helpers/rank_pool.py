@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from started import MODULES
+from forks import TORCH
 
 
 class RankPool:
@@ -55,7 +55,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(MODULES)
+        context.set_forkserver_preload(TORCH)
         self._starts += 1
         for rank in range(self._size):
             ours, theirs = context.Pipe()

@@ -7,14 +7,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from forks import TORCH
 from torch.multiprocessing.spawn import start_processes
-
-MODULES = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "placer.distributed", "placer.zoo"]
 
 
 def spawn(function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True) -> Any:
     """Call ``function(rank, *args)`` in so many processes, in the environment of now."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(MODULES)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(TORCH)
     given = (dict(os.environ), function, args)
     return start_processes(_call, given, nprocs, join, start_method="forkserver")  # type: ignore[no-untyped-call]
 
