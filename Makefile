@@ -36,7 +36,7 @@ tables: $(VENV)/installed-test  ## the tables of README.md are those of benchmar
 	$(BIN)/python -m benchmarks tables --check
 
 suite: $(VENV)/linked  ## all tests; WORKERS=4 for more processes
-	$(SUITE) -n $(WORKERS)
+	$(SUITE) -n $(WORKERS) --dist worksteal
 
 gpu: $(VENV)/linked  ## the tests that need CUDA devices
 	$(BIN)/python -P -m pytest --import-mode=importlib -m gpu
