@@ -1,23 +1,27 @@
 """Free placements: the search around the integer program.
 
-local search ─▶ parts ─────────▶ shares ─▶ integer program, a round ─▶ parts, shares ─▶ its other rounds
-better by       better by        a bound
-small moves     dividing anew what
-                a few devices hold
+pairs ────────────▶ local search ─▶ shares ─▶ integer program, a round ─▶ parts, shares ─▶ its other rounds
+better by dividing  by small moves  a bound                               better by dividing
+anew what two hold                                                        anew what a few hold
+
+Where pairs cannot be told, parts come after local search too.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from placer.solver import answer, local, parts, shares
+from placer.solver import answer, local, pair_search, parts, shares
 from placer.solver.reduce import reduced
 
 if TYPE_CHECKING:
     from placer.solver.solve import Search
 
+PAIRS_SHARE = 0.2
+"""How much of the time, or of the work, may be over when the search that divides pairs anew ends."""
+
 LOCAL_SHARE = 0.15
-"""How much of the time, or of the work, may be over when local search ends."""
+"""The same of local search."""
 
 PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
 """The same of the search that divides anew what a few devices hold: before the integer program, between its rounds."""
@@ -27,11 +31,29 @@ SHARES_SHARE = 0.8
 
 
 def before_the_program(search: Search) -> None:
-    """Go on from the best start: small moves, larger ones where nodes are many, and a bound."""
-    move_layers(search)
-    if search.open() and parts.many(search.problem, search.nodes):
+    """Go on from the best start: pairs divided anew, small moves where there is time left, and a bound."""
+    divided = _divide_pairs(search)
+    if search.open():
+        move_layers(search)
+    if search.open() and not divided and parts.many(search.problem, search.nodes):
         _divide(search, PARTS_SHARE)
     share_out(search)
+
+
+def _divide_pairs(search: Search) -> bool:
+    """What two devices hold, divided between them as well as can be; whether that could be told."""
+    if search.best is None or not pair_search.applies(search.problem):
+        return False
+
+    def over(work: float) -> bool:
+        search.meter.done += work
+        return search.over(PAIRS_SHARE)
+
+    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    nodes = reduced(search.problem, search.value)
+    found = pair_search.improved(search.problem, nodes, search.best, over, enough)
+    search.offer(found, "local search")
+    return found is not None
 
 
 def move_layers(search: Search) -> None:

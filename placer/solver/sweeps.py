@@ -55,6 +55,16 @@ def sweep(count: int, nets: dict[Pins, float]) -> list[Step] | None:
     return _Sweep(count, list(nets), list(nets.values())).steps()
 
 
+def order_of(count: int, nets: dict[Pins, float]) -> list[int]:
+    """The nodes in an order in which few nets are open.
+
+    Args:
+        count: of nodes.
+        nets: by its pins, two or more, what it costs to cut.
+    """
+    return _Sweep(count, list(nets), list(nets.values())).order()
+
+
 class _Sweep:
     def __init__(self, count: int, nets: list[Pins], cost_ms: list[float]) -> None:
         self.count, self.nets, self.cost_ms = count, nets, cost_ms
