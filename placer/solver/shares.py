@@ -54,6 +54,7 @@ FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 48_000
 LABELS_KEPT = 30_000_000
 """No more labels in all are kept at a time."""
 
+HALVINGS = 40
 EVEN = 1e-5
 """What all nodes cost at the least in the beginning, of the sum."""
 
@@ -163,9 +164,19 @@ class _Shares:
 
     def bound(self) -> float:
         """What is proven until the end, or until it is stopped in the midst of it."""
+        self.known = max(self.known, self._of_work())
         with suppress(Stopped):
             self._go_on()
         return self.known
+
+    def _of_work(self) -> float:
+        """The bottleneck within which devices could just do all the work, were nodes cut anywhere at no cost."""
+        low, high, whole = self.known, self.upper, sum(self.work_ms)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            room = self.devices * middle + sum(self._held(self.work_ms, time_ms, middle)[0] for time_ms in self.free_ms)
+            low, high = (middle, high) if room * (1 + SLACK) < whole else (low, middle)
+        return low
 
     def _go_on(self) -> None:
         """Try bottlenecks between what is proven and what sets suffice for; where that is all, in smaller groups."""

@@ -70,6 +70,15 @@ def test_seven_equal_layers_on_three_devices_are_not_shared_in_thirds(chain):
     assert bound(problem, 3.0 * (1 - 1e-6)) == pytest.approx(3.0, rel=1e-5)
 
 
+def test_work_alone_is_shared_with_a_slow_device_before_any_set_is_looked_for(chain):
+    """Ten hours of work, of which the second device does one in the time that the first does two."""
+    problem = Problem.from_request(chain([1.0] * 10, constraints=Constraints(contiguous=False)))
+    slow = replace(problem, untaxed=frozenset({1}), forward_ms=tuple((1.0, 2.0) for _ in range(10)))
+    found = shares.share_bound(slow, reduced(slow, 8.0), 8.0, 0.0, lambda work: True)
+    assert found == pytest.approx(20 / 3, rel=1e-6)
+    assert found <= 20 / 3
+
+
 def test_cutting_costs_are_in_the_share(chain):
     """Of four layers in a row a device holds two, and pays for the value between its own and the others'."""
     problem = Problem.from_request(chain([2.0] * 4, value_bytes=1, constraints=Constraints(contiguous=False)))
