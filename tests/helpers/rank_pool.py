@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -72,6 +73,7 @@ def _serve(pipe: Connection, rank: int, size: int, meeting_point: str, backend: 
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # a search for cycles would go through all that torch consists of
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": str(rank), "NCCL_NVLS_ENABLE": "0"}
     if backend == "nccl":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ def spawn(function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int 
 
 
 def _call(rank: int, environment: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
     function(rank, *args)
