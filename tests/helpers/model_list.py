@@ -112,6 +112,43 @@ def _inception() -> nn.Module:
     return model
 
 
+def _small_resnet() -> nn.Module:
+    """resnet50's class and stages with fewer blocks."""
+    resnet = torchvision_models().resnet
+    model: nn.Module = resnet.ResNet(resnet.Bottleneck, [1, 2, 1, 1], num_classes=10)
+    return model
+
+
+def _small_mobilenet() -> nn.Module:
+    """mobilenet_v3_small's class and one of each kind of its blocks; that of the fourth row has a skip."""
+    mobilenet = torchvision_models().mobilenetv3
+    rows = [
+        (16, 3, 16, 16, True, "RE", 2),
+        (16, 3, 72, 24, False, "RE", 2),
+        (24, 5, 96, 40, True, "HS", 2),
+        (40, 5, 240, 40, True, "HS", 1),
+        (40, 5, 120, 48, True, "HS", 1),
+    ]
+    blocks = [mobilenet.InvertedResidualConfig(*row, dilation=1, width_mult=1.0) for row in rows]
+    model: nn.Module = mobilenet.MobileNetV3(blocks, last_channel=64, num_classes=10)
+    return model
+
+
+def _small_efficientnet() -> nn.Module:
+    """efficientnet_b0's class with one of each kind of its blocks: kernels, strides, with and without a skip."""
+    efficientnet = torchvision_models().efficientnet
+    rows = [(1, 3, 1, 16, 16, 1), (6, 3, 2, 16, 24, 2), (6, 5, 2, 24, 40, 2), (6, 5, 1, 40, 56, 1)]
+    blocks = [efficientnet.MBConvConfig(*row, width_mult=1.0, depth_mult=1.0) for row in rows]
+    model: nn.Module = efficientnet.EfficientNet(blocks, dropout=0.2, num_classes=10)
+    return model
+
+
+def _small_shufflenet() -> nn.Module:
+    """shufflenet_v2_x1_0's class and stages, each with one block that halves and one that does not."""
+    model: nn.Module = torchvision_models().ShuffleNetV2([2, 2, 2], [24, 48, 96, 192, 64], num_classes=10)
+    return model
+
+
 def _small_fcn() -> nn.Module:
     """fcn_resnet50 with fewer blocks."""
     resnet = torchvision_models().resnet
@@ -154,17 +191,17 @@ VISION = [
     Case("zoo_resnet50", lambda: ResNet(Bottleneck, [1, 2, 1, 1]), _image, large=True),
     Case("model_parallel_resnet50", _model_parallel_resnet, _image, large=True),
     _vision("resnet18"),
-    _vision("resnet50"),
+    Case("resnet50", _small_resnet, _image, large=True),
     _vision("googlenet", init_weights=False, aux_logits=True),
     Case("inception_v3", _inception, lambda training: _images(171 if training else 96), large=True),
     Case("densenet121", _small_densenet, _image, large=True),
     Case("vit_b_16", _small_vit, lambda training: ((torch.randn(2, 3, 48, 48),), {}), large=True),
     Case("swin_t", _small_swin, _image, large=True),
-    Case("fcn_resnet50", _small_fcn, _image, large=True),
-    _vision("mobilenet_v3_small"),
-    _vision("efficientnet_b0"),
+    Case("fcn_resnet50", _small_fcn, lambda training: _images(32), large=True),
+    Case("mobilenet_v3_small", _small_mobilenet, _image, large=True),
+    Case("efficientnet_b0", _small_efficientnet, _image, large=True),
     Case("convnext_tiny", _small_convnext, _image, large=True),
-    _vision("shufflenet_v2_x1_0"),
+    Case("shufflenet_v2_x1_0", _small_shufflenet, _image, large=True),
 ]
 
 
