@@ -89,15 +89,19 @@ class Memory:
         return kept
 
     def _forwards(self, device: str, own: bool = False) -> Iterator[Split]:
-        """Play the forward pass: a value arrives when it is made, and goes when it is kept or was read for good."""
+        """Play the forward pass: a value arrives when it is made, and goes when it is kept or was read for good.
+
+        Of recorded passes, which are told of their own values alone, one that others read as well never goes.
+        """
         arriving: dict[int, int] = defaultdict(int)
         leaving: dict[int, int] = defaultdict(int)
         for edge in self._edges_at(device, own):
             readers, keepers = self._here(edge.targets, device), self._here(edge.saved_by, device)
-            made = self._order[edge.source]
-            if readers and made not in keepers:
+            made, stays = self._order[edge.source], own and len(readers) < len(set(edge.targets))
+            if (readers or stays) and made not in keepers:
                 arriving[made] += edge.bytes
-                leaving[keepers[0] if keepers else readers[-1]] += edge.bytes
+                if keepers or not stays:
+                    leaving[keepers[0] if keepers else readers[-1]] += edge.bytes
         kept_at, layer_at = self._kept_at(device, own), self._layer_at(device)
         kept = waiting = 0
         for step in sorted({*arriving, *layer_at}):
@@ -106,6 +110,8 @@ class Memory:
                 waiting -= leaving[step]
                 yield kept + waiting, layer_at[step].forward_workspace_bytes
             waiting += arriving[step]
+        if own:
+            yield kept + waiting, 0
 
     def _backwards(self, device: str) -> Iterator[Split]:
         """Play the backward pass: a gradient arrives after its first reader, and goes with its source or is sent."""
@@ -144,14 +150,13 @@ class Memory:
         return flight * each, backwards + self._step(device)
 
     def _places(self, device: str) -> int:
-        """What arrives from other devices, values and gradients, and what is sent to them, unless it is kept anyway."""
+        """What arrives from other devices, values and gradients."""
         places = 0
         for edge in self._edges[device]:
             if self._where[edge.source] != device:
                 places += edge.bytes
             elif any(self._where[name] != device for name in edge.targets):
                 places += edge.gradient_bytes
-                places += 0 if self._here(edge.saved_by, device) else edge.bytes
         return places
 
     def _step(self, device: str) -> int:

@@ -11,7 +11,7 @@ Where the order is not the profile's, the moment is about that of the placement.
 
 Recorded passes have memory of their own: forwards and backwards have a worst moment each, what is kept does not count
 backwards, but what layers have yet to leave to weight passes does, as less than nothing. What other stages make has its
-place beside, and is not counted here.
+place beside, and is not counted here; what they alone have yet to read stays until the pass is over.
 """
 
 from __future__ import annotations
@@ -156,13 +156,17 @@ class TrainingMoments:
     def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
         """Forwards, from the source or the reader before, in stages without a keeper until then."""
         keepers = {self._step[keeper] for keeper in value.keepers}
+        if self._recorded:  # where it is made, until it is kept: for a reader there, or for one that it is sent to
+            ends = [step for step in keepers if step >= source] or readers[-1:]
+            here = self._block[source]
+            yield from (_Wait(here, 0, (0, here + 1), (source + 1, min(ends)), value.held_bytes) for _ in ends[:1])
+            return
         first, before, begin = 0, source, source + 1
         for reader in readers:
             if before in keepers:
                 first = self._block[before] + 1
             joined = self._block[reader]
-            end = 1 + (min(joined, self._block[source]) if self._recorded else joined)
-            yield _Wait(joined, 0, (first, end), (begin, reader), value.held_bytes)
+            yield _Wait(joined, 0, (first, joined + 1), (begin, reader), value.held_bytes)
             before = begin = reader
 
     def _gradients(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:

@@ -202,16 +202,25 @@ class Intervals:
         for value in self.problem.values:
             source = self._block_of[value.source]
             readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
-            keepers = {self._block_of[keeper] for keeper in value.keepers}
             if readers:
                 transfers.enter(source, readers, value.held_bytes)
                 transfers.leave(source, readers, value.gradient_bytes)
-                if not keepers:
-                    transfers.leave(source, readers, value.held_bytes)
-                elif source not in keepers:  # a keeper reads it: a stage without one lacks a reader
-                    before = max((keeper for keeper in keepers if keeper < source), default=-1)
-                    after = min((keeper for keeper in keepers if keeper > source), default=self._count)
-                    transfers.add(value.held_bytes, (before + 1, source + 1), (source + 1, after + 1))
+        return transfers.size
+
+    @cached_property
+    def _sent(self) -> Table:
+        """What is sent to other stages and kept by nobody in this one, of one micro-batch."""
+        transfers = _Transfers(self._count)
+        for value in self.problem.values:
+            source = self._block_of[value.source]
+            readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
+            keepers = {self._block_of[keeper] for keeper in value.keepers}
+            if readers and not keepers:
+                transfers.leave(source, readers, value.held_bytes)
+            elif readers and source not in keepers:  # a keeper reads it: a stage without one lacks a reader
+                before = max((keeper for keeper in keepers if keeper < source), default=-1)
+                after = min((keeper for keeper in keepers if keeper > source), default=self._count)
+                transfers.add(value.held_bytes, (before + 1, source + 1), (source + 1, after + 1))
         return transfers.size
 
     def _measure_memory(self) -> None:
@@ -224,7 +233,7 @@ class Intervals:
             return
         if problem.recorded:
             passes = TrainingMoments(problem, self._layers, recorded=True)
-            self._each = passes.ahead + self._crossing
+            self._each = np.maximum(passes.ahead, passes.kept + self._sent) + self._crossing
             self._shared = self._summed(problem.step_bytes)
             if problem.weights_apart:
                 self._each = self._each + self._summed(problem.deferred_bytes) + passes.back

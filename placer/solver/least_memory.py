@@ -33,7 +33,8 @@ def _least_alone(problem: Problem, held: memory.Held) -> int:
     flight, use = _least_flight(problem), memory.footprint(problem, held)
     crossing = 0
     if problem.recorded:
-        crossing = memory.crossing_bytes(held) + (memory.landing_bytes(held) if flight > 1 else 0)
+        crossing = memory.crossing_bytes(held) + memory.sent_bytes(held)
+        crossing += memory.landing_bytes(held) if flight > 1 else 0
     least = use.total_bytes(flight) - flight * crossing
     return min(least, use.total_bytes(flight, again=True)) if problem.may_recompute else least
 

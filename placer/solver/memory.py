@@ -35,12 +35,12 @@ its place beside, and what is sent stays until the next micro-batch comes. Then:
 
     use(d)      = params(d) + gradients(d) + optimizer(d) + buffers(d)
                   + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d)) + max over t of P(d, t) + step(d)
-    O(d,t)      = F(d, t) without values that are made elsewhere
+    O(d,t)      = F(d, t) without values that are made elsewhere, and with those made on d before t, read elsewhere and
+                  kept by nobody on d: they wait on until the pass is over, which is a step t of its own
     P(d,t)      = pass_workspace(t)
                   + sum of gradient_bytes(v) over v made before t and read on d after t: it waits, or is to be sent
     crossing(d) = sum of bytes(v) over v made elsewhere and read on d
-                  + sum over v made on d and read elsewhere of gradient_bytes(v), once for all who read, and of bytes(v)
-                  if nobody on d keeps it
+                  + sum of gradient_bytes(v) over v made on d and read elsewhere, once for all who read
     landing(d)  = sum of gradient_bytes(v) over v made elsewhere and read on d, if in_flight(d) > 1
 
 Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that it too has
@@ -232,10 +232,30 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
     return values, gradients
 
 
+def own_of(held: Held) -> Held:
+    """Without values that are made elsewhere."""
+    here = set(held.layers)
+    return Held(held.layers, [value for value in held.values if value.source in here])
+
+
+def _waiting_or_sent(held: Held) -> Mapping[int, int]:
+    """By step, how the bytes of values that are made here change: those that wait, and those that are sent."""
+    values: Counter[int] = Counter()
+    here = set(held.layers)
+    over = max(held.layers, default=0) + 1
+    for value in held.values:
+        kept = [keeper for keeper in value.keepers if keeper in here]
+        last = max((reader for reader in value.readers if reader in here), default=0)
+        until = kept[0] if kept else over if _is_sent(value, here) else last
+        between(values, value.source + 1, until, value.held_bytes)
+    return values
+
+
 def _recorded(problem: Problem, held: Held) -> Recorded:
     """What it holds of passes that keep their memory."""
     moments = moments_recorded(problem, held)
-    each = max((sum(moment) for moment, _ in moments), default=0) + crossing_bytes(held)
+    over = sum(kept_by_step(problem, own_of(held)).values()) + sent_bytes(held)
+    each = max([over, *(sum(moment) for moment, _ in moments)]) + crossing_bytes(held)
     backwards = max(0, max((sum(moment) for _, moment in moments), default=0))
     step = sum(problem.step_bytes[layer] for layer in held.layers)
     if not problem.weights_apart:
@@ -250,9 +270,8 @@ def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]
 
     Backwards it is beyond what layers leave to weight passes, which all of them up to a step have yet to leave.
     """
-    here = set(held.layers)
-    own = Held(held.layers, [value for value in held.values if value.source in here])
-    kept, (values, _), gradients = kept_by_step(problem, own), _waiting(own), _staying(held)
+    own = own_of(held)
+    kept, values, gradients = kept_by_step(problem, own), _waiting_or_sent(own), _staying(held)
     deferred = {layer: problem.deferred_bytes[layer] for layer in held.layers}
     steps = zip(*(sums(changes, held.layers) for changes in (kept, values, gradients, deferred)), strict=True)
     return [
@@ -265,15 +284,24 @@ def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]
 
 
 def crossing_bytes(held: Held) -> int:
-    """What has its place beside passes, of one micro-batch: what arrives from other devices, and what is sent."""
+    """What has its place beside passes, of one micro-batch: what arrives from other devices, values and gradients."""
     here = set(held.layers)
     total = 0
     for value in held.values:
         if value.source not in here:
             total += 0 if here.isdisjoint(value.readers) else value.held_bytes
         elif not here.issuperset(value.readers):
-            total += value.gradient_bytes + (value.held_bytes if here.isdisjoint(value.keepers) else 0)
+            total += value.gradient_bytes
     return total
+
+
+def sent_bytes(held: Held) -> int:
+    """What is sent of one micro-batch and nobody here keeps: it waits in a recorded pass until that is over."""
+    return sum(value.held_bytes for value in held.values if _is_sent(value, set(held.layers)))
+
+
+def _is_sent(value: Value, here: set[int]) -> bool:
+    return value.source in here and not here.issuperset(value.readers) and here.isdisjoint(value.keepers)
 
 
 def landing_bytes(held: Held) -> int:

@@ -9,7 +9,7 @@
 
 Recorded passes have memory of their own, so that forwards and backwards have a worst moment each:
 
-    there[t]   without values that are made elsewhere
+    there[t]   without values that are made elsewhere, and with those that are sent, until the pass is over
     back[t]    the gradients that wait, or are to be sent, less what the layers up to step t have yet to leave to weight
                passes, where those run apart
 """
@@ -123,9 +123,7 @@ def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tu
     for value in problem.values:
         source = nodes.node_of[value.source]
         readers = {nodes.node_of[reader] for reader in value.readers} - {source}
-        keepers = {nodes.node_of[keeper] for keeper in value.keepers}
         comes = [place.share(reader) - place.share(source) for reader in sorted(readers)]
-        kept = sum(place.share(keeper) for keeper in sorted(keepers))
         here, back = value.held_bytes // unit, value.gradient_bytes // unit
         lands = 0 if problem.weights_apart else back
         if readers and (here or lands):
@@ -133,8 +131,6 @@ def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tu
             crossing, landing = crossing + here * enters, landing + lands * enters
         if readers and back:
             crossing += back * _at_least(place, [-one for one in comes])
-        if readers and here and source not in keepers:
-            crossing += here * _at_least(place, [-one - kept for one in comes])
     return crossing, landing
 
 
@@ -280,8 +276,7 @@ class _Moment:
                 back.add(step, -left, self._place.share(self._nodes.node_of[step]))
                 back.least -= left
         for value in self._problem.values:
-            own = ((step, self._both(self._here(value.source), held)) for step, held in self._held(value))
-            self._add_pieces(there, value.held_bytes, own)
+            self._add_pieces(there, value.held_bytes, self._own(value))
             self._add_pieces(back, value.gradient_bytes, self._staying(value))
         worst: list[Term] = []
         for forwards, held in ((True, there), (False, back)):
@@ -290,6 +285,8 @@ class _Moment:
             moment = self._cp.new_int_var(0, most, "moment")
             for row in mine:
                 self._add_row(moment, row, held.at(row.step), may_fall=not forwards)
+            if forwards:  # what is kept, and what is sent, stays when the pass is over
+                self._cp.add(moment >= held.at(len(self._problem.layers)))
             worst.append(moment)
         return worst[0], worst[1]
 
@@ -327,6 +324,26 @@ class _Moment:
         for step in sorted({value.source + 1, *passing}):
             waits = next((later[i] for i, reader in enumerate(passing) if reader > step), None)
             yield step, self._any(keeper, waits)
+
+    def _own(self, value: Value) -> Iterator[tuple[int, Literal]]:
+        """Forwards, of recorded passes: the same where the value is made, or it is sent, until the pass is over."""
+        source = self._here(value.source)
+        sent = self._sent(value) if value.held_bytes // self._unit else None
+        for step, held in self._held(value):
+            own = self._both(source, held)
+            yield step, self._any(own, sent) if step > value.source else own
+
+    def _sent(self, value: Value) -> Literal:
+        """The value is made here and kept by nobody here, and a reader is elsewhere."""
+        node_of = self._nodes.node_of
+        source, readers = node_of[value.source], {node_of[reader] for reader in value.readers}
+        keepers = {node_of[keeper] for keeper in value.keepers}
+        others = sorted(readers - {source})
+        if source in keepers or not others:
+            return None
+        share = self._place.share
+        kept = sum(share(keeper) for keeper in sorted(keepers))
+        return _at_least(self._place, [share(source) - share(reader) - kept for reader in others])
 
     def _kept(self, value: Value) -> Iterator[tuple[int, Literal]]:
         """A layer that keeps the value is there, and has run."""

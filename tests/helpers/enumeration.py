@@ -234,10 +234,17 @@ class Enumeration:
         mine = [layer for layer in self.layers if layer.name in names]
         edges = self.request.profile.edges
         own = [e for e in edges if e.source in names]
-        ahead = max((self.step(names, layer, False, own) for layer in mine), default=0)
-        come = sum(e.bytes for e in edges if e not in own and names & set(e.targets))
         gone = [e for e in own if set(e.targets) - names]
-        return ahead + come + sum(e.gradient_bytes + (0 if names & set(e.saved_by) else e.bytes) for e in gone)
+        sent = [e for e in gone if not names & set(e.saved_by)]
+        ahead = sum(x.saved_bytes for x in mine)  # when the pass is over
+        ahead += sum(e.bytes for e in own if e in sent or names & set(e.saved_by))
+        for layer in mine:
+            now = self.order.index(layer.name)
+            done, to_come = set(self.order[:now]), set(self.order[now + 1 :])
+            stays = sum(e.bytes for e in sent if e.source in done and not set(e.targets) & names & to_come)
+            ahead = max(ahead, self.step(names, layer, False, own) + stays)
+        come = sum(e.bytes for e in edges if e not in own and names & set(e.targets))
+        return ahead + come + sum(e.gradient_bytes for e in gone)
 
     def landing(self, names):
         """Gradients that a device of these layers sends for one micro-batch."""

@@ -44,7 +44,8 @@ def test_with_weight_halves_apart_each_interval_is_worth_what_a_micro_batch_has_
                 layers = [layer for block in blocks[first:end] for layer in block]
                 left = sum(problem.deferred_bytes[layer] for layer in layers)
                 held = memory.Held(layers, list(problem.values))
-                each = tables.ahead[first, end] + tables.back[first, end] + left + memory.crossing_bytes(held)
+                ahead = max(tables.ahead[first, end], tables.kept[first, end] + memory.sent_bytes(held))
+                each = ahead + tables.back[first, end] + left + memory.crossing_bytes(held)
                 assert each == memory.footprint(problem, held).recorded.each_bytes
 
 

@@ -152,7 +152,18 @@ def test_what_crosses_has_its_place_beside_recorded_passes():
     assert apart("xxxy", [one[0].model_copy(update={"saved_by": ("a",)})]) == (110, 0)
     assert apart("xxxx", one) == (100 + 10, 0)  # while b runs forwards, and while it runs backwards
     twice = [Edge(source="a", targets=["c", "d"], bytes=100, gradient_bytes=10)]
-    assert apart("xxxy", twice) == (100 + 10 + 100 + 10, 0)  # c's part of the gradient waits beside what arrives
+    assert apart("xxxy", twice) == (100 + 10 + 10, 0)  # c's part of the gradient waits beside what arrives
+
+
+def test_what_is_sent_is_in_its_layers_workspace_and_then_stays_until_the_pass_is_over():
+    last = [Edge(source="c", targets=["d"], bytes=100, gradient_bytes=10)]
+    assert apart("xxxy", last, forward_workspace_bytes={"c": 130}) == (130 + 10, 0)
+    first = [Edge(source="a", targets=["d"], bytes=100, gradient_bytes=10)]
+    assert apart("xxxy", first, forward_workspace_bytes={"a": 130, "b": 7, "c": 40}) == (140 + 10, 0)
+    # Kept by b, it waits no more, and counts as what is kept does.
+    kept = [Edge(source="a", targets=["b", "d"], bytes=100, gradient_bytes=10, saved_by=("b",))]
+    sizes = {"forward_workspace_bytes": {"a": 130, "c": 40}, "saved_bytes": {"c": 1}}
+    assert apart("xxxy", kept, **sizes) == (141 + 10, 0)
 
 
 def test_a_device_without_layers_holds_nothing():
