@@ -223,8 +223,10 @@ class _Shares:
         new = True
         while self.known < target and not self.over(0.0):
             solved = program.solve()
-            if solved is None:
-                break
+            if solved is None:  # in all of the box some set of the pool is worth more than one
+                if not program.widen():
+                    break
+                continue
             count, duals = solved
             leans = program.leans()
             if not new or count <= max(self.devices, best.count * (1 + CLOSE)):

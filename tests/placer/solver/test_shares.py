@@ -10,6 +10,7 @@ from small_requests import examples, small_requests
 
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import costs, shares
+from placer.solver.covering import Covering
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.solve import solve
@@ -89,6 +90,18 @@ def test_prices_find_the_device_that_work_alone_does_not(chain):
     """Both 3s share a device with nothing but a 1, or are on two: prices 1 for each 3 say so, work says 4 is enough."""
     problem = Problem.from_request(chain([3.0, 3.0, 3.0, 1.0], devices=2, constraints=Constraints(contiguous=False)))
     assert bound(problem, 6.0 * (1 - 1e-6)) == pytest.approx(6.0, rel=1e-5)
+
+
+def test_a_set_that_is_worth_too_much_in_all_of_the_box_needs_a_wider_one():
+    """Nodes of 0.9 are at least 0.765 in the first box, so both together more than the 1 that a set costs."""
+    program = Covering([[0], [1]], [0.9, 0.9], 0)
+    program.join([frozenset({0, 1})], [])
+    assert program.solve() is None
+    while program.widen():
+        solved = program.solve()
+        if solved is not None:
+            break
+    assert solved is not None and sum(solved[1]) <= 1 + 1e-9
 
 
 def test_the_bound_is_at_least_what_was_known(chain):
