@@ -17,11 +17,11 @@ from placer.solver.reduce import reduced
 if TYPE_CHECKING:
     from placer.solver.solve import Search
 
-PAIRS_SHARE = 0.2
+PAIRS_SHARE = 0.15
 """How much of the time, or of the work, may be over when the search that divides pairs anew ends."""
 
-LOCAL_SHARE = 0.15
-"""The same of local search."""
+LOCAL_SHARE, BRIEF_SHARE = 0.15, 0.05
+"""The same of local search, and where nodes are many and pairs have been divided."""
 
 PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
 """The same of the search that divides anew what a few devices hold: before the integer program, between its rounds."""
@@ -32,10 +32,10 @@ SHARES_SHARE = 0.8
 
 def before_the_program(search: Search) -> None:
     """Go on from the best start: pairs divided anew, small moves where there is time left, and a bound."""
-    divided = _divide_pairs(search)
+    divided, many = _divide_pairs(search), parts.many(search.problem, search.nodes)
     if search.open():
-        move_layers(search)
-    if search.open() and not divided and parts.many(search.problem, search.nodes):
+        move_layers(search, BRIEF_SHARE if divided and many else LOCAL_SHARE)
+    if search.open() and not divided and many:
         _divide(search, PARTS_SHARE)
     share_out(search)
 
@@ -56,14 +56,14 @@ def _divide_pairs(search: Search) -> bool:
     return found is not None
 
 
-def move_layers(search: Search) -> None:
-    """Local search from the best so far."""
+def move_layers(search: Search, share: float) -> None:
+    """Local search from the best so far, until a share of the time or the work is over."""
     if search.best is None or not local.applies(search.problem):
         return
 
     def over() -> bool:
         search.meter.done += local.WORK
-        return search.over(LOCAL_SHARE)
+        return search.over(share)
 
     enough = search.bound * (1 + answer.PROVEN_GAP / 2)
     search.offer(local.improved(search.problem, search.nodes, search.best, over, enough), "local search")

@@ -30,7 +30,7 @@ LABELS, FEW_LABELS = 2_000, 500
 BETTER = 1e-6
 """By which share the busiest device must take less."""
 
-WORSE = (0.02, 0.02, 0.02, 0.05)
+WORSE = (0.02, 0.02, 0.05, 0.02, 0.02, 0.2)
 """By round in turn: by which share random pairs may take more than the best known."""
 
 RANDOM_PAIRS = (1, 1, 2, 3)
@@ -69,7 +69,7 @@ def improved(
     Returns:
         By layer, its device; None where two devices hold too much to tell how to divide it.
     """
-    patience = min(PATIENCE[0] + len(nodes.nodes) // 2, PATIENCE[1])
+    patience = min(PATIENCE[0] + 2 * len(nodes.nodes), PATIENCE[1])
     search = _Search(Pairs(problem, nodes), Random(problem.request.seed), over, enough, patience)
     with suppress(TooWide):
         return nodes.spread(search.from_here([start[layers[0]] for layers in nodes.nodes]))
