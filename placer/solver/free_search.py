@@ -42,7 +42,7 @@ def before_the_program(search: Search) -> None:
 
 def _divide_pairs(search: Search) -> bool:
     """What two devices hold, divided between them as well as can be; whether that could be told."""
-    if search.best is None or not pair_search.applies(search.problem):
+    if search.best is None or not pair_search.applies(search.problem, search.nodes):
         return False
 
     def over(work: float) -> bool:

@@ -22,7 +22,7 @@ from placer.solver.pair_sweep import Pairs, TooWide
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
-MOST_LAYERS = 5_000
+MOST_NODES = 1_500
 
 LABELS, FEW_LABELS = 2_000, 500
 """Labels at a step: where the busiest device is to take less, and where pairs are divided at random."""
@@ -49,9 +49,9 @@ Over = Callable[[float], bool]
 """Told of work that was done, whether the search is to end."""
 
 
-def applies(problem: Problem) -> bool:
+def applies(problem: Problem, nodes: Reduction) -> bool:
     """Whether a division can be judged by loads and state alone."""
-    return local.applies(problem) and len(problem.devices) > 1 and len(problem.layers) <= MOST_LAYERS
+    return local.applies(problem) and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
 
 
 def improved(

@@ -28,7 +28,7 @@ def every_placement(problem):
 def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
     rules = asked.constraints.model_copy(update={"contiguous": False})
     problem = Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
-    assume(pair_search.applies(problem))
+    assume(pair_search.applies(problem, reduced(problem)))
     placements = sorted(every_placement(problem))
     assume(placements)
     found = pair_search.improved(problem, reduced(problem), placements[-1][1], lambda work: False)
