@@ -16,7 +16,7 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
 
-from placer.solver import ideals
+from placer.solver import costs, ideals, step_maps
 from placer.solver.cpsat import Answer
 from placer.solver.divide import divide_anew
 from placer.solver.loose import LooseModel, loose_nodes
@@ -113,7 +113,23 @@ def sweep(search: Search) -> None:
         if search.open() and not search.over(1.0):
             halve(search, work)
         if known == (search.value, search.bound) and search.meter.done - done < CUT_SHORT * work:
-            return  # no question was cut short: asked again, each has the same answer, which costs do not bear out
+            # No question was cut short: asked again, each has the same answer, which costs do not bear out.
+            _every_map(search)
+            return
+
+
+def _every_map(search: Search) -> None:
+    """Try all maps where they are few: stages know less than costs do where devices may recompute."""
+    maps, proven = step_maps.few(search.problem, search.nodes), True
+    for devices in maps or ():
+        if search.over(1.0):
+            return
+        search.offer(devices, "every map")
+        result = costs.evaluate(search.problem, devices) if costs.allowed(search.problem, devices) else None
+        if result is not None and result.objective_value < search.value:  # it does not fit, in this order of its stages
+            proven = proven and step_maps.has_one_order(search.problem, devices, result.stages)
+    if maps is not None and proven:
+        search.prove(search.value)
 
 
 def _ideals_but_for_loose_nodes(search: Search) -> None:
