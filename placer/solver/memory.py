@@ -232,12 +232,6 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
     return values, gradients
 
 
-def own_of(held: Held) -> Held:
-    """Without values that are made elsewhere."""
-    here = set(held.layers)
-    return Held(held.layers, [value for value in held.values if value.source in here])
-
-
 def _waiting_or_sent(held: Held) -> Mapping[int, int]:
     """By step, how the bytes of values that are made here change: those that wait, and those that are sent."""
     values: Counter[int] = Counter()
@@ -253,8 +247,7 @@ def _waiting_or_sent(held: Held) -> Mapping[int, int]:
 
 def _recorded(problem: Problem, held: Held) -> Recorded:
     """What it holds of passes that keep their memory."""
-    moments = moments_recorded(problem, held)
-    over = sum(kept_by_step(problem, own_of(held)).values()) + sent_bytes(held)
+    moments, over = _passes(problem, held)
     each = max([over, *(sum(moment) for moment, _ in moments)]) + crossing_bytes(held)
     backwards = max(0, max((sum(moment) for _, moment in moments), default=0))
     step = sum(problem.step_bytes[layer] for layer in held.layers)
@@ -270,17 +263,24 @@ def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]
 
     Backwards it is beyond what layers leave to weight passes, which all of them up to a step have yet to leave.
     """
-    own = own_of(held)
+    return _passes(problem, held)[0]
+
+
+def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], int]:
+    """The same, and what stays when the forward pass is over."""
+    here = set(held.layers)
+    own = Held(held.layers, [value for value in held.values if value.source in here])
     kept, values, gradients = kept_by_step(problem, own), _waiting_or_sent(own), _staying(held)
     deferred = {layer: problem.deferred_bytes[layer] for layer in held.layers}
     steps = zip(*(sums(changes, held.layers) for changes in (kept, values, gradients, deferred)), strict=True)
-    return [
+    moments = [
         (
             (before + there, problem.layers[layer].forward_workspace_bytes),
             (back - to_leave, problem.back_workspace_bytes[layer]),
         )
         for layer, (before, there, back, to_leave) in zip(held.layers, steps, strict=True)
     ]
+    return moments, sum(kept.values()) + sent_bytes(own)
 
 
 def crossing_bytes(held: Held) -> int:
@@ -297,7 +297,8 @@ def crossing_bytes(held: Held) -> int:
 
 def sent_bytes(held: Held) -> int:
     """What is sent of one micro-batch and nobody here keeps: it waits in a recorded pass until that is over."""
-    return sum(value.held_bytes for value in held.values if _is_sent(value, set(held.layers)))
+    here = set(held.layers)
+    return sum(value.held_bytes for value in held.values if _is_sent(value, here))
 
 
 def _is_sent(value: Value, here: set[int]) -> bool:
