@@ -1,4 +1,4 @@
-"""The solver against trying every assignment, on two thousand random small requests with all features together."""
+"""The solver against trying every assignment, on thousands of random small requests with all features together."""
 
 import pytest
 from enumeration import brute_force
@@ -10,7 +10,7 @@ from placer.solver.check import check
 from placer.solver.problem import Problem
 from placer.solver.solve import Search
 
-SETTINGS = examples(700)
+SETTINGS = examples(1000)
 
 
 @pytest.mark.parametrize("objective", ["throughput", "latency", "memory"])
