@@ -13,7 +13,8 @@ from math import exp
 from random import Random
 
 from placer.solver import memory_rules
-from placer.solver.nets import Net, joined_nets
+from placer.solver.loads import Loads
+from placer.solver.nets import Net
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -116,28 +117,14 @@ class _State:
 
     def __init__(self, problem: Problem, nodes: Reduction, device: list[int]) -> None:
         self.device = device
-        self._problem = problem
-        self._devices = range(len(problem.devices))
+        self._untaxed = problem.untaxed
         self._able = [sorted(devices) for devices in nodes.allowed]
-        self._work = [
-            [sum(problem.compute_ms(layer, d) for layer in layers) for d in self._devices] for layers in nodes.nodes
-        ]
-        self._nets = joined_nets(problem, nodes)
-        self._of: list[list[Net]] = [[] for _ in nodes.nodes]
-        for net in self._nets:
-            for node in (net.source, *net.readers):
-                self._of[node].append(net)
-        self._state = [
-            sum(memory_rules.state_bytes(problem, problem.layers[layer]) for layer in layers) for layers in nodes.nodes
-        ]
-        self._limited = memory_rules.can_bind(problem)
+        self._loads = Loads(problem, nodes)
+        self._of = [[self._loads.nets[place] for place in places] for places in self._loads.nets_of]
         self._room = [device.usable_bytes for device in problem.devices]
-        self.load = [0.0] * len(self._devices)
+        self.load = self._loads.by_device(device)
         for node, place in enumerate(device):
-            self.load[place] += self._work[node][place]
-            self._room[place] -= self._state[node]
-        for net in self._nets:
-            self._add(net, 1.0)
+            self._room[place] -= self._loads.state_bytes[node]
 
     def norm(self) -> float:
         """A high norm of the loads."""
@@ -168,17 +155,18 @@ class _State:
 
     def has_room(self, nodes: Sequence[int], device: int) -> bool:
         """Whether a device can hold the state of some nodes more."""
-        return not self._limited or sum(self._state[node] for node in nodes) <= self._room[device]
+        size_bytes = sum(self._loads.state_bytes[node] for node in nodes)
+        return not self._loads.limited or size_bytes <= self._room[device]
 
     def move(self, node: int, device: int) -> None:
         """Bring a node to a device."""
         for net in self._of[node]:
             self._add(net, -1.0)
-        self._room[self.device[node]] += self._state[node]
-        self._room[device] -= self._state[node]
-        self.load[self.device[node]] -= self._work[node][self.device[node]]
+        self._room[self.device[node]] += self._loads.state_bytes[node]
+        self._room[device] -= self._loads.state_bytes[node]
+        self.load[self.device[node]] -= self._loads.work_ms[node][self.device[node]]
         self.device[node] = device
-        self.load[device] += self._work[node][device]
+        self.load[device] += self._loads.work_ms[node][device]
         for net in self._of[node]:
             self._add(net, 1.0)
 
@@ -189,11 +177,9 @@ class _State:
         takers.discard(source)
         if not takers:
             return
-        untaxed = self._problem.untaxed
         each = sign * (net.there_ms + net.back_ms)
         for device in takers:
-            if device not in untaxed:
+            if device not in self._untaxed:
                 self.load[device] += each
-        if source not in untaxed:
-            sends = 1 if self._problem.multicast else len(takers)
-            self.load[source] += sign * (net.there_ms * sends + net.back_ms * len(takers))
+        if source not in self._untaxed:
+            self.load[source] += sign * self._loads.sent_ms(net, len(takers))

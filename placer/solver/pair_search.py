@@ -101,12 +101,12 @@ class _Search:
     def from_here(self, devices: list[int]) -> list[int]:
         """By node, its device in the best placement that is found."""
         best = now = self._down(devices)
-        best_ms, idle = max(self.pairs.loads(best)), 0
+        best_ms, idle = max(self.pairs.loads.by_device(best)), 0
         for worse in cycle(WORSE):
             if idle >= self.patience or best_ms <= self.enough or self.ended:
                 break
             now = self._down(self._kicked(now, best_ms, worse))
-            now_ms, idle = max(self.pairs.loads(now)), idle + 1
+            now_ms, idle = max(self.pairs.loads.by_device(now)), idle + 1
             if now_ms < best_ms * (1 - 1e-12):
                 best, best_ms, idle = now, now_ms, 0
             elif now_ms > best_ms * (1 + worse):
@@ -124,7 +124,7 @@ class _Search:
 
     def _less_busy(self, devices: list[int]) -> list[int] | None:
         """A placement in which the busiest device is not as busy, nor is one in its place."""
-        loads = self.pairs.loads(devices)
+        loads = self.pairs.loads.by_device(devices)
         busiest = max(range(len(loads)), key=lambda device: loads[device])
         others = [device for device in range(len(loads)) if device != busiest]
         self.random.shuffle(others)
@@ -134,7 +134,7 @@ class _Search:
             if key in self.in_vain or self.ended:
                 continue
             found = self._divided(devices, busiest, other, (most_ms, most_ms), LABELS, 0.0)
-            if found is not None and max(self.pairs.loads(found)) <= loads[busiest]:
+            if found is not None and max(self.pairs.loads.by_device(found)) <= loads[busiest]:
                 return found
             self.in_vain.add(key)
         return None
@@ -142,7 +142,7 @@ class _Search:
     def _kicked(self, devices: list[int], best_ms: float, worse: float) -> list[int]:
         """A placement in which some pairs hold something else."""
         for _ in range(self.random.choice(RANDOM_PAIRS)):
-            loads = self.pairs.loads(devices)
+            loads = self.pairs.loads.by_device(devices)
             one, other = self.random.sample(range(len(loads)), 2)
             most_ms = best_ms * (1 + worse * self.random.random())
             within = (max(most_ms, loads[one]), max(most_ms, loads[other]))

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.solver import memory_rules
-from placer.solver.nets import Net, joined_nets
+from placer.solver.loads import Loads
+from placer.solver.nets import Net
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.solver.sweeps import Pins, order_of
@@ -99,50 +99,18 @@ class Pairs:
     Args:
         problem: what is asked.
         nodes: its layers, joined where they must be together.
+
+    Attributes:
+        problem: what is asked.
+        loads: what nodes and nets cost.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
-        self.problem, self._allowed = problem, nodes.allowed
-        self._nets = joined_nets(problem, nodes)
-        self._of: list[list[int]] = [[] for _ in nodes.nodes]
+        self.problem, self._allowed, self.loads = problem, nodes.allowed, Loads(problem, nodes)
         pins: dict[Pins, float] = defaultdict(float)
-        for place, net in enumerate(self._nets):
+        for net in self.loads.nets:
             pins[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
-            for node in (net.source, *net.readers):
-                self._of[node].append(place)
         self._order = order_of(len(nodes.nodes), pins)
-        self._work_ms = [
-            [sum(problem.compute_ms(layer, device) for layer in layers) for device in range(len(problem.devices))]
-            for layers in nodes.nodes
-        ]
-        self._limited = memory_rules.can_bind(problem)
-        self._bytes = [
-            float(sum(memory_rules.state_bytes(problem, problem.layers[layer]) for layer in layers))
-            for layers in nodes.nodes
-        ]
-
-    def loads(self, devices: Sequence[int]) -> list[float]:
-        """By device, its load, in milliseconds.
-
-        Args:
-            devices: by node.
-        """
-        load = [0.0] * len(self.problem.devices)
-        for net in self._nets:
-            source = devices[net.source]
-            takers = {devices[reader] for reader in net.readers} - {source}
-            for device in takers:
-                load[device] += net.there_ms + net.back_ms
-            load[source] += self._sent_ms(net, len(takers))
-        for device in self.problem.untaxed:
-            load[device] = 0.0
-        for node, device in enumerate(devices):
-            load[device] += self._work_ms[node][device]
-        return load
-
-    def _sent_ms(self, net: Net, takers: int) -> float:
-        """What a net costs its source."""
-        return net.there_ms * (min(takers, 1) if self.problem.multicast else takers) + net.back_ms * takers
 
     def ways(
         self, devices: Sequence[int], one: int, other: int, most_ms: tuple[float, float], most_labels: int
@@ -163,22 +131,26 @@ class Pairs:
         steps = self._steps(devices, nodes, one, other)
         if not steps:
             return None
-        room = [float(self.problem.devices[device].usable_bytes) for device in (one, other)] if self._limited else None
+        room = (
+            [float(self.problem.devices[device].usable_bytes) for device in (one, other)]
+            if self.loads.limited
+            else None
+        )
         return _Search(nodes, steps, np.array(most_ms), room, most_labels).ways()
 
     def _steps(self, devices: Sequence[int], nodes: Sequence[int], one: int, other: int) -> list[_Step]:
         """The steps of the sweep."""
         paid = _Paid(self, devices, one, other)
-        left = Counter(net for node in nodes for net in self._of[node])
+        left = Counter(net for node in nodes for net in self.loads.nets_of[node])
         borders: list[Border] = [()]
         found = []
         for node in nodes:
-            left.subtract(self._of[node])
+            left.subtract(self.loads.nets_of[node])
             known: dict[Border, int] = {}
             after, added = np.zeros((len(borders), 2), np.int64), np.zeros((2, len(borders), 2))
             for column, device in enumerate((one, other)):
-                work_ms = self._work_ms[node][device] if device in self._allowed[node] else BANNED_MS
-                bits = [(net, paid.bits(node, net, column)) for net in self._of[node]]
+                work_ms = self.loads.work_ms[node][device] if device in self._allowed[node] else BANNED_MS
+                bits = [(net, paid.bits(node, net, column)) for net in self.loads.nets_of[node]]
                 for state, border in enumerate(borders):
                     sides, cost = dict(border), [0.0, 0.0]
                     for net, bit in bits:
@@ -196,7 +168,7 @@ class Pairs:
             borders = list(known)
             if len(borders) > MOST_STATES:
                 raise TooWide
-            found.append(_Step(after, added, self._bytes[node]))
+            found.append(_Step(after, added, self.loads.state_bytes[node]))
         return found
 
 
@@ -211,21 +183,22 @@ class _Paid:
     """
 
     def __init__(self, pairs: Pairs, devices: Sequence[int], one: int, other: int) -> None:
-        self._pairs, self._devices, self._two = pairs, devices, (one, other)
+        self._loads, self._devices, self._two = pairs.loads, devices, (one, other)
+        self._by_value = not pairs.problem.multicast
         self._taxed = tuple(device not in pairs.problem.untaxed for device in self._two)
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def bits(self, node: int, net: int, column: int) -> int:
         """What is known of a net if a node is at the one device, or in column 1 at the other."""
-        one = self._pairs._nets[net]
-        source = one.source == node and (one.back_ms or not self._pairs.problem.multicast)
+        one = self._loads.nets[net]
+        source = one.source == node and (one.back_ms or self._by_value)
         return (ONE | (MADE_BY_ONE if source else 0)) << column
 
     def by(self, net: int, bits: int) -> tuple[float, float]:
         """What a net costs each of them at the least, from what is known of it."""
         key = net, bits
         if key not in self._known:
-            paid = self._paid(self._pairs._nets[net], bits)
+            paid = self._paid(self._loads.nets[net], bits)
             self._known[key] = (paid[0] * self._taxed[0], paid[1] * self._taxed[1])
         return self._known[key]
 
@@ -235,9 +208,9 @@ class _Paid:
         away = {self._devices[reader] for reader in net.readers}.difference(self._two)
         each = net.there_ms + net.back_ms
         if source in self._two and bits & MADE_BY_ONE:
-            return self._pairs._sent_ms(net, len(away) + has_other), each * has_other
+            return self._loads.sent_ms(net, len(away) + has_other), each * has_other
         if source in self._two and bits & MADE_BY_ONE << 1:
-            return each * has_one, self._pairs._sent_ms(net, len(away) + has_one)
+            return each * has_one, self._loads.sent_ms(net, len(away) + has_one)
         cut = (has_one and has_other) or bool(away) or source not in self._two
         return each * (cut and has_one), each * (cut and has_other)
 

@@ -29,28 +29,27 @@ def free_problem(data):
     return problem
 
 
-def drawn_devices(data, nodes):
+def placed_freely(data):
+    """A free placement's problem, its nodes, and a device that each may be on."""
+    problem = free_problem(data)
+    nodes = reduced(problem)
     assume(all(nodes.allowed))
     random = Random(data.draw(st.integers(0, 99)))
-    return [random.choice(sorted(allowed)) for allowed in nodes.allowed]
+    return problem, nodes, [random.choice(sorted(allowed)) for allowed in nodes.allowed]
 
 
 @SETTINGS
 @given(data=st.data())
 def test_loads_are_those_of_the_cost_model(data):
-    problem = free_problem(data)
-    nodes = reduced(problem)
-    devices = drawn_devices(data, nodes)
+    problem, nodes, devices = placed_freely(data)
     result = costs.evaluate(problem, nodes.spread(devices))
-    assert Pairs(problem, nodes).loads(devices) == pytest.approx(result.load_ms, abs=1e-9)
+    assert Pairs(problem, nodes).loads.by_device(devices) == pytest.approx(result.load_ms, abs=1e-9)
 
 
 @SETTINGS
 @given(data=st.data())
 def test_of_all_ways_to_divide_what_two_hold_none_is_better_than_the_best_that_is_found(data):
-    problem = free_problem(data)
-    nodes = reduced(problem)
-    devices = drawn_devices(data, nodes)
+    problem, nodes, devices = placed_freely(data)
     held = [node for node, device in enumerate(devices) if device < 2]
     assume(held)
     room = [device.usable_bytes for device in problem.devices]
