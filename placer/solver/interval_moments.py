@@ -157,9 +157,9 @@ class TrainingMoments:
         """Forwards, from the source or the reader before, in stages without a keeper until then."""
         keepers = {self._step[keeper] for keeper in value.keepers}
         if self._recorded:  # where it is made, until it is kept: for a reader there, or for one that it is sent to
-            ends = [step for step in keepers if step >= source] or readers[-1:]
+            end = min((step for step in keepers if step >= source), default=readers[-1])
             here = self._block[source]
-            yield from (_Wait(here, 0, (0, here + 1), (source + 1, min(ends)), value.held_bytes) for _ in ends[:1])
+            yield _Wait(here, 0, (0, here + 1), (source + 1, end), value.held_bytes)
             return
         first, before, begin = 0, source, source + 1
         for reader in readers:

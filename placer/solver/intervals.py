@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from placer.schedule import in_flight
 from placer.solver import memory_rules
 from placer.solver.interval_moments import TrainingMoments
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, Value
 from placer.solver.reduce import Reduction
 
 Table = NDArray[np.float64]
@@ -183,41 +184,41 @@ class Intervals:
     @cached_property
     def _entering(self) -> Table:
         """What comes in from other stages for one micro-batch."""
-        return self._coming([value.held_bytes for value in self.problem.values])
+        return self._coming(attrgetter("held_bytes"))
 
-    def _coming(self, sizes: Sequence[int]) -> Table:
-        """The sums of what each value weighs, over those that come in from other stages."""
+    def _coming(self, size: Callable[[Value], int]) -> Table:
+        """The sums of a size of each value, over those that come in from other stages."""
         transfers = _Transfers(self._count)
-        for value, size in zip(self.problem.values, sizes, strict=True):
+        for value, source, readers in self._exchanged():
+            transfers.enter(source, readers, size(value))
+        return transfers.size
+
+    def _exchanged(self) -> Iterator[tuple[Value, int, list[int]]]:
+        """The values that blocks exchange, each with the block of its source and those of its readers elsewhere."""
+        for value in self.problem.values:
             source = self._block_of[value.source]
             readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
-            if readers and size:
-                transfers.enter(source, readers, size)
-        return transfers.size
+            if readers:
+                yield value, source, readers
 
     @cached_property
     def _crossing(self) -> Table:
         """What has its place beside passes, for one micro-batch; see ``memory.crossing_bytes``."""
         transfers = _Transfers(self._count)
-        for value in self.problem.values:
-            source = self._block_of[value.source]
-            readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
-            if readers:
-                transfers.enter(source, readers, value.held_bytes)
-                transfers.leave(source, readers, value.gradient_bytes)
+        for value, source, readers in self._exchanged():
+            transfers.enter(source, readers, value.held_bytes)
+            transfers.leave(source, readers, value.gradient_bytes)
         return transfers.size
 
     @cached_property
     def _sent(self) -> Table:
         """What is sent to other stages and kept by nobody in this one, of one micro-batch."""
         transfers = _Transfers(self._count)
-        for value in self.problem.values:
-            source = self._block_of[value.source]
-            readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
+        for value, source, readers in self._exchanged():
             keepers = {self._block_of[keeper] for keeper in value.keepers}
-            if readers and not keepers:
+            if not keepers:
                 transfers.leave(source, readers, value.held_bytes)
-            elif readers and source not in keepers:  # a keeper reads it: a stage without one lacks a reader
+            elif source not in keepers:  # a keeper reads it: a stage without one lacks a reader
                 before = max((keeper for keeper in keepers if keeper < source), default=-1)
                 after = min((keeper for keeper in keepers if keeper > source), default=self._count)
                 transfers.add(value.held_bytes, (before + 1, source + 1), (source + 1, after + 1))
@@ -239,7 +240,7 @@ class Intervals:
                 self._each = self._each + self._summed(problem.deferred_bytes) + passes.back
                 self._shared = self._shared + self._largest(problem.weights_workspace_bytes)
             else:
-                self._landing = self._coming([value.gradient_bytes for value in problem.values])
+                self._landing = self._coming(attrgetter("gradient_bytes"))
                 self._shared = self._shared + passes.back
             self.exact = passes.follows
         if problem.training and (problem.may_recompute or not problem.recorded):
