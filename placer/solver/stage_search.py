@@ -121,15 +121,20 @@ def sweep(search: Search) -> None:
 def _every_map(search: Search) -> None:
     """Try all maps where they are few: stages know less than costs do where devices may recompute."""
     maps, proven = step_maps.few(search.problem, search.nodes), True
-    for devices in maps or ():
+    if maps is None:
+        return
+    for devices in maps:
+        search.meter.done += step_maps.EVALUATION
         if search.over(1.0):
             return
-        search.offer(devices, "every map")
         result = costs.evaluate(search.problem, devices) if costs.allowed(search.problem, devices) else None
-        if result is not None and result.objective_value < search.value:  # it does not fit, in this order of its stages
+        if result is None or result.objective_value > search.value:
+            continue
+        search.offer(devices, "every map")
+        if result.objective_value < search.value:  # it does not fit, in this order of its stages
             proven = proven and step_maps.has_one_order(search.problem, devices, result.stages)
-    if maps is not None and proven:
-        search.prove(search.value)
+    if proven:
+        search.prove(search.nothing_below() if search.best is None else search.value)
 
 
 def _ideals_but_for_loose_nodes(search: Search) -> None:

@@ -20,6 +20,9 @@ from placer.solver.reduce import Reduction
 MOST = 1_000
 """So many maps are few."""
 
+EVALUATION = 0.005
+"""The work of evaluating one, in the measure of ``cpsat.Meter``."""
+
 
 def few(problem: Problem, nodes: Reduction, most: float = MOST) -> Iterator[list[int]] | None:
     """By layer, its device, for every map; None if they are not few.

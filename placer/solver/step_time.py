@@ -27,6 +27,7 @@ from placer.solver import answer, costs, pipelines, step_bounds, step_maps, step
 from placer.solver.cpsat import Meter
 from placer.solver.problem import Problem
 from placer.solver.step_choices import Choice, bottleneck_of, by_segment, choice_of, questions, said
+from placer.solver.step_maps import EVALUATION
 
 BottleneckSearch = Callable[[Problem, Meter], Placement]
 """Answers a question with objective ``throughput``, within some work."""
@@ -40,9 +41,6 @@ SHORTEST_MS = 1e-9
 MOST_ROUNDS = 4
 STARTS = 16
 """Cuts of a row from which small changes start."""
-
-EVALUATION = 0.005
-"""Of one assignment, in the measure of ``cpsat.Meter``."""
 
 PATIENCE = 4
 """So many climbs in a row that bring nothing better end the search of a choice that is no row."""
