@@ -20,23 +20,16 @@ Desrosiers and Hansen, "Stabilized column generation", 1999.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from placer.solver.covering import Covering
-from placer.solver.nets import joined_nets
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
-from placer.solver.stage_links import stage_links
+from placer.solver.set_graph import SetGraph, set_graph
 from placer.solver.subsets import Found, Stopped, Subsets
-from placer.solver.sweeps import Pins, Step, sweep
 
-MANY = 100
-"""So many pairs of a node and a device are many."""
-
-MOST_NODES = 1_500
 SLACK = 1e-9
 CLOSE = 1e-4
 NEAR = 0.002
@@ -71,48 +64,18 @@ Over = Callable[[float], bool]
 """Told of work that was done, whether the search is to end."""
 
 
-def applies(problem: Problem) -> bool:
-    """Whether a device's load is what it holds and what it exchanges, as sets are reckoned."""
-    request = problem.request
-    return not problem.contiguous and request.objective == "throughput" and request.transfers == "added"
-
-
-def worth_looking(problem: Problem, nodes: Reduction) -> bool:
-    """Whether the integer program would not prove as much in no time."""
-    return len(nodes.nodes) * len(problem.devices) >= MANY
-
-
 def share_bound(problem: Problem, nodes: Reduction, upper: float, known: float, over: Over) -> float:
     """A lower bound on the bottleneck of free placements, in milliseconds; no more than ``upper``.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: what is asked, of the kind that ``set_graph.applies`` names.
         nodes: its layers, joined where they must be together.
         upper: a bottleneck; it is looked for a proof that none is smaller.
         known: a lower bound.
         over: ends the search.
     """
-    links = stage_links(problem)
-    paying = [device for device in range(len(problem.devices)) if device not in problem.untaxed]
-    if links is None or upper <= known or not paying or len(nodes.nodes) > MOST_NODES:
-        return known
-    nets: dict[Pins, float] = defaultdict(float)
-    for net in joined_nets(problem, nodes, links.quickest):
-        nets[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
-    steps = sweep(len(nodes.nodes), nets)
-    if steps is None:
-        return known
-    most = min(len(paying), problem.most_devices)
-    # Limits of memory and forbidden devices are left out of account: these are more sets than there are.
-    work = [min(_work(problem, layers, device) for device in paying) for layers in nodes.nodes]
-    if not any(work):
-        return known
-    free = [[_work(problem, layers, device) for layers in nodes.nodes] for device in sorted(problem.untaxed)]
-    return _Shares(steps, nets, work, free, most, upper, known, over).bound()
-
-
-def _work(problem: Problem, layers: Sequence[int], device: int) -> float:
-    return sum(problem.compute_ms(layer, device) for layer in layers)
+    graph = set_graph(problem, nodes) if upper > known else None
+    return _Shares(graph, upper, known, over).bound() if graph is not None else known
 
 
 @dataclass(frozen=True)
@@ -137,11 +100,7 @@ class _Shares:
     """The column generation.
 
     Attributes:
-        steps: the sweep.
-        nets: by pins, what it costs to cut.
-        work_ms: by node.
-        free_ms: by device that pays for no transfer, by node.
-        devices: how many others there are.
+        graph: the sets that devices could hold.
         upper: the bottleneck that is known.
         known: the bound so far.
         over: ends the search.
@@ -150,11 +109,7 @@ class _Shares:
         labels: of searches among all; more where these find one that there is not.
     """
 
-    steps: list[Step]
-    nets: dict[Pins, float]
-    work_ms: list[float]
-    free_ms: list[list[float]]
-    devices: int
+    graph: SetGraph
     upper: float
     known: float
     over: Over
@@ -171,19 +126,21 @@ class _Shares:
 
     def _of_work(self) -> float:
         """The bottleneck within which devices could just do all the work, were nodes cut anywhere at no cost."""
-        low, high, whole = self.known, self.upper, sum(self.work_ms)
+        low, high, whole = self.known, self.upper, sum(self.graph.work_ms)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            room = self.devices * middle + sum(self._held(self.work_ms, time_ms, middle)[0] for time_ms in self.free_ms)
+            room = self.graph.devices * middle + sum(
+                self._held(self.graph.work_ms, time_ms, middle)[0] for time_ms in self.graph.free_ms
+            )
             low, high = (middle, high) if room * (1 + SLACK) < whole else (low, middle)
         return low
 
     def _go_on(self) -> None:
         """Try bottlenecks between what is proven and what sets suffice for; where that is all, in smaller groups."""
-        prices = [work + EVEN * sum(self.work_ms) for work in self.work_ms]
+        prices = [work + EVEN * sum(self.graph.work_ms) for work in self.graph.work_ms]
         scaled, share, _ = self._scaled(prices, self.upper)
         self._weighed(self._subsets(self.upper), scaled, share, self.upper, FIRST_LABELS)
-        count, ceiling, tried = GROUPS * self.devices, self.upper, False
+        count, ceiling, tried = GROUPS * self.graph.devices, self.upper, False
         while not self.over(0.0) and self.known < self.upper:
             finest = count >= len(prices)
             near = self.known > ceiling * (1 - (CLOSE if finest else NEAR))
@@ -198,13 +155,13 @@ class _Shares:
                 ceiling, tried = target, True
 
     def _subsets(self, most_ms: float) -> Subsets:
-        return Subsets(self.steps, self.work_ms, most_ms, lambda: self.over(0.0))
+        return Subsets(self.graph.steps, self.graph.work_ms, most_ms, lambda: self.over(0.0))
 
     def _groups(self, prices: Sequence[float], count: int) -> list[list[int]]:
         """Runs of the sweep that cost about the same."""
         groups: list[list[int]] = []
         whole, passed = sum(max(0.0, price) for price in prices), 0.0
-        for step in self.steps:
+        for step in self.graph.steps:
             if not groups or passed >= len(groups) * whole / count or count >= len(prices):
                 groups.append([])
             groups[-1].append(step.node)
@@ -218,7 +175,7 @@ class _Shares:
         subsets = self._subsets(target)
         fresh = best = self._tried(subsets, prices, target)
         base = [max(price, EVEN * sum(best.prices)) for price in best.prices]
-        program = Covering(groups, base, len(self.free_ms))
+        program = Covering(groups, base, len(self.graph.free_ms))
         program.join([nodes for nodes, load in self.pool.items() if load <= target], fresh.held)
         new = True
         while self.known < target and not self.over(0.0):
@@ -229,7 +186,7 @@ class _Shares:
                 continue
             count, duals = solved
             leans = program.leans()
-            if not new or count <= max(self.devices, best.count * (1 + CLOSE)):
+            if not new or count <= max(self.graph.devices, best.count * (1 + CLOSE)):
                 if not leans or not program.widen():
                     break
             mixed = [STEP_BACK * old + (1 - STEP_BACK) * dual for old, dual in zip(best.prices, duals, strict=True)]
@@ -256,24 +213,24 @@ class _Shares:
             worth = max(worth, found.most_worth)
         able = [nodes for nodes in sets if nodes and self._load(nodes) <= target]
         self.pool.update((nodes, self._load(nodes)) for nodes in able)
-        return _Tried([price / worth for price in scaled], self.devices * share / worth, able, held)
+        return _Tried([price / worth for price in scaled], self.graph.devices * share / worth, able, held)
 
     def _weighed(
         self, subsets: Subsets, prices: Sequence[float], share: float, target: float, most_labels: int
     ) -> Found:
         """Keep what prices prove: the least load of all sets that are worth a share."""
         enough = max(share * (1 - SLACK), LITTLE)
-        found = self._counted(subsets.search(prices, enough, min(most_labels, LABELS_KEPT // len(self.steps))))
+        found = self._counted(subsets.search(prices, enough, min(most_labels, LABELS_KEPT // len(self.graph.steps))))
         if share > LITTLE:
             self.known = max(self.known, min(found.least_ms, target))
         return found
 
     def _scaled(self, prices: Sequence[float], target: float) -> tuple[list[float], float, list[frozenset[int]]]:
         """Prices by which a device's share is about one, that share, and what is held where transfers are free."""
-        held = [self._held(prices, time_ms, target) for time_ms in self.free_ms]
+        held = [self._held(prices, time_ms, target) for time_ms in self.graph.free_ms]
         rest = sum(prices) - sum(most for most, _ in held)
-        unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0
-        return [price / unit for price in prices], rest / self.devices / unit, [nodes for _, nodes in held]
+        unit = max(rest / self.graph.devices, sum(map(abs, prices)) / len(prices)) or 1.0
+        return [price / unit for price in prices], rest / self.graph.devices / unit, [nodes for _, nodes in held]
 
     def _counted(self, found: Found) -> Found:
         """What was found, after its work is counted."""
@@ -281,8 +238,8 @@ class _Shares:
         return found
 
     def _load(self, nodes: frozenset[int]) -> float:
-        cut = sum(cost for pins, cost in self.nets.items() if 0 < sum(pin in nodes for pin in pins) < len(pins))
-        return cut + sum(self.work_ms[node] for node in nodes)
+        cut = sum(cost for pins, cost in self.graph.nets.items() if 0 < sum(pin in nodes for pin in pins) < len(pins))
+        return cut + sum(self.graph.work_ms[node] for node in nodes)
 
     def _held(self, prices: Sequence[float], time_ms: Sequence[float], target: float) -> tuple[float, frozenset[int]]:
         """The most that a device without transfers can hold, in parts of nodes, and the whole ones among them."""
