@@ -79,7 +79,10 @@ def _copy_straight(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """A copy forwards and a copy back; torch's own copy forgets which stand-in a tensor came from."""
+    """A copy forwards and a copy back; torch's own copy forgets which stand-in a tensor came from.
+
+    The way back is one too where gradients are made of gradients (``create_graph=True``).
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, source: torch.device, target: torch.device) -> Tensor:
@@ -90,4 +93,4 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         if registries:
             registries[-1].expect(gradients[0], ctx.target)
-        return copy(gradients[0], ctx.source), None, None
+        return move(gradients[0], ctx.source), None, None

@@ -25,6 +25,7 @@ _KEEPS_ITS_PLACE = {
     "__get__",
     "__set__",
     "backward",
+    "grad",
     "set_",
     "requires_grad_",
     "register_hook",
@@ -69,7 +70,7 @@ class Alignment(TorchFunctionMode):
             return args, kwargs
         target = self._target(name, tensors, places)
         moved = [
-            tensor if tensor.dim() == 0 and place.type == devices.CPU else devices.move(tensor, target)
+            tensor if tensor.dim() == 0 and devices.same(place, devices.HOST) else devices.move(tensor, target)
             for tensor, place in zip(tensors, places, strict=True)
         ]
         aligned: tuple[Any, Any] = structure.unflatten(moved)

@@ -27,7 +27,7 @@ class Notes:
     """What a model's code did with plain attributes of the model's modules while it was traced."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {id(child): child for child in model.modules() if not _is_torchs(type(child))}
+        self.modules = {id(child): child for child in model.modules() if not is_torchs(type(child))}
         self._read: dict[tuple[int, str], None] = {}
         self._written: set[tuple[int, str]] = set()
 
@@ -95,7 +95,7 @@ def noted(model: nn.Module) -> Iterator[Notes]:
 
 def _plain_names(module: nn.Module) -> set[str]:
     """A module's public plain attributes, those of its class too; what a property gives is none."""
-    inherited = {name for cls in type(module).__mro__ if not _is_torchs(cls) for name in vars(cls)}
+    inherited = {name for cls in type(module).__mro__ if not is_torchs(cls) for name in vars(cls)}
     names = {name for name in (*module.__dict__, *inherited) if not name.startswith("_") and name != "training"}
     return {
         name
@@ -114,5 +114,6 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _is_torchs(cls: type) -> bool:
+def is_torchs(cls: type) -> bool:
+    """Whether a class is torch's own."""
     return cls is object or cls.__module__.split(".")[0] == "torch"

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from placer.graph.export import PREFIX, REGIONS, Exported, draws_random
+from placer.graph.export import PREFIX, Exported, draws_random
 from placer.graph.granularity import hint
 from placer.graph.grouping import Group, storage_roots, written
+from placer.graph.inlining import REGIONS
 from placer.graph.layers import Layer, Value, named_state
 from placer.graph.regions import Region, Regions, enter, leave
 

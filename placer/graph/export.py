@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import logging
+import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -24,15 +25,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from placer import devices
 from placer.errors import CaptureError
 from placer.graph import attributes, checkpoints
+from placer.graph.inlining import inline_regions
+from placer.graph.leftovers import put_back, read_before_written
 from placer.graph.structure import Structure, flatten
 from placer.graph.tracing import GradientMode, OneDevice
 
 PREFIX = "module."
 """The user's model is the attribute ``module`` of what is exported."""
-
-REGIONS = "placer_regions"
-"""Key in ``node.meta``: the regions around a node, outermost first: ``("grad", False)`` or ``("autocast", dtype,
-...)``."""
 
 _SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -94,12 +93,17 @@ class _Flat(nn.Module):
         self.training = module.training
         self._inputs, self._outputs = inputs, outputs
         self.custom: set[str] = set()
+        self.kept: set[str] = set()
+        self.replaced: set[str] = set()
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         args, kwargs = self._inputs.unflatten(tensors)
-        with GradientMode() as mode, OneDevice(tensors[0].device if tensors else None):
+        with put_back(self.module) as left, GradientMode() as mode, OneDevice(tensors[0].device if tensors else None):
             leaves, structure = flatten(self.module(*args, **kwargs))
+            left.write_buffers()
         self._outputs.append(structure)
+        self.kept.update(left.tensors)
+        self.replaced.update(left.replaced)
         self.custom.update(custom_functions(leaves) or mode.custom)
         return tuple(leaves)
 
@@ -121,10 +125,10 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     batch = batch_size(tensors)
     with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
         examples = tuple(example(tensor, device) for tensor in tensors)
-        program, outputs = _export(module, inputs, examples, batch)
-    graph_module = program.module()
+        graph_module, outputs = _export(module, inputs, examples, batch)
+    _refuse_generators(graph_module)
     _refuse_shapes_from_values(graph_module.graph)
-    _inline_regions(graph_module)
+    inline_regions(graph_module)
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
     symbol = _batch_symbol(graph_module.graph)
@@ -173,7 +177,7 @@ def _unsafe_hooks(fields: Mapping[str, Any]) -> Iterator[str]:
 
 def _export(
     module: nn.Module, inputs: Structure, examples: tuple[Any, ...], batch: int
-) -> tuple[torch.export.ExportedProgram, Structure]:
+) -> tuple[fx.GraphModule, Structure]:
     failure: Exception | None = None
     for dynamic in (True, False) if batch > 1 else (False,):
         structures: list[Structure] = []
@@ -190,7 +194,13 @@ def _export(
             raise CaptureError(
                 f"{', '.join(sorted(flat.custom))}: a graph would lose the backward pass that it defines"
             )
-        return program, structures[-1]
+        if flat.kept:
+            raise CaptureError(
+                f"forward keeps a tensor in {', '.join(sorted(flat.kept))}, which a graph would not leave there"
+            )
+        module = program.module()
+        read_before_written(module.graph, {f"{PREFIX}{name}" for name in flat.replaced})
+        return module, structures[-1]
     assert failure is not None
     raise CaptureError(_reason(failure)) from failure
 
@@ -202,6 +212,13 @@ def _refuse_shapes_from_values(graph: fx.Graph) -> None:
         for size in value.shape if isinstance(value, Tensor) else ():
             if isinstance(size, torch.SymInt) and not size.node.has_hint():
                 raise CaptureError(f"the shape that {node.target} gives depends on values of tensors")
+
+
+def _refuse_generators(module: fx.GraphModule) -> None:
+    """Raise a CaptureError if random numbers come from a generator of the model's own: a graph would not seed it."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and isinstance(operator.attrgetter(node.target)(module), torch.Generator):
+            raise CaptureError("forward draws from a torch.Generator of its own, which a graph would not seed")
 
 
 def custom_functions(leaves: Sequence[Any]) -> set[str]:
@@ -320,30 +337,6 @@ def draws_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _inline_regions(module: fx.GraphModule, regions: tuple[Any, ...] = ()) -> None:
-    """Lay the nested regions of a graph flat, and note on every node which regions it stands in."""
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.op == "call_module" and node.target == "_guards_fn":
-            graph.erase_node(node)
-            continue
-        region = _region(node)
-        if region is None:
-            node.meta.setdefault(REGIONS, regions)
-            continue
-        body_index = 1 if region[0] == "grad" else 4
-        body = getattr(module, str(node.args[body_index].target))
-        _inline_regions(body, (*regions, region))
-        _splice(graph, node, body, node.args[body_index + 1 :])
-    for node in reversed(list(graph.nodes)):
-        if (
-            node.op == "get_attr"
-            and not node.users
-            and isinstance(getattr(module, str(node.target), None), fx.GraphModule)
-        ):
-            graph.erase_node(node)
-
-
 def _free_strides(graph: fx.Graph) -> None:
     """Let views become reshapes: an operation may lay its result out otherwise on the device where it will run.
 
@@ -352,30 +345,3 @@ def _free_strides(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
             node.target = torch.ops.aten.reshape.default
-
-
-def _region(node: fx.Node) -> tuple[Any, ...] | None:
-    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-        return ("grad", node.args[0])
-    if getattr(node.target, "__name__", "") == "wrap_with_autocast":
-        return ("autocast", *node.args[:4])
-    return None
-
-
-def _splice(graph: fx.Graph, call: fx.Node, body: fx.GraphModule, arguments: Sequence[Any]) -> None:
-    """Put a copy of ``body``'s nodes where ``call`` stands."""
-    env: dict[fx.Node, Any] = {}
-    places = iter(arguments)
-    results: Sequence[Any] = ()
-    with graph.inserting_before(call):
-        for node in body.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(places)
-            elif node.op == "output":
-                results = fx.map_arg(node.args[0], lambda inner: env[inner])
-            else:
-                env[node] = graph.node_copy(node, lambda inner: env[inner])
-    for user in list(call.users):
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-        graph.erase_node(user)
-    graph.erase_node(call)

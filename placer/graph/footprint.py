@@ -25,6 +25,7 @@ from placer.errors import CaptureError
 from placer.graph import checkpoints
 from placer.graph.export import capture_device, custom_functions, example, refuse_hooks, traceable
 from placer.graph.layers import named_state
+from placer.graph.leftovers import put_back
 from placer.graph.structure import flatten
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -46,9 +47,9 @@ def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         refuse_hooks(model)
         if any(child._compiled_call_impl is not None or hasattr(child, "_orig_mod") for child in model.modules()):
             return None
-        with _kept(model) as changed:
+        with put_back(model) as left:
             parts = _run(model, args, kwargs)
-        return None if changed else hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return None if left.changed else hashlib.sha256("\n".join(parts).encode()).hexdigest()
     except Exception:  # whatever the model's own code may raise: a capture will tell
         return None
 
@@ -152,36 +153,3 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _eager() -> Any:
     """Functions that the user compiled run as they are written."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-@contextmanager
-def _kept(model: nn.Module) -> Iterator[list[str]]:
-    """Give modules the attributes back that a pass sets on them, and tell of which it did."""
-    changed: list[str] = []
-    before = {child: (dict(child.__dict__), _contents(child)) for child in model.modules()}
-    try:
-        yield changed
-    finally:
-        for child, (fields, contents) in before.items():
-            for value, was in contents:
-                if len(value) != len(was) or any(a is not b for a, b in zip(_items(value), _items(was), strict=True)):
-                    changed.append(type(value).__name__)
-                    _refill(value, was)
-            if child.__dict__.keys() != fields.keys() or any(child.__dict__[key] is not fields[key] for key in fields):
-                changed.append(type(child).__name__)
-                child.__dict__.clear()
-                child.__dict__.update(fields)
-
-
-def _contents(child: nn.Module) -> list[tuple[Any, Any]]:
-    """The lists and dicts among a module's own attributes, with a copy of each."""
-    return [(value, value.copy()) for value in child.__dict__.values() if type(value) in (list, dict)]
-
-
-def _items(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list) else [part for pair in value.items() for part in pair]
-
-
-def _refill(value: Any, was: Any) -> None:
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(was)

@@ -23,6 +23,7 @@ from placer.graph.alignment import Alignment
 from placer.graph.export import batch_size
 from placer.graph.granularity import Granularity, Opened
 from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_bytes
+from placer.graph.leftovers import put_back
 from placer.graph.packed import LengthsOnHost
 from placer.graph.structure import Structure, flatten
 
@@ -52,7 +53,7 @@ class _Draft:
 def trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity, reason: str
 ) -> LayerGraph:
-    """Run the model twice, without gradients, and write down which module reads what.
+    """Run the model twice, without gradients where it can be, and write down which module reads what.
 
     Args:
         model: it is left as it was, buffers and random numbers included.
@@ -67,11 +68,17 @@ def trace(
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CaptureError(f"{reason}; and a model on meta cannot be run instead: load weights into it")
     refuse_scripts(model, reason)
-    opened = granularities.opened(granularity, model, _calls(model, args, kwargs))  # type: ignore[arg-type]
+    try:
+        calls, gradients = _calls(model, args, kwargs, gradients=False), False
+    except CaptureError:
+        if not torch.is_grad_enabled():
+            raise
+        calls, gradients = _calls(model, args, kwargs, gradients=True), True
+    opened = granularities.opened(granularity, model, calls)  # type: ignore[arg-type]
     watch = _Watch(model, opened)
     tensors, inputs = flatten((args, kwargs))
     names = watch.inputs(tensors)
-    with _undisturbed(model), watch.installed():
+    with _undisturbed(model, gradients), watch.installed():
         result = _run(model, inputs, tensors)
     leaves, structure = flatten(result)
     outputs = [watch.name(leaf) for leaf in leaves]
@@ -104,19 +111,21 @@ def _run(model: nn.Module, inputs: Structure, tensors: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Give buffers and random numbers their values back."""
+def _undisturbed(model: nn.Module, gradients: bool) -> Iterator[None]:
+    """Give attributes, buffers and random numbers their values back."""
     kept = {buffer: buffer.clone() for buffer in model.buffers()}
     places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
-    with devices.unobserved(), torch.random.fork_rng(sorted(places)), torch.no_grad():
+    with put_back(model), devices.unobserved(), torch.random.fork_rng(sorted(places)):
         try:
-            yield
+            with torch.set_grad_enabled(gradients):
+                yield
         finally:
-            for buffer, value in kept.items():
-                buffer.copy_(value)
+            with torch.no_grad():
+                for buffer, value in kept.items():
+                    buffer.copy_(value)
 
 
-def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> list[Call]:
     """Every call of a module, as the stack of modules around it."""
     calls: list[Call] = []
     stack: dict[str, tuple[str, str]] = {}
@@ -141,7 +150,7 @@ def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         handles.append(module.register_forward_hook(leave))
     tensors, inputs = flatten((args, kwargs))
     try:
-        with _undisturbed(model):
+        with _undisturbed(model, gradients):
             _run(model, inputs, tensors)
     finally:
         for handle in handles:
@@ -315,7 +324,7 @@ def _function(
         args, kwargs = draft.inputs.unflatten([env[name] for name in draft.reads])
         given = dict(zip(relative, state[: len(names)], strict=True))
         has_lengths = any(isinstance(value, Tensor) and value.dtype == torch.int64 for value in values)
-        with LengthsOnHost() if has_lengths else nullcontext():
+        with put_back(draft.module), LengthsOnHost() if has_lengths else nullcontext():
             result = torch.func.functional_call(draft.module, given, args, kwargs)
         made = [devices.copy(item, device) if isinstance(item, Tensor) else item for item in extras]
         return (*flatten(result)[0], *made)

@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+_ON_GRADIENTS = {
+    Tensor.register_hook: "Tensor.register_hook",
+    Tensor.register_post_accumulate_grad_hook: "Tensor.register_post_accumulate_grad_hook",
+    Tensor.retain_grad: "Tensor.retain_grad",
+}
+"""What acts on a tensor's gradient when it is there, in no operation of a graph."""
+
 
 class GradientMode(TorchFunctionMode):
-    """Notes what runs with gradients off where no code turned them off: only ``autograd.Function`` does that.
+    """Notes what a graph would lose of a backward pass.
+
+    That is what acts on the gradient of a tensor, and what runs with gradients off where no code turned them off: only
+    ``autograd.Function`` does that.
 
     Attributes:
         custom: what was found, in words.
@@ -22,7 +32,9 @@ class GradientMode(TorchFunctionMode):
         self._enabled = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled:
+        if func in _ON_GRADIENTS:
+            self.custom.add(_ON_GRADIENTS[func])
+        elif func is torch._C._set_grad_enabled:
             self._enabled = bool(args[0])
         elif self._enabled and not torch.is_grad_enabled():
             self.custom.add("custom autograd function (or a reentrant checkpoint)")

@@ -1,0 +1,145 @@
+"""What a model's code leaves on its modules beside its result, while it is looked at: all of it is taken away again.
+
+self.calls += 1                            # a look is no call
+self.average = 0.9 * self.average + mean   # a buffer that is replaced: its value is written into the buffer
+self.attention = weights                   # a tensor of the pass: a graph would not leave it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from placer.graph.attributes import is_torchs
+from placer.graph.structure import flatten
+
+_STATE = ("_parameters", "_buffers", "_modules")
+_NONE = object()
+
+
+class Leftovers:
+    """What has changed on a model's modules since this was made.
+
+    Attributes:
+        changed: whether anything had, when it was put back.
+        tensors: the attributes that tensors of the pass were left in, in words.
+        replaced: the names of the buffers whose new values were written into them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.changed = False
+        self.tensors: list[str] = []
+        self.replaced: set[str] = set()
+        self._model = model
+        self._before = {child: (dict(child.__dict__), _contents(child)) for child in model.modules()}
+
+    def write_buffers(self) -> None:
+        """Write the values of buffers that were replaced by others like them into those that were there before."""
+        for name, child in self._model.named_modules(remove_duplicate=False):
+            for key, before in self._before[child][1].get("_buffers", {}).items():
+                now = child._buffers.get(key)
+                if now is before or before is None or now is None or not _is_like(now, before):
+                    continue
+                before.copy_(now)
+                child._buffers[key] = before
+                self.replaced |= {other for other in self._names_of(child, key, name)}
+
+    def _names_of(self, child: nn.Module, key: str, name: str) -> set[str]:
+        others = {other for other, module in self._model.named_modules(remove_duplicate=False) if module is child}
+        return {f"{other}.{key}".lstrip(".") for other in (name, *others)}
+
+    def put_back(self) -> None:
+        """Leave the modules as they were."""
+        names = {child: name for name, child in self._model.named_modules()}
+        for child, (fields, contents) in self._before.items():
+            left = _differing(fields, child.__dict__)
+            for key, was in contents.items():
+                value = fields[key]
+                if _items(value) != _items(was):
+                    inside = _differing(was, value) if isinstance(value, dict) else {key: list(value)}
+                    left |= inside if key in _STATE else {key: inside}
+                    _refill(value, was)
+            if left:
+                self.changed = True
+                child.__dict__.clear()
+                child.__dict__.update(fields)
+            for key, value in left.items():
+                if key not in fields["_parameters"] and not _is_torchs_own(child, key) and _has_tensors(value):
+                    self.tensors.append(f"{key!r} of {names.get(child) or 'the model'!r}")
+
+
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[Leftovers]:
+    """Give modules the attributes back that code inside sets on them, lists and dicts their items.
+
+    Args:
+        model: whose modules are meant.
+
+    Yields:
+        What there was to put back; complete afterwards.
+    """
+    left = Leftovers(model)
+    try:
+        yield left
+    finally:
+        left.put_back()
+
+
+def read_before_written(graph: fx.Graph, names: set[str]) -> None:
+    """Let what reads these buffers read a copy: the model kept the tensor that it had read, for its backward pass too.
+
+    Args:
+        graph: writes to the buffers.
+        names: the targets of their nodes.
+    """
+    for node in list(graph.nodes):
+        if node.op != "get_attr" or node.target not in names:
+            continue
+        with graph.inserting_after(node):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = {"val": node.meta.get("val")}
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy and not _writes(user))
+
+
+def _writes(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.copy_.default
+
+
+def _is_like(now: Tensor, before: Tensor) -> bool:
+    """Whether a buffer may take the other's value: no graph of gradients goes on from call to call."""
+    return now.shape == before.shape and now.dtype == before.dtype and not now.requires_grad
+
+
+def _is_torchs_own(child: nn.Module, key: str) -> bool:
+    """Whether torch itself sets an attribute, from parameters: in a module of its own, or in a hook of old norms."""
+    hooks = child._forward_pre_hooks.values()
+    return is_torchs(type(child)) or key in {getattr(hook, "name", "") for hook in hooks}
+
+
+def _contents(child: nn.Module) -> dict[str, Any]:
+    """Copies of the lists and dicts among a module's own attributes."""
+    return {key: value.copy() for key, value in child.__dict__.items() if type(value) in (list, dict)}
+
+
+def _differing(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What there is now under names that had something else, or nothing; and None for what is gone."""
+    names = (*was, *(name for name in now if name not in was))
+    return {name: now.get(name) for name in names if was.get(name, _NONE) is not now.get(name, _NONE)}
+
+
+def _items(value: Any) -> list[int]:
+    """The identities of what a list or dict holds."""
+    return [id(part) for part in (value if isinstance(value, list) else [*value, *value.values()])]
+
+
+def _refill(value: Any, was: Any) -> None:
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(was)
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in flatten(value)[0])

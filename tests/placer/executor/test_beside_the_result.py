@@ -1,0 +1,212 @@
+"""What forward does beside its result: a graph of operations would lose it, so it is written into the graph or refused.
+
+Each model is called twice, as what one call leaves behind is what the next one finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from splitting import assert_same, scatter_layers, step, twins
+from torch import Tensor, nn
+
+from placer import DataFlow, capture, profile
+from placer.testing import logical_devices
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+
+
+class _Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class ReplacesBuffers(_Base):
+    """An average, and a count, that are other tensors after every call; the old average has a part in the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) * self.average
+        self.calls = self.calls + 1
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(dim=0)
+        return self.third(self.second(y) * self.average) * self.calls
+
+
+class SharedModuleReplacesItsBuffer(_Base):
+    """The module whose buffer is replaced has two names, and is called under both."""
+
+    class Count(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return x * self.calls
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.Count()
+        self.other = self.one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.other(self.second(self.one(self.first(x)))))
+
+
+class KeepsItsState(_Base):
+    """A recurrent state from call to call, None before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: tuple[Tensor, int] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.state is not None:
+            y = y + self.state[0]
+        self.state = (y.detach(), 1)
+        return self.third(self.second(y))
+
+
+class AppendsToAList(_Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        self.seen.append(y.detach())
+        return self.third(self.second(y) + sum(self.seen))
+
+
+class FillsAnEmptyBuffer(_Base):
+    """Not captured until the buffer is there: after the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.scale is None:
+            self.scale = y.detach().mean(dim=0)
+        return self.third(self.second(y)) * self.scale
+
+
+class ClipsAGradient(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return self.third(self.second(y))
+
+
+class SeedsItsGenerator(_Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.generator.manual_seed(3)
+        noise = torch.rand(4, generator=self.generator, dtype=x.dtype).to(x.device)
+        return self.third(self.second(self.first(x) + noise))
+
+
+CAPTURED: list[type[nn.Module]] = [ReplacesBuffers, SharedModuleReplacesItsBuffer, FillsAnEmptyBuffer]
+REFUSED: dict[type[nn.Module], str] = {
+    KeepsItsState: "'state' of 'the model'",
+    AppendsToAList: "'seen' of 'the model'",
+    ClipsAGradient: "Tensor.register_hook",
+    SeedsItsGenerator: "torch.Generator",
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("make", [*CAPTURED, *REFUSED])
+def test_two_calls_split_equal_two_calls_unsplit(make: type[nn.Module], training: bool) -> None:
+    model, reference = twins(make, training)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        for number in range(2):
+            split = step(flow, model, (X + number,), {})
+            assert REFUSED.get(make, "") in flow.not_captured_because
+            assert (make in REFUSED) == (flow.not_captured_because != "")
+            assert_same(split, step(reference, reference, (X + number,), {}))
+
+
+@pytest.mark.parametrize("make", [*CAPTURED, *REFUSED])
+def test_looking_at_a_model_leaves_nothing_on_it(make: type[nn.Module]) -> None:
+    model, reference = twins(make)
+    capture(model, X)
+    profile(model, X, ["cpu:0", "cpu:1"], repeats=1, cache=False, progress=False)
+    for (name, child), whole in zip(model.named_modules(), reference.modules(), strict=True):
+        own = {key: value for key, value in vars(child).items() if not isinstance(value, (dict, torch.Generator))}
+        assert own == {key: getattr(whole, key) for key in own}, name
+        for key, buffer in child._buffers.items():
+            assert buffer is whole._buffers[key] is None or torch.equal(buffer, whole._buffers[key]), key
+    assert_same(step(model, model, (X,), {}), step(reference, reference, (X,), {}))
+
+
+def test_a_loss_that_a_module_keeps_trains_what_it_came_from() -> None:
+    class Routed(_Base):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            self.balance = y.pow(2).mean()
+            return self.third(self.second(y))
+
+    model, reference = twins(Routed)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        flow.layer_gpus.update(first=1, second=2, third=0)
+        flow.update_flow()
+        (flow(X).sum() + model.balance.to("cpu:0")).backward()
+    (reference(X).sum() + reference.balance).backward()
+    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), its.grad, atol=1e-12, rtol=1e-12)
+
+
+def _penalty(run: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tensor]:
+    x = X.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    (slope.norm(dim=1) - 1).pow(2).mean().backward()
+    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_gradients_of_gradients_cross_devices() -> None:
+    # A copy's backward pass was no part of the graph: a gradient penalty trained half of the model, wrongly.
+    model, reference = twins(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    )
+    with logical_devices(3):
+        flow = DataFlow(model)
+        flow.layer_gpus.update({"0": 1, "1": 1, "2": 2, "3": 0, "4": 1})
+        flow.update_flow()
+        given = _penalty(flow, model)
+    expected = _penalty(reference, reference)
+    assert len(given) == len(expected) > 3
+    for mine, its in zip(given, expected, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-12, rtol=1e-12)
+
+
+def test_a_model_that_differentiates_inside_is_split() -> None:
+    # The tensor that was differentiated by was moved first: its copy has no part in what was differentiated.
+    class Relaxes(_Base):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            (slope,) = torch.autograd.grad(torch.tanh(self.second(y)).pow(2).sum(), y, create_graph=True)
+            return self.third(y - 0.1 * slope)
+
+    model, reference = twins(Relaxes)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        flow.layer_gpus.update(first=1, second=2, third=0)
+        flow.update_flow()
+        split = step(flow, model, (X,), {})
+    assert_same(split, step(reference, reference, (X,), {}))
