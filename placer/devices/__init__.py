@@ -39,6 +39,7 @@ from placer.devices.recording import (
     record,
     recording,
     replay_ms,
+    side_by_side,
 )
 from placer.devices.routes import HOST, detour, has_detour, straight, take_detours
 from placer.devices.stand_ins import Onlooker, Registry, observed, registries, stand_ins, unobserved
@@ -93,6 +94,7 @@ __all__ = [
     "resolve",
     "same",
     "shared_lane",
+    "side_by_side",
     "speed_facts",
     "staged",
     "stand_ins",

@@ -54,7 +54,7 @@ def context_bytes(device: torch.device) -> int:
 
 
 def library_bytes(device: torch.device) -> int:
-    """What libraries keep of torch's memory once they have run forwards and backwards on one stream, in bytes."""
+    """What libraries keep of torch's memory once they have run on the streams of recordings, in bytes."""
     return recorder(device).library_bytes if device.type == "cuda" else 0
 
 

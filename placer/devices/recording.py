@@ -19,9 +19,16 @@ from placer.devices.fitting import fit
 
 @dataclass(frozen=True)
 class Recorder:
-    """A stream to record on, and what libraries took for it: cuBLAS keeps a workspace for each stream and thread."""
+    """Streams to record on, and what libraries took for them: cuBLAS keeps a workspace for each stream and thread.
+
+    Attributes:
+        stream: for recordings.
+        beside: for their second branches, see ``side_by_side``.
+        library_bytes: what libraries took.
+    """
 
     stream: torch.cuda.Stream
+    beside: torch.cuda.Stream
     library_bytes: int
 
 
@@ -29,16 +36,21 @@ class Recorder:
 def recorder(device: torch.device) -> Recorder:
     """One for each device: every further stream would cost another workspace."""
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream, beside = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
-        with torch.cuda.stream(stream), torch.enable_grad():
-            square = torch.ones(256, 256, device=device, requires_grad=True)
-            product = torch.nn.functional.linear(square, square, square[0])
-            gradient = torch.autograd.grad(product.sum(), square)
+        for one in (stream, beside):
+            _use_libraries(device, one)
         torch.cuda.synchronize(device)
-        del square, product, gradient
-        return Recorder(stream, max(0, int(torch.cuda.memory_allocated(device)) - before))
+        return Recorder(stream, beside, max(0, int(torch.cuda.memory_allocated(device)) - before))
+
+
+def _use_libraries(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Run what takes a workspace on a stream, forwards and backwards."""
+    with torch.cuda.stream(stream), torch.enable_grad():
+        square = torch.ones(256, 256, device=device, requires_grad=True)
+        product = torch.nn.functional.linear(square, square, square[0])
+        torch.autograd.grad(product.sum(), square)
 
 
 @contextmanager
@@ -188,6 +200,29 @@ def recording() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
+def side_by_side(works: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Issue two pieces of work, of which neither reads what the other writes.
+
+    Where they are recorded they are branches of the CUDA graph, so that kernels of one run where those of the other
+    leave the device idle; else they run one after the other.
+
+    Args:
+        works: two at the most.
+        device: where they run.
+    """
+    if len(works) < 2 or device.type != "cuda" or not recording():
+        for work in works:
+            work()
+        return
+    here, there = works
+    stream, beside = torch.cuda.current_stream(device), recorder(device).beside
+    beside.wait_stream(stream)
+    with torch.cuda.stream(beside):
+        there()
+    here()
+    stream.wait_stream(beside)
+
+
 def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> None:
     """Run the passes three times on the stream that records; the last refuses what would spoil a recording."""
     stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -265,21 +300,28 @@ def cache_bytes(device: torch.device) -> int:
 
 
 @cache
-def replay_ms(device: torch.device) -> float:
+def replay_ms(device: torch.device, branches: int = 1) -> float:
     """The time that the replay of a graph takes beyond its kernels, in milliseconds; 0 but on CUDA.
 
     Inside a larger graph, a layer's kernels follow those of the layer before without it. It is what a line through the
     times of graphs of one and of eleven equal kernels leaves for none.
+
+    Args:
+        device: where it runs.
+        branches: of the graph, each with so many kernels; at most two.
     """
     if device.type != "cuda":
         return 0.0
-    number = torch.zeros(1, device=device)
+    numbers = [torch.zeros(1, device=device) for _ in range(branches)]
 
-    def kernels(count: int) -> None:
+    def kernels(number: torch.Tensor, count: int) -> None:
         for _ in range(count):
             number.add_(1)
 
-    replays = [record([partial(kernels, count)], device)[0] for count in (1, 11)]
+    def all_of(count: int) -> None:
+        side_by_side([partial(kernels, number, count) for number in numbers], device)
+
+    replays = [record([partial(all_of, count)], device)[0] for count in (1, 11)]
     one, eleven = (statistics.median(times) for times in queued_ms(replays, device, 50))
     return max(0.0, one - (eleven - one) / 10)
 

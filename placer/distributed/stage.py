@@ -17,7 +17,7 @@ from placer.distributed.line import LineStage
 from placer.distributed.parcels import Parcel
 from placer.distributed.recompute import StateTable, recomputed
 from placer.distributed.tree import Names, plant, slot
-from placer.graph.deferred import DeferWeights, Queue
+from placer.graph.deferred import Addition, DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
 
 
@@ -32,10 +32,10 @@ class Deferred(Queue):
         super().__init__()
         self.reached: set[int] = set()
 
-    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
-        """Leave something for later that adds to the gradients of weights."""
-        super().put(add, *weights)
-        self.reached.update(map(id, weights))
+    def put(self, addition: Addition) -> None:
+        """Leave something for later."""
+        super().put(addition)
+        self.reached.update(map(id, addition.weights))
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,8 @@ def weight_pass(stage: StageModule) -> Callable[[], Callable[..., None]]:
         queue.clear()
 
         def add(*_: Any) -> None:
-            with torch.no_grad():
-                for one in taken:
-                    one()
+            for addition in taken:
+                addition.run(queue)
             taken.clear()
 
         return add

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from placer.devices import Mark
 from placer.executor.accumulation import Accumulation
 from placer.executor.faults import Trail
-from placer.graph.deferred import Queue
+from placer.graph.deferred import Addition, Queue
 
 Reader = int | None
 """The stage that reads a value; None for the loss."""
@@ -101,14 +100,14 @@ class NamedQueue(Queue):
         self._reach = reach
         self._accumulation = accumulation
 
-    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
+    def put(self, addition: Addition) -> None:
         """Leave something for later; see ``Queue``."""
-        self.append(partial(self._run, self._trail.layer, add))
-        self._reached(weights)
+        self.append(replace(addition, layer=self._trail.layer))
+        self._reached(addition.weights)
 
-    def _reached(self, weights: Iterable[Tensor | None]) -> None:
+    def _reached(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
-            if weight is not None and weight.requires_grad:
+            if weight.requires_grad:
                 self._reach(weight)
 
     def gradient(self, weight: Tensor) -> Tensor | None:
@@ -121,17 +120,12 @@ class NamedQueue(Queue):
         assert total is not None
         self._accumulation.add(total, gradient)
 
-    def _run(self, layer: str | None, add: Callable[[], None]) -> None:
-        self._trail.layer = layer
-        add()
-
 
 class AtOnce(NamedQueue):
     """Weight gradients that are not left for later: a product is added as it is made, which is no gradient more."""
 
-    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
+    def put(self, addition: Addition) -> None:
         """Do it now; nothing where the pass is not run for gradients of weights."""
         if self._accumulation.is_open:
-            with torch.no_grad():
-                add()
-            self._reached(weights)
+            addition.run(self)
+            self._reached(addition.weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from placer.executor.segments import MicroBatch, Segment
 from placer.executor.slot import AtOnce, Head, Key, NamedQueue, Slot
 from placer.executor.weakly import weakly
 from placer.graph import autocast
-from placer.graph.deferred import DeferWeights
+from placer.graph.deferred import Addition, DeferWeights
 from placer.graph.losses import refuse_no_number, refuse_untrained
 
 LOSS = "(loss)"
@@ -330,13 +331,16 @@ class Stage:
         assert self.head is not None
         return self.head.scale.to(root.dtype).expand_as(root)
 
-    @torch.no_grad()
     def _weights(self, slot: Slot) -> None:
         with autocast.off(self.device):
-            for add in slot.deferred:
-                add()
-        self._accumulation.flush()
+            devices.side_by_side([partial(self._add, slot, part) for part in slot.deferred.branches()], self.device)
         slot.deferred.clear()
+
+    def _add(self, slot: Slot, some: Iterable[Addition]) -> None:
+        for addition in some:
+            self.trail.layer = addition.layer
+            addition.run(slot.deferred)
+        self._accumulation.flush()
 
 
 def drop_unreached(stages: Sequence[Stage]) -> None:

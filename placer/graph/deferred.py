@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +25,42 @@ from placer.graph import autocast
 from placer.graph.halves import CONVOLUTIONS, LINEAR, can_wait
 
 
-class Queue(list[Callable[[], None]]):
+@dataclass(frozen=True)
+class Addition:
+    """What is left for later of an operation's backward pass: it adds to the gradients of its weights.
+
+    Attributes:
+        add: does it, given the queue that it is in, ``x`` and ``gradient``.
+        x: what the operation was given.
+        gradient: of its result.
+        weights: those whose gradients are added to.
+        layer: that the operation is in, where that is known.
+    """
+
+    add: Callable[[Queue, Tensor, Tensor], None]
+    x: Tensor
+    gradient: Tensor
+    weights: tuple[Tensor, ...]
+    layer: str | None = None
+
+    @torch.no_grad()
+    def run(self, queue: Queue) -> None:
+        """Add."""
+        self.add(queue, self.x, self.gradient)
+
+    @property
+    def products(self) -> int:
+        """About how many numbers are multiplied."""
+        weight = self.weights[0]
+        return self.gradient.numel() * (weight.numel() // max(1, len(weight)))
+
+
+class Queue(list[Addition]):
     """The weight gradients that are still to be computed, in the order in which the backward pass met them."""
 
-    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
-        """Leave something for later.
-
-        Args:
-            add: adds to gradients of weights.
-            weights: those.
-        """
-        self.append(add)
+    def put(self, addition: Addition) -> None:
+        """Leave something for later."""
+        self.append(addition)
 
     def gradient(self, weight: Tensor) -> Tensor | None:
         """What is added to; None for a weight that has no gradient."""
@@ -45,14 +72,28 @@ class Queue(list[Callable[[], None]]):
         assert total is not None
         total.add_(gradient)
 
+    def branches(self) -> list[list[Addition]]:
+        """All in two parts with about as much to do, which may run side by side: none adds to what the other does."""
+        parts: tuple[list[Addition], list[Addition]] = ([], [])
+        products, part_of = [0, 0], dict[int, int]()
+        for addition in self:
+            totals = [total.data_ptr() for weight in addition.weights if (total := self.gradient(weight)) is not None]
+            taken = {part_of[total] for total in totals if total in part_of}
+            if len(taken) > 1:
+                return [list(self)]
+            part = taken.pop() if taken else products.index(min(products))
+            parts[part].append(addition)
+            products[part] += addition.products
+            part_of.update(dict.fromkeys(totals, part))
+        return [part for part in parts if part]
+
 
 class AtOnce(Queue):
     """Weight gradients that are not left for later: a product is added as it is made, and no gradient more is."""
 
-    @torch.no_grad()
-    def put(self, add: Callable[[], None], *weights: Tensor | None) -> None:
+    def put(self, addition: Addition) -> None:
         """Do it now."""
-        add()
+        addition.run(self)
 
 
 _WHOLE: ContextVar[bool] = ContextVar("whole", default=False)
@@ -111,7 +152,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient = gradients[0]
-        ctx.queue.put(lambda: _add_linear(ctx.queue, x, gradient, weight, ctx.bias), weight, ctx.bias)
+        weights = (weight,) if ctx.bias is None else (weight, ctx.bias)
+        ctx.queue.put(Addition(partial(_add_linear, weight=weight, bias=ctx.bias), x, gradient, weights))
         into_x = gradient.matmul(weight.to(gradient.dtype)) if ctx.needs_input_grad[1] else None
         return None, into_x, None, None
 
@@ -159,7 +201,8 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient, bias, shape = gradients[0], ctx.bias, ctx.shape
-        ctx.queue.put(lambda: _add_convolution(ctx.queue, x, gradient, weight, bias, shape), weight, bias)
+        weights = (weight,) if bias is None else (weight, bias)
+        ctx.queue.put(Addition(partial(_add_convolution, weight=weight, bias=bias, shape=shape), x, gradient, weights))
         into_x = None
         if ctx.needs_input_grad[2]:
             into_x = _convolution_backward(gradient, x, weight, bias, shape, (True, False, False))[0]
@@ -193,4 +236,4 @@ def _each(value: Any, count: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-__all__ = ["AtOnce", "DeferWeights", "Queue", "whole"]
+__all__ = ["Addition", "AtOnce", "DeferWeights", "Queue", "whole"]

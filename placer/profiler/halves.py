@@ -1,7 +1,7 @@
 """The memory of a backward pass whose halves run apart, by input and by weight, as zero-bubble schedules have them.
 
     bytes held
-      ▲        ┌──┐  ┌──┐            ┌─┐  ┌─┐  half by weight: one operation after another
+      ▲        ┌──┐  ┌──┐            ┌─┐  ┌─┐  half by weight: two operations at a time
       │     ┌──┘  └──┘  └─┐          │ │  │ │
       │  ┌──┘   deferred  └──────────┘ └──┘ └── gradients of results, until all halves by weight are over
       └──┴─ half by input ┴──── other passes ────▶ time
@@ -25,6 +25,9 @@ from placer.graph.halves import LINEAR, can_wait
 from placer.profiler.storages import StorageLog, key_of, peak_bytes
 from placer.profiler.trial import Trial
 
+SIDE_BY_SIDE = 2
+"""So many operations' halves by weight run at a time, see ``placer.graph.deferred.Queue.branches``."""
+
 
 @dataclass(frozen=True)
 class Halves:
@@ -33,7 +36,7 @@ class Halves:
     Attributes:
         deferred: of each storage that the half by input makes and the half by weight needs.
         input_workspace_bytes: the most that the half by input holds beyond what was kept; those included.
-        weights_workspace_bytes: the most that the half by weight holds beside them, of one operation.
+        weights_workspace_bytes: the most that the half by weight holds beside them, of two operations like the largest.
     """
 
     deferred: tuple[int, ...] = ()
@@ -73,7 +76,7 @@ def _measured(trial: Trial, again: bool) -> Halves:
             deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
             halves = zip(waiting.operations, found if again else [None] * len(found), strict=True)
             by_weight = [_weights_bytes(trial, log, *each) for each in halves]
-        return Halves(deferred, input_bytes, max(by_weight, default=0))
+        return Halves(deferred, input_bytes, SIDE_BY_SIDE * max(by_weight, default=0))
     finally:
         trial.set_gradients(present=False)
 

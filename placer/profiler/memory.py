@@ -47,7 +47,8 @@ class LayerMemory:
         input_workspace_bytes: the peak of the half by input where the two run apart, beyond state, gradients of the
             parameters, and all that was kept, none of which is freed: ``deferred_bytes`` and the gradients of reads
             included, those of parameters that wait not. 0 in inference.
-        weights_workspace_bytes: the peak of the half by weight beyond what it waits with, of one operation at a time.
+        weights_workspace_bytes: the peak of the half by weight beyond what it waits with, of two operations like
+            the largest.
         in_segments: whether the device's allocator takes memory in such segments.
         fragmented_bytes: the most memory that stood empty beside the layer's tensors, where an allocator counts it.
     """

@@ -8,8 +8,9 @@ while as much is read beside it, as a neighbour reads what it works on:
     clear ─ write reads ─ ▮forward▮ ─ clear ─ write gradients ─ ▮backward▮ ─ ...        ▮ is timed
 
 So weights, and what was kept for the backward pass, come from memory, as they do in a step of the whole model; and of a
-value that nearly fills the cache no more is there than its neighbour would have left. A CPU is host and device in one,
-and its caches are left as they are.
+value that nearly fills the cache no more is there than its neighbour would have left. Stages record halves by weight
+two at a time: each is timed beside itself on copies, and has half of that time. A CPU is host and device in one, and
+its caches are left as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,18 +67,40 @@ def measure_time(trial: Trial, training: bool, repeats: int, halves: bool = True
         repeats: how often each is timed, at least once.
         halves: whether its backward pass has a half that can wait.
     """
-    passes: list[Callable[[], None]] = [trial.forward]
+    passes = [_Pass(trial.forward, trial.reads)]
+    on_cuda = trial.device.type == "cuda"
     try:
         if training and trial.flows:
             trial.set_gradients(present=True)
-            passes = [trial.forward, trial.accumulate]
+            forward = trial.forward_in_halves if halves else trial.forward
+            passes = [_Pass(forward, trial.reads), _Pass(trial.accumulate, trial.write_gradients)]
             if halves:
-                passes = [trial.forward_in_halves, trial.accumulate, trial.accumulate_later]
-        on_cuda = trial.device.type == "cuda"
-        columns, host_ms = _cuda_times(trial, passes, repeats) if on_cuda else _cpu_times(passes, repeats)
+                passes.append(_later(trial) if on_cuda else _Pass(trial.accumulate_later))
+        timed = _cuda_times(trial, passes, repeats) if on_cuda else _cpu_times([one.run for one in passes], repeats)
     finally:
         trial.set_gradients(present=False)
-    return _summary(columns, host_ms)
+    return _summary(*timed)
+
+
+class _Pass(NamedTuple):
+    """A pass of a layer.
+
+    Attributes:
+        run: runs it.
+        neighbours: what a neighbour would have made just before.
+        together: how many of them ``run`` runs side by side.
+    """
+
+    run: Callable[[], None]
+    neighbours: Sequence[Any] = ()
+    together: int = 1
+
+
+def _later(trial: Trial) -> _Pass:
+    """The weight half: a stage records those of two layers side by side, so that each has a neighbour like itself."""
+    for run in (trial.forward_in_halves, trial.accumulate):
+        run()
+    return _Pass(trial.accumulate_later_twice, together=2) if trial.copy_deferred() else _Pass(trial.accumulate_later)
 
 
 def _summary(columns: Sequence[Sequence[float]], host_ms: float) -> LayerTime:
@@ -109,24 +132,23 @@ def measure_step(trial: Trial, step: Callable[[], None], repeats: int) -> float:
         trial.set_gradients(present=False)
 
 
-def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int) -> tuple[list[list[float]], float]:
+def _cuda_times(trial: Trial, passes: Sequence[_Pass], repeats: int) -> tuple[list[list[float]], float]:
     """The times of every pass, and the median time to launch all of them."""
-    host_ms = statistics.median(_launch_ms(trial.device, passes) for _ in range(_LAUNCHES))
+    device, runs = trial.device, [one.run for one in passes]
+    host_ms = statistics.median(_launch_ms(device, runs) for _ in range(_LAUNCHES))
     # A cache may keep what is used often in a way that one pass through it does not push out: twice its size does.
-    cache = torch.zeros(2 * devices.cache_bytes(trial.device) // 4, device=trial.device)
-    fresh: list[Sequence[Any]] = [trial.reads, trial.write_gradients if trial.flows else (), ()]
-    before = [_rewriting(cache, neighbours) for neighbours in fresh[: len(passes)]]
+    cache = torch.zeros(2 * devices.cache_bytes(device) // 4, device=device)
+    before = [_rewriting(cache, one.neighbours) for one in passes]
     try:
         # A backward pass reuses memory of the forward pass, so that each backward needs its own forward before it.
-        replays = devices.record(passes, trial.device)
+        runs, extra_ms = devices.record(runs, device), [devices.replay_ms(device, one.together) for one in passes]
     except devices.NotRecordable:
         trial.writes = trial.gradients = ()
-        _warm_up(trial.device, passes)
-        return devices.queued_ms(passes, trial.device, repeats, before), host_ms
-    extra_ms = devices.replay_ms(trial.device)
-    _warm_up(trial.device, replays)
-    columns = devices.queued_ms(replays, trial.device, repeats, before)
-    return [[max(0.0, value - extra_ms) for value in column] for column in columns], host_ms
+        extra_ms = [0.0] * len(passes)
+    _warm_up(device, runs)
+    columns = devices.queued_ms(runs, device, repeats, before)
+    rows = zip(columns, extra_ms, passes, strict=True)
+    return [[max(0.0, value - extra) / one.together for value in column] for column, extra, one in rows], host_ms
 
 
 def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ class Trial:
         self.gradients: tuple[Tensor | None, ...] = ()
         self._function = layer.function
         self._deferred = Queue()
+        self._beside = _Beside()
         self._training = training
         self._mutated = frozenset(mutated_reads)
         self._write_gradients: list[Tensor] | None = None
@@ -97,11 +100,22 @@ class Trial:
             self._forget_read_gradients()
             torch.autograd.backward(self._ends(), self.write_gradients, inputs=self._leaves)
 
-    @torch.no_grad()
     def accumulate_later(self) -> None:
         """Add the gradients of weights that a backward pass after ``forward_in_halves`` left."""
-        for add in self._deferred:
-            add()
+        _run(self._deferred)
+
+    def accumulate_later_twice(self) -> None:
+        """As ``accumulate_later``, and the same beside it on copies, if there are any: see ``copy_deferred``."""
+        devices.side_by_side([partial(_run, queue) for queue in (self._deferred, self._beside)], self.device)
+
+    def copy_deferred(self) -> bool:
+        """Copy what a backward pass after ``forward_in_halves`` left; false if there is no memory for that."""
+        try:
+            self._beside.fill(self._deferred)
+        except torch.OutOfMemoryError:
+            self._beside.clear()
+            return False
+        return True
 
     def accumulate_alone(self, again: bool = False) -> None:
         """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a next layer's are.
@@ -137,6 +151,7 @@ class Trial:
     def set_gradients(self, present: bool) -> None:
         """Give the parameters gradients of zeros, or take all gradients away, and forget those that still wait."""
         self._deferred.clear()
+        self._beside.clear()
         for leaf in self._leaves:
             leaf.grad = None
         for parameter in self.parameters if present else ():
@@ -152,6 +167,37 @@ class Trial:
 
     def _tensors(self) -> list[Tensor]:
         return [read for read in self.reads if isinstance(read, Tensor)]
+
+
+class _Beside(Queue):
+    """Copies of what another queue has, which add to copies of gradients: a neighbour that has as much to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gradients: dict[int, Tensor] = {}
+
+    def fill(self, queue: Queue) -> None:
+        """Copy what a queue has."""
+        self.clear()
+        for addition in queue:
+            self.append(replace(addition, x=addition.x.clone(), gradient=addition.gradient.clone()))
+            for weight in addition.weights:
+                if weight.grad is not None:
+                    self._gradients[id(weight)] = weight.grad.clone()
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self._gradients.clear()
+
+    def gradient(self, weight: Tensor) -> Tensor | None:
+        """The copy; None for a weight that has no gradient."""
+        return self._gradients.get(id(weight))
+
+
+def _run(queue: Queue) -> None:
+    for addition in queue:
+        addition.run(queue)
 
 
 def bring_state(layer: Layer, state: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:

@@ -58,8 +58,8 @@ class Layer(Wire):
         input_workspace_bytes: the most that the half by input holds beside all that was kept, where the two run apart:
             what it leaves included, gradients of the parameters that wait left out. 0: it was not told apart, or is
             within 1 MiB of ``backward_workspace_bytes``, and is taken to be those.
-        weights_workspace_bytes: the most that the half by weight holds beside what it waits with, of one of its
-            operations: they run one after another, and all micro-batches take the same memory for it. Left out below
+        weights_workspace_bytes: the most that the half by weight holds beside what it waits with, of two operations
+            like the largest: two run at a time, and all micro-batches take the same memory for it. Left out below
             1 MiB.
     """
 

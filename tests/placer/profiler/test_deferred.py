@@ -94,11 +94,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
 def _waiting(slot: Slot) -> dict[str, int]:
     """By layer, the bytes of the gradients that a slot's queue holds."""
     storages: dict[str, dict[int, int]] = defaultdict(dict)
-    for entry in slot.deferred:
-        layer, add = entry.args  # type: ignore[attr-defined]
-        held = dict(zip(add.__code__.co_freevars, add.__closure__, strict=True))
-        storage = held["gradient"].cell_contents.untyped_storage()
-        storages[layer][storage.data_ptr()] = storage.nbytes()
+    for addition in slot.deferred:
+        assert addition.layer is not None
+        storage = addition.gradient.untyped_storage()
+        storages[addition.layer][storage.data_ptr()] = storage.nbytes()
     return {layer: sum(sizes.values()) for layer, sizes in storages.items()}
 
 
