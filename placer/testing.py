@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
 from placer.errors import InputError, MixedDevicesError
+from placer.graph.nested import run_under
 
 __all__ = ["MixedDevicesError", "logical_devices"]
 
@@ -171,6 +172,8 @@ class _Leaves(devices.Onlooker):
 class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operation, those of autograd among them: inputs on one device, results where the inputs are."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tags: _Tags, leaves: _Leaves) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tags = tags
@@ -181,6 +184,8 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         if not devices.observed():
             return func(*args, **kwargs)
         self._leaves.watch(_tensors((args, kwargs)))
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return self._nested(func, args, kwargs)
         name = func._schema.name
         if name in _BETWEEN_DEVICES:
             result = func(*args, **kwargs)
@@ -199,6 +204,17 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             place = nowhere if given.index is None else given.index
         result = func(*args, **kwargs)
         self._tag(result[:1] if name == "aten::_pack_padded_sequence" else result, place)
+        return result
+
+    def _nested(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """An operation with graphs of its own, and the operations in these."""
+        place = self._one(operation.name(), _tensors((args, kwargs)))
+        outer, self._tags.inside_operation = self._tags.inside_operation, True
+        try:
+            result = run_under(self, operation, args, kwargs)
+        finally:
+            self._tags.inside_operation = outer
+        self._tag(result, place)
         return result
 
     def _place(self, name: str, args: Any, kwargs: Any) -> int:
@@ -272,7 +288,7 @@ class _CopiesAndQueries(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not devices.observed():
+        if torch.compiler.is_dynamo_compiling() or not devices.observed():
             return func(*args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.device:
             return self._tags.device(args[0])

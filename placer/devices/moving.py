@@ -84,10 +84,15 @@ class _Move(torch.autograd.Function):
     The way back is one too where gradients are made of gradients (``create_graph=True``).
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, source: torch.device, target: torch.device) -> Tensor:
-        ctx.source, ctx.target = source, target
+    def forward(tensor: Tensor, source: torch.device, target: torch.device) -> Tensor:
         return copy(tensor, target)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.source, ctx.target = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

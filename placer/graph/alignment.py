@@ -49,6 +49,8 @@ class Alignment(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, say: what it is given is aligned
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name not in _KEEPS_ITS_PLACE:
             args, kwargs = self._aligned(name, args, kwargs)
@@ -99,8 +101,8 @@ class Arrival:
         self._device = device
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments and keyword arguments on the device; None, as they are, in a copy and while a graph is captured."""
-        if self._arrivals is None or not devices.observed():
+        """Arguments and keyword arguments on the device; None, as they are, in a copy and while a graph is made."""
+        if torch.compiler.is_dynamo_compiling() or self._arrivals is None or not devices.observed():
             return None
         self._arrivals.note(self._device)
         tensors, structure = flatten((args, kwargs))

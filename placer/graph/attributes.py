@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
@@ -28,6 +29,7 @@ class Notes:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {id(child): child for child in model.modules() if not is_torchs(type(child))}
+        self.plain = {(id(child), name) for child in self.modules.values() for name in _plain_names(child)}
         self._read: dict[tuple[int, str], None] = {}
         self._written: set[tuple[int, str]] = set()
 
@@ -38,6 +40,10 @@ class Notes:
     def write(self, module: nn.Module, name: str) -> None:
         """The code sets an attribute, or takes it away."""
         self._written.add((id(module), name))
+
+    def read_all(self) -> None:
+        """Take all plain attributes for read: the code ran where reads are not seen, as in a branch of torch.cond."""
+        self._read |= dict.fromkeys(sorted(self.plain))
 
     def only_read(self) -> tuple[tuple[nn.Module, str], ...]:
         """The attributes that were read and never written, as modules and names."""
@@ -55,7 +61,7 @@ class _Noting:
         value = self._default if module is None else module.__dict__.get(self._name, self._default)
         if value is _NONE:  # a parameter or a module has the name here
             raise AttributeError(self._name)
-        if module is not None:
+        if module is not None and not torch.compiler.is_dynamo_compiling():
             self._notes.read(module, self._name)
         return value
 
@@ -76,9 +82,8 @@ def noted(model: nn.Module) -> Iterator[Notes]:
     notes = Notes(model)
     with _TRACING:
         stands = {
-            (type(child), name): _Noting(name, _default(type(child), name), notes)
-            for child in notes.modules.values()
-            for name in _plain_names(child)
+            (type(notes.modules[key]), name): _Noting(name, _default(type(notes.modules[key]), name), notes)
+            for key, name in notes.plain
         }
         before = {(cls, name): vars(cls).get(name, _NONE) for cls, name in stands}
         try:

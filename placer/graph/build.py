@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from placer.graph import nested
 from placer.graph.export import PREFIX, Exported, draws_random
 from placer.graph.granularity import hint
 from placer.graph.grouping import Group, storage_roots, written
@@ -198,7 +199,7 @@ class Builder:
     def _layer(self, draft: _Draft) -> Layer:
         names = draft.group.units
         program = self._program(draft)
-        has_regions = any(node.meta.get(REGIONS) for node in draft.group.nodes)
+        has_regions = any(node.meta.get(REGIONS) or nested.is_transform(node) for node in draft.group.nodes)
         return Layer(
             name=draft.group.name,
             modules=tuple(name.partition("@")[0] for name in names),
@@ -238,6 +239,9 @@ class Builder:
                     env[source] = by_name[self._state.name_of[source]]
                 elif source.op == "get_attr" and source not in env:
                     env[source] = graph.node_copy(source)
+                    if nested.body(self._exported.module, source) is not None:
+                        kind = self._exported.device.type
+                        env[source] = graph.call_function(nested.on, (env[source], kind, device))
             inside = _switch(graph, inside, node.meta.get(REGIONS, ()), regions, device)
             copy = graph.node_copy(node, env.__getitem__)
             copy.args = fx.node.map_aggregate(copy.args, lambda item: self._placed(item, device))
@@ -264,8 +268,10 @@ class Builder:
         parts += [_shape_of(node.meta.get("val"), self._gradient.get(node, False)) for node in draft.reads]
         for number, node in enumerate(draft.group.nodes):
             index[node] = f"n{number}"
-            parts.append(f"{node.target}{self._written(node.args, index)}{self._written(node.kwargs, index)}")
+            parts.append(f"{nested.name(node)}{self._written(node.args, index)}{self._written(node.kwargs, index)}")
             parts.append(f"{node.meta.get(REGIONS, ())}")
+            bodies = (nested.body(self._exported.module, source) for source in node.all_input_nodes)
+            parts += [nested.spelt(body) for body in bodies if body is not None]
         parts.append(",".join(index.get(node, "s") for node in draft.writes))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 

@@ -25,6 +25,8 @@ def noticed(module: nn.Module) -> Iterator[list[str]]:
     found: list[str] = []
 
     def look(child: nn.Module, _: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, say, which is one operation
+            return
         name = names.get(id(child))
         if name and name not in found and _under_checkpoint() and not any(name.startswith(f"{one}.") for one in found):
             found.append(name)

@@ -146,7 +146,8 @@ class _Linear(torch.autograd.Function):
         ctx.queue, ctx.bias = queue, bias
         ctx.save_for_backward(x, weight)
         result: Tensor = LINEAR(x, *_like(x, weight, bias))
-        return result
+        # As a view of the product, which it may be, nobody could write to it: it comes from a function of its own.
+        return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from placer import devices
 from placer.errors import CaptureError
-from placer.graph import attributes, checkpoints
+from placer.graph import attributes, checkpoints, nested
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import put_back, read_before_written
 from placer.graph.structure import Structure, flatten
@@ -129,6 +129,8 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _refuse_generators(graph_module)
     _refuse_shapes_from_values(graph_module.graph)
     inline_regions(graph_module)
+    if nested.has_bodies(graph_module):
+        notes.read_all()
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
     symbol = _batch_symbol(graph_module.graph)
@@ -231,10 +233,15 @@ def custom_functions(leaves: Sequence[Any]) -> set[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction):
+        if isinstance(node, BackwardCFunction) and not _is_of_operator(type(node)):
             found.add(f"custom autograd function {type(node).__name__.removesuffix('Backward')}")
         stack.extend(following for following, _ in node.next_functions)
     return found
+
+
+def _is_of_operator(kind: type) -> bool:
+    """Whether an autograd function belongs to an operator, which a graph calls whole: a custom one, or torch.cond."""
+    return getattr(kind, "_forward_cls", kind).__module__.startswith(("torch._library.", "torch._higher_order_ops."))
 
 
 def _dynamic(tensor: Any, batch: int) -> dict[int, Any] | None:
@@ -326,8 +333,8 @@ def _batch_symbol(graph: fx.Graph) -> Any:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether a node without users must stay: it writes in place, draws random numbers, or is the graph's border."""
-    if node.op in ("placeholder", "output"):
+    """Whether a node without users must stay: it writes in place, draws random numbers, or is a border."""
+    if node.op in ("placeholder", "output") or nested.is_transform(node):
         return True
     return isinstance(node.target, torch._ops.OpOverload) and (node.target._schema.is_mutable or draws_random(node))
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from placer.graph.granularity import MERGED, Opened, module_stack
+from placer.graph.nested import transformed
 
 MODEL = "(model)"
 """The one layer of a model that calls no module."""
@@ -50,6 +51,7 @@ def group(graph: fx.Graph, opened: Opened) -> list[Group]:
     place = {node: index for index, node in enumerate(graph.nodes)}
     units = _units(operations, opened, place)
     ordering, merges = _writes_in_place(operations, units, place)
+    merges += [{units[node] for node in inside} for inside in transformed(operations)]
     network = networkx.DiGraph()
     network.add_nodes_from(dict.fromkeys(units.values()))
     for node in operations:

@@ -29,6 +29,8 @@ def can_wait(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     if args[0].dtype != args[1].dtype and not torch.is_autocast_enabled(args[0].device.type):
         return False  # the operation itself refuses them
+    if torch._C._functorch.get_dynamic_layer_stack_depth():
+        return False  # inside torch.func a call stands for many
     bias = args[2] if len(args) > 2 else None
     return _is_weight(args[1]) and (bias is None or not bias.requires_grad or _is_weight(bias))
 

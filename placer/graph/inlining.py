@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def inline_regions(module: fx.GraphModule, regions: tuple[Any, ...] = ()) -> Non
         body_index = 1 if region[0] == "grad" else 4
         body = getattr(module, str(node.args[body_index].target))
         inline_regions(body, (*regions, region))
-        _splice(graph, node, body, node.args[body_index + 1 :])
+        _splice(module, node, body, node.args[body_index + 1 :])
     for node in reversed(list(graph.nodes)):
         if (
             node.op == "get_attr"
@@ -45,8 +46,9 @@ def _region(node: fx.Node) -> tuple[Any, ...] | None:
     return None
 
 
-def _splice(graph: fx.Graph, call: fx.Node, body: fx.GraphModule, arguments: Sequence[Any]) -> None:
-    """Put a copy of ``body``'s nodes where ``call`` stands."""
+def _splice(module: fx.GraphModule, call: fx.Node, body: fx.GraphModule, arguments: Sequence[Any]) -> None:
+    """Put a copy of ``body``'s nodes where ``call`` stands, and what they name beside what the graph's nodes name."""
+    graph = module.graph
     env: dict[fx.Node, Any] = {}
     places = iter(arguments)
     results: Sequence[Any] = ()
@@ -58,6 +60,9 @@ def _splice(graph: fx.Graph, call: fx.Node, body: fx.GraphModule, arguments: Seq
                 results = fx.map_arg(node.args[0], lambda inner: env[inner])
             else:
                 env[node] = graph.node_copy(node, lambda inner: env[inner])
+                if node.op == "get_attr":
+                    env[node].target = f"{call.name}_{node.name}"
+                    setattr(module, env[node].target, operator.attrgetter(str(node.target))(body))
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)

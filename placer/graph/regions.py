@@ -12,13 +12,14 @@ Region = tuple[Any, ...]
 
 
 class Regions:
-    """The regions that are open while a layer runs; leaving it closes what an exception left open."""
+    """The regions that are open while a layer runs; leaving it closes what an exception left open, torch.func's too."""
 
     def __init__(self, captured_on: str) -> None:
         self._captured_on = captured_on
         self._open: list[Any] = []
 
     def __enter__(self) -> Regions:
+        self._depth = torch._C._functorch.get_dynamic_layer_stack_depth()
         return self
 
     def __exit__(
@@ -26,6 +27,8 @@ class Regions:
     ) -> None:
         while self._open:
             leave(self)
+        if kind is not None:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self._depth)
 
     def push(self, device: torch.device, region: Region) -> None:
         """Open a region; one of the device type that was captured becomes one of ``device``'s type."""

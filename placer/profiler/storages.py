@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from placer import devices
+from placer.graph.nested import run_under
 
 
 def key_of(tensor: Tensor) -> int:
@@ -43,6 +44,8 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live: the bytes of the storages that were made and still live.
         count: how many were made.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, device: torch.device, state: Iterable[Tensor], reads: Iterable[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +89,10 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return max(0, *itertools.accumulate(self._changes, initial=0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            result = run_under(self, func, args, kwargs or {})
+        else:
+            result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == self._device and tensor.layout == torch.strided:
                 self._see(tensor)
