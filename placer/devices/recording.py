@@ -288,6 +288,12 @@ def queued_ms(
         return [[float(row[i][0].elapsed_time(row[i][1])) for row in marks] for i in range(len(passes))]
 
 
+def pause(device: torch.device, lasting_ms: float) -> None:
+    """Let the current queue of a CUDA device wait for about so long."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(_CYCLES_PER_S * lasting_ms / 1e3))  # type: ignore[no-untyped-call]
+
+
 def _nothing() -> None:
     return
 
@@ -300,28 +306,21 @@ def cache_bytes(device: torch.device) -> int:
 
 
 @cache
-def replay_ms(device: torch.device, branches: int = 1) -> float:
+def replay_ms(device: torch.device) -> float:
     """The time that the replay of a graph takes beyond its kernels, in milliseconds; 0 but on CUDA.
 
     Inside a larger graph, a layer's kernels follow those of the layer before without it. It is what a line through the
     times of graphs of one and of eleven equal kernels leaves for none.
-
-    Args:
-        device: where it runs.
-        branches: of the graph, each with so many kernels; at most two.
     """
     if device.type != "cuda":
         return 0.0
-    numbers = [torch.zeros(1, device=device) for _ in range(branches)]
+    number = torch.zeros(1, device=device)
 
-    def kernels(number: torch.Tensor, count: int) -> None:
+    def kernels(count: int) -> None:
         for _ in range(count):
             number.add_(1)
 
-    def all_of(count: int) -> None:
-        side_by_side([partial(kernels, number, count) for number in numbers], device)
-
-    replays = [record([partial(all_of, count)], device)[0] for count in (1, 11)]
+    replays = [record([partial(kernels, count)], device)[0] for count in (1, 11)]
     one, eleven = (statistics.median(times) for times in queued_ms(replays, device, 50))
     return max(0.0, one - (eleven - one) / 10)
 

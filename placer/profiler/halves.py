@@ -22,11 +22,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from placer.graph.halves import LINEAR, can_wait
+from placer.profiler.side_by_side import LANES
 from placer.profiler.storages import StorageLog, key_of, peak_bytes
 from placer.profiler.trial import Trial
-
-SIDE_BY_SIDE = 2
-"""So many operations' halves by weight run at a time, see ``placer.graph.deferred.Queue.branches``."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def _measured(trial: Trial, again: bool) -> Halves:
             deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
             halves = zip(waiting.operations, found if again else [None] * len(found), strict=True)
             by_weight = [_weights_bytes(trial, log, *each) for each in halves]
-        return Halves(deferred, input_bytes, SIDE_BY_SIDE * max(by_weight, default=0))
+        return Halves(deferred, input_bytes, LANES * max(by_weight, default=0))
     finally:
         trial.set_gradients(present=False)
 

@@ -9,8 +9,8 @@ while as much is read beside it, as a neighbour reads what it works on:
 
 So weights, and what was kept for the backward pass, come from memory, as they do in a step of the whole model; and of a
 value that nearly fills the cache no more is there than its neighbour would have left. Stages record halves by weight
-two at a time: each is timed beside itself on copies, and has half of that time. A CPU is host and device in one, and
-its caches are left as they are.
+two at a time, which is timed apart, see ``side_by_side.py``. A CPU is host and device in one, and its caches are left
+as they are.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer import devices
+from placer.profiler.side_by_side import measure_share
 from placer.profiler.trial import Trial
 
 _ENOUGH_S = 0.5
@@ -67,40 +68,18 @@ def measure_time(trial: Trial, training: bool, repeats: int, halves: bool = True
         repeats: how often each is timed, at least once.
         halves: whether its backward pass has a half that can wait.
     """
-    passes = [_Pass(trial.forward, trial.reads)]
-    on_cuda = trial.device.type == "cuda"
+    passes: list[Callable[[], None]] = [trial.forward]
     try:
         if training and trial.flows:
             trial.set_gradients(present=True)
-            forward = trial.forward_in_halves if halves else trial.forward
-            passes = [_Pass(forward, trial.reads), _Pass(trial.accumulate, trial.write_gradients)]
+            passes = [trial.forward, trial.accumulate]
             if halves:
-                passes.append(_later(trial) if on_cuda else _Pass(trial.accumulate_later))
-        timed = _cuda_times(trial, passes, repeats) if on_cuda else _cpu_times([one.run for one in passes], repeats)
+                passes = [trial.forward_in_halves, trial.accumulate, trial.accumulate_later]
+        on_cuda = trial.device.type == "cuda"
+        columns, host_ms = _cuda_times(trial, passes, repeats) if on_cuda else _cpu_times(passes, repeats)
     finally:
         trial.set_gradients(present=False)
-    return _summary(*timed)
-
-
-class _Pass(NamedTuple):
-    """A pass of a layer.
-
-    Attributes:
-        run: runs it.
-        neighbours: what a neighbour would have made just before.
-        together: how many of them ``run`` runs side by side.
-    """
-
-    run: Callable[[], None]
-    neighbours: Sequence[Any] = ()
-    together: int = 1
-
-
-def _later(trial: Trial) -> _Pass:
-    """The weight half: a stage records those of two layers side by side, so that each has a neighbour like itself."""
-    for run in (trial.forward_in_halves, trial.accumulate):
-        run()
-    return _Pass(trial.accumulate_later_twice, together=2) if trial.copy_deferred() else _Pass(trial.accumulate_later)
+    return _summary(columns, host_ms)
 
 
 def _summary(columns: Sequence[Sequence[float]], host_ms: float) -> LayerTime:
@@ -132,23 +111,29 @@ def measure_step(trial: Trial, step: Callable[[], None], repeats: int) -> float:
         trial.set_gradients(present=False)
 
 
-def _cuda_times(trial: Trial, passes: Sequence[_Pass], repeats: int) -> tuple[list[list[float]], float]:
+def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int) -> tuple[list[list[float]], float]:
     """The times of every pass, and the median time to launch all of them."""
-    device, runs = trial.device, [one.run for one in passes]
-    host_ms = statistics.median(_launch_ms(device, runs) for _ in range(_LAUNCHES))
+    host_ms = statistics.median(_launch_ms(trial.device, passes) for _ in range(_LAUNCHES))
     # A cache may keep what is used often in a way that one pass through it does not push out: twice its size does.
-    cache = torch.zeros(2 * devices.cache_bytes(device) // 4, device=device)
-    before = [_rewriting(cache, one.neighbours) for one in passes]
+    cache = torch.zeros(2 * devices.cache_bytes(trial.device) // 4, device=trial.device)
+    fresh: list[Sequence[Any]] = [trial.reads, trial.write_gradients if trial.flows else (), ()]
+    before = [_rewriting(cache, neighbours) for neighbours in fresh[: len(passes)]]
     try:
         # A backward pass reuses memory of the forward pass, so that each backward needs its own forward before it.
-        runs, extra_ms = devices.record(runs, device), [devices.replay_ms(device, one.together) for one in passes]
+        replays = devices.record(passes, trial.device)
     except devices.NotRecordable:
         trial.writes = trial.gradients = ()
-        extra_ms = [0.0] * len(passes)
-    _warm_up(device, runs)
-    columns = devices.queued_ms(runs, device, repeats, before)
-    rows = zip(columns, extra_ms, passes, strict=True)
-    return [[max(0.0, value - extra) / one.together for value in column] for column, extra, one in rows], host_ms
+        _warm_up(trial.device, passes)
+        return devices.queued_ms(passes, trial.device, repeats, before), host_ms
+    extra_ms = devices.replay_ms(trial.device)
+    _warm_up(trial.device, replays)
+    columns = devices.queued_ms(replays, trial.device, repeats, before)
+    columns = [[max(0.0, value - extra_ms) for value in column] for column in columns]
+    if passes[-1] == trial.accumulate_later:
+        alone_ms = statistics.median(columns[-1])
+        share = measure_share(trial.deferred, alone_ms, trial.device, repeats, before[-1])
+        columns[-1] = [share * value for value in columns[-1]]
+    return columns, host_ms
 
 
 def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ class Trial:
         writes: the result of the last forward pass.
         gradients: the result of the last backward pass, in the order of ``parameters`` and the reads after them.
         parameters: those of ``state`` that take a gradient.
+        deferred: what the last backward pass left to ``accumulate_later``.
     """
 
     def __init__(
@@ -44,8 +43,7 @@ class Trial:
         self.writes: tuple[Any, ...] = ()
         self.gradients: tuple[Tensor | None, ...] = ()
         self._function = layer.function
-        self._deferred = Queue()
-        self._beside = _Beside()
+        self.deferred = Queue()
         self._training = training
         self._mutated = frozenset(mutated_reads)
         self._write_gradients: list[Tensor] | None = None
@@ -65,7 +63,7 @@ class Trial:
 
     def forward_in_halves(self) -> None:
         """As ``forward``, so that ``accumulate`` leaves to ``accumulate_later`` what gradients of weights can wait."""
-        with DeferWeights(self._deferred):
+        with DeferWeights(self.deferred):
             self.forward()
 
     def forward_adding(self) -> None:
@@ -76,7 +74,7 @@ class Trial:
     def forward(self) -> None:
         """Run the layer forwards; in training with what its backward pass needs."""
         self.writes = self.gradients = ()
-        self._deferred.clear()
+        self.deferred.clear()
         with torch.set_grad_enabled(self._training):
             reads = [
                 _alias(read) if index in self._mutated and read.requires_grad else read
@@ -102,20 +100,8 @@ class Trial:
 
     def accumulate_later(self) -> None:
         """Add the gradients of weights that a backward pass after ``forward_in_halves`` left."""
-        _run(self._deferred)
-
-    def accumulate_later_twice(self) -> None:
-        """As ``accumulate_later``, and the same beside it on copies, if there are any: see ``copy_deferred``."""
-        devices.side_by_side([partial(_run, queue) for queue in (self._deferred, self._beside)], self.device)
-
-    def copy_deferred(self) -> bool:
-        """Copy what a backward pass after ``forward_in_halves`` left; false if there is no memory for that."""
-        try:
-            self._beside.fill(self._deferred)
-        except torch.OutOfMemoryError:
-            self._beside.clear()
-            return False
-        return True
+        for addition in self.deferred:
+            addition.run(self.deferred)
 
     def accumulate_alone(self, again: bool = False) -> None:
         """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a next layer's are.
@@ -150,8 +136,7 @@ class Trial:
 
     def set_gradients(self, present: bool) -> None:
         """Give the parameters gradients of zeros, or take all gradients away, and forget those that still wait."""
-        self._deferred.clear()
-        self._beside.clear()
+        self.deferred.clear()
         for leaf in self._leaves:
             leaf.grad = None
         for parameter in self.parameters if present else ():
@@ -167,37 +152,6 @@ class Trial:
 
     def _tensors(self) -> list[Tensor]:
         return [read for read in self.reads if isinstance(read, Tensor)]
-
-
-class _Beside(Queue):
-    """Copies of what another queue has, which add to copies of gradients: a neighbour that has as much to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._gradients: dict[int, Tensor] = {}
-
-    def fill(self, queue: Queue) -> None:
-        """Copy what a queue has."""
-        self.clear()
-        for addition in queue:
-            self.append(replace(addition, x=addition.x.clone(), gradient=addition.gradient.clone()))
-            for weight in addition.weights:
-                if weight.grad is not None:
-                    self._gradients[id(weight)] = weight.grad.clone()
-
-    def clear(self) -> None:
-        """Forget all."""
-        super().clear()
-        self._gradients.clear()
-
-    def gradient(self, weight: Tensor) -> Tensor | None:
-        """The copy; None for a weight that has no gradient."""
-        return self._gradients.get(id(weight))
-
-
-def _run(queue: Queue) -> None:
-    for addition in queue:
-        addition.run(queue)
 
 
 def bring_state(layer: Layer, state: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:

@@ -92,23 +92,19 @@ class FakeDevice:
     """Stands in for ``placer.devices`` as timing on a GPU uses it: tells in which order things happen."""
 
     def __init__(self) -> None:
-        self.times = {"forward": 3.0, "forward_in_halves": 3.0, "accumulate": 4.0, "accumulate_later_twice": 12.0}
+        self.times = {"forward": 3.0, "accumulate": 4.0, "accumulate_later": 6.0}
 
     def cache_bytes(self, device: torch.device) -> int:
         return 64
 
-    def replay_ms(self, device: torch.device, branches: int) -> float:
-        return float(branches)
+    def replay_ms(self, device: torch.device) -> float:
+        return 1.0
 
     def synchronise(self, device: torch.device) -> None:
         return
 
     def record(self, passes: Any, device: torch.device) -> Any:
         return passes
-
-    def side_by_side(self, works: Any, device: torch.device) -> None:
-        for work in works:
-            work()
 
     def queued_ms(self, passes: Any, device: torch.device, repeats: int, before: Any) -> list[list[float]]:
         for prepare, run in zip(before, passes, strict=True):
@@ -120,17 +116,13 @@ class FakeDevice:
 def test_on_a_gpu_each_pass_is_timed_behind_what_a_neighbour_would_have_written(
     make_trial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear: Any = torch.ops.aten.linear.default
-    trial = make_trial(linear, [torch.randn(4, 4, requires_grad=True)], [torch.randn(4, 4, requires_grad=True)])
+    trial = make_trial(torch.matmul, [torch.randn(4, 4, requires_grad=True)], [torch.randn(4, 4, requires_grad=True)])
     monkeypatch.setattr(timing, "devices", FakeDevice())
     monkeypatch.setattr(timing, "_WARM_S", 0.0)
-    trial.set_gradients(present=True)
-    passes = [timing._Pass(trial.forward_in_halves, trial.reads), timing._Pass(trial.accumulate, trial.write_gradients)]
-    passes.append(timing._later(trial))
     written = [trial.reads[0]._version, trial.write_gradients[0]._version]
     reads, gradients = trial.reads[0].clone(), trial.write_gradients[0].clone()
-    columns, host_ms = timing._cuda_times(trial, passes, repeats=2)
-    assert columns == [[2.0, 2.0], [3.0, 3.0], [5.0, 5.0]]  # less what the replay adds; the last of two side by side
+    columns, host_ms = timing._cuda_times(trial, [trial.forward, trial.accumulate, trial.accumulate_later], repeats=2)
+    assert columns == [[2.0, 2.0], [3.0, 3.0], [5.0, 5.0]]  # less what the replay adds
     assert host_ms > 0
     assert torch.equal(trial.reads[0], reads)
     assert torch.equal(trial.write_gradients[0], gradients)
@@ -147,7 +139,7 @@ def test_reads_of_every_kind_can_be_written_again(
     trial = make_trial(lambda x, y: x.view(torch.uint8).sum() + y, [read, torch.randn(2)], training=False)
     monkeypatch.setattr(timing, "devices", FakeDevice())
     monkeypatch.setattr(timing, "_WARM_S", 0.0)
-    timing._cuda_times(trial, [timing._Pass(trial.forward, trial.reads)], repeats=1)
+    timing._cuda_times(trial, [trial.forward], repeats=1)
     assert torch.equal(trial.reads[0].view(torch.uint8), read.view(torch.uint8))
 
 
