@@ -10,6 +10,7 @@ from torch import nn
 
 from placer.executor.assignment import Assignment
 from placer.executor.pipeline import to_device
+from placer.graph import checkpoints
 from placer.graph.alignment import Alignment, Arrivals
 from placer.graph.structure import Structure, flatten
 from placer.graph.trace import refuse_scripts
@@ -53,14 +54,17 @@ class HookPath:
         alignment = Alignment()
         arrivals = Arrivals(modules, alignment)
         results: list[list[Any]] = []
+        again: list[str] = []
         try:
-            for part in parts:
-                args, kwargs = inputs.unflatten(part)
-                with alignment:
-                    leaves, structure = flatten(self._module(*args, **kwargs))
-                results.append(to_device(leaves, target))
+            with checkpoints.noticed(self._module, reentrant=True) as again:
+                for part in parts:
+                    args, kwargs = inputs.unflatten(part)
+                    with alignment:
+                        leaves, structure = flatten(self._module(*args, **kwargs))
+                    results.append(to_device(leaves, target))
         finally:
-            if arrivals.needed_later:
+            if again:
+                arrivals.stay(map(self._module.get_submodule, again))
                 self._arrivals = arrivals
             else:
                 arrivals.remove()

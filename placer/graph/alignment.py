@@ -6,7 +6,7 @@ devices runs where its parameters are, else where the latest module ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,12 +40,23 @@ class Alignment(TorchFunctionMode):
 
     Attributes:
         place: the device of the latest module; None before the first.
+        is_on: whether operations are aligned now.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
         super().__init__()
         self.place: torch.device | None = None
+        self.is_on = False
         self._observer = observer
+
+    def __enter__(self) -> Alignment:
+        self.is_on = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.is_on = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -116,18 +127,49 @@ class Arrival:
         return Arrival, (None, self._device)
 
 
-class Arrivals:
-    """The modules of a model on their devices, while it runs through hooks.
+class Again:
+    """Hooks of a module that a checkpoint runs again in the backward pass: its operations are aligned there too.
 
-    Attributes:
-        needed_later: whether a module ran without gradients inside a run with them, as in a checkpoint that runs it
-            again in the backward pass: then the hooks must stay until that is over.
+    A copy of the module is no part of the flow, so in a copy the hooks do nothing.
     """
 
-    def __init__(self, modules: Mapping[nn.Module, torch.device], alignment: Alignment) -> None:
-        self.needed_later = False
+    def __init__(self, alignment: Alignment | None, begins: bool, entered: list[bool]) -> None:
         self._alignment = alignment
-        self._with_gradients = torch.is_grad_enabled()
+        self._begins = begins
+        self._entered = entered
+
+    @classmethod
+    def of(cls, module: nn.Module, alignment: Alignment) -> list[Any]:
+        """Put them on a module; what takes them away again."""
+        entered: list[bool] = []
+        return [
+            module.register_forward_pre_hook(cls(alignment, True, entered), prepend=True),
+            module.register_forward_hook(cls(alignment, False, entered), always_call=True),
+        ]
+
+    def __call__(self, *_: Any) -> None:
+        """Begin to align operations, where they are not, or end it where it was begun."""
+        if self._alignment is None:
+            return
+        if self._begins:
+            self._entered.append(not self._alignment.is_on)
+            if self._entered[-1]:
+                self._alignment.__enter__()
+        elif self._entered.pop():
+            self._alignment.__exit__(None, None, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Again:
+        return Again(None, self._begins, [])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Again, (None, self._begins, [])
+
+
+class Arrivals:
+    """The modules of a model on their devices, while it runs through hooks."""
+
+    def __init__(self, modules: Mapping[nn.Module, torch.device], alignment: Alignment) -> None:
+        self._alignment = alignment
         self._handles = [
             module.register_forward_pre_hook(Arrival(self, device), with_kwargs=True, prepend=True)
             for module, device in modules.items()
@@ -136,8 +178,11 @@ class Arrivals:
     def note(self, device: torch.device) -> None:
         """A module on this device is entered."""
         self._alignment.place = device
-        if self._with_gradients and not torch.is_grad_enabled():
-            self.needed_later = True
+
+    def stay(self, modules: Iterable[nn.Module]) -> None:
+        """Be there in the backward pass too, when a checkpoint runs these modules again."""
+        for module in modules:
+            self._handles += Again.of(module, self._alignment)
 
     def remove(self) -> None:
         """Leave the modules as they were."""

@@ -33,8 +33,13 @@ from placer.graph.tracing import GradientMode, OneDevice
 PREFIX = "module."
 """The user's model is the attribute ``module`` of what is exported."""
 
-_SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival")
+_SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival", "Again")
+_SAFE_FUNCTIONS = ("output_capturing_hook", "make_inputs_require_grads")
+"""Hooks of transformers: what the one collects is a part of the result, and the other serves checkpoints."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+_REENTRANT = "a reentrant checkpoint (CheckpointFunction; one with use_reentrant=False is captured)"
 
 
 @dataclass
@@ -173,8 +178,14 @@ def modes(module: nn.Module) -> list[tuple[bool, bool]]:
 def _unsafe_hooks(fields: Mapping[str, Any]) -> Iterator[str]:
     for kind in _HOOKS:
         hooks = fields.get(kind)
-        if hooks and any(type(hook).__name__ not in _SAFE_HOOKS for hook in hooks.values()):
+        if hooks and not all(map(_is_safe, hooks.values())):
             yield kind
+
+
+def _is_safe(hook: Any) -> bool:
+    if type(hook).__name__ in _SAFE_HOOKS:
+        return True
+    return getattr(hook, "__name__", "") in _SAFE_FUNCTIONS and hook.__module__.partition(".")[0] == "transformers"
 
 
 def _export(
@@ -234,7 +245,9 @@ def custom_functions(leaves: Sequence[Any]) -> set[str]:
             continue
         seen.add(node)
         if isinstance(node, BackwardCFunction) and not _is_of_operator(type(node)):
-            found.add(f"custom autograd function {type(node).__name__.removesuffix('Backward')}")
+            name = type(node).__name__.removesuffix("Backward")
+            is_checkpoint = name == "CheckpointFunction"
+            found.add(_REENTRANT if is_checkpoint else f"custom autograd function {name}")
         stack.extend(following for following, _ in node.next_functions)
     return found
 

@@ -7,6 +7,7 @@ self.attention = weights                   # a tensor of the pass: a graph would
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -121,8 +122,8 @@ def _is_torchs_own(child: nn.Module, key: str) -> bool:
 
 
 def _contents(child: nn.Module) -> dict[str, Any]:
-    """Copies of the lists and dicts among a module's own attributes."""
-    return {key: value.copy() for key, value in child.__dict__.items() if type(value) in (list, dict)}
+    """Copies of the lists and dicts among a module's own attributes, its hooks among them."""
+    return {key: value.copy() for key, value in child.__dict__.items() if type(value) in (list, dict, OrderedDict)}
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

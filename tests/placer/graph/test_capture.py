@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_list import CASES, SMALL, Case
 from small_models import Skips
-from torch import nn
+from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.graph import LayerGraph, capture
@@ -152,3 +152,40 @@ def test_a_device_that_the_model_names_stays_the_one_that_it_names() -> None:
     inputs = torch.randn(4, 2)
     (output,) = _run(capture(_Elsewhere(), (inputs,)), [inputs])
     assert output.is_meta and output.shape == (4, 3)
+
+
+def test_hooks_that_a_look_puts_on_modules_are_taken_away() -> None:
+    class Hooks(nn.Module):
+        """Puts a hook on a module at its first call, as models of transformers do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.hooked = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.hooked:
+                self.hooked = True
+                self.first.register_forward_hook(lambda module, args, output: output * 2)
+            return self.second(self.first(x))
+
+    model = Hooks()
+    x = torch.randn(3, 4)
+    layers = capture(model, x).layers
+    assert len(layers) == 2
+    assert not model.hooked and not model.first._forward_hooks
+    once = model(x)
+    assert len(model.first._forward_hooks) == 1
+    torch.testing.assert_close(model(x), once)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "ViTForImageClassification"])
+def test_hooks_of_transformers_own_are_captured(name: str) -> None:
+    case = CASES[name]
+    model = case.make()
+    model.enable_input_require_grads()
+    args, kwargs = case.inputs(True)
+    model(*args, **kwargs, output_hidden_states=True)  # puts on hooks that stay
+    assert any(child._forward_hooks for child in model.modules())
+    graph = capture(model, args, {**kwargs, "output_hidden_states": True})
+    assert graph.captured, graph.not_captured_because
