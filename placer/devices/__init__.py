@@ -29,6 +29,7 @@ from placer.devices.names import (
     synchronise,
     type_name,
 )
+from placer.devices.parts import addresses, parts
 from placer.devices.recording import (
     NotRecordable,
     cache_bytes,
@@ -60,6 +61,7 @@ __all__ = [
     "Registry",
     "Repeated",
     "Shipment",
+    "addresses",
     "available",
     "boot_id",
     "cache_bytes",
@@ -83,6 +85,7 @@ __all__ = [
     "move",
     "observed",
     "parse",
+    "parts",
     "pause",
     "peak_bytes",
     "place",

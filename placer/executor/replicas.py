@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import starmap
+from itertools import chain, starmap
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Replicas:
         self._graph = graph
         self._lookup = lookup
         self._mutated = mutated(graph)
-        self._own: dict[tuple[str, torch.device], int] = {}
+        self._own: dict[tuple[str, torch.device], list[int]] = {}
         self._copies: dict[tuple[str, torch.device], tuple[int, Tensor]] = {}
 
     def lookup(self, name: str, place: torch.device) -> Tensor:
@@ -30,7 +30,7 @@ class Replicas:
         if name in self._mutated or devices.same(devices.location(tensor), place):
             # Without the flag: autocast would keep casts of parameters beyond the recording that made them.
             own = tensor.detach()
-            self._own[name, place] = own.data_ptr()
+            self._own[name, place] = devices.addresses([own])
             return own
         if (name, place) not in self._copies:
             self._copies[name, place] = (tensor._version, devices.copy(tensor, place))
@@ -39,7 +39,7 @@ class Replicas:
     def refresh(self, lookup: StateLookup) -> bool:
         """Bring copies up to date; False where the model's own state is no longer where it was."""
         self._lookup = lookup
-        if list(map(Tensor.data_ptr, starmap(lookup, self._own))) != list(self._own.values()):
+        if devices.addresses(list(starmap(lookup, self._own))) != [*chain.from_iterable(self._own.values())]:
             return False
         for (name, place), (version, replica) in self._copies.items():
             tensor = lookup(name, place)

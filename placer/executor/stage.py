@@ -356,8 +356,12 @@ def _apart(result: Any, received: Iterable[Any]) -> Any:
     """A result that lies in none of what is received: the next micro-batch's comes while this one is still sent."""
     if not isinstance(result, Tensor):
         return result
-    there = {item.untyped_storage().data_ptr() for item in received if isinstance(item, Tensor)}
-    return result.clone() if result.untyped_storage().data_ptr() in there else result
+    there = {place for item in received if isinstance(item, Tensor) for place in _places(item)}
+    return result if there.isdisjoint(_places(result)) else result.clone()
+
+
+def _places(tensor: Tensor) -> list[int]:
+    return [part.untyped_storage().data_ptr() for part in devices.parts(tensor)]
 
 
 def _flows_back(value: Any) -> bool:

@@ -120,13 +120,13 @@ class TrainingPipeline:
         self.trace: list[Issued] | None = None
         state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
         self._buffers = [item for item in state.values() if not isinstance(item, nn.Parameter)]
-        self._pointers = [item.data_ptr() for item in self._buffers]
+        self._pointers = devices.addresses(self._buffers)
         self.is_prepared = False
         self._scaled = False
 
     def is_stale(self) -> bool:
         """Whether a parameter or a buffer is elsewhere now than when the passes were made for it."""
-        return self.weights.stale() or [*map(Tensor.data_ptr, self._buffers)] != self._pointers
+        return self.weights.stale() or devices.addresses(self._buffers) != self._pointers
 
     def run(
         self, batch: Sequence[Any], targets: Sequence[Any], keep: bool = False, scale: Tensor | None = None

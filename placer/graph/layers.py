@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from placer import devices
 from placer.graph.structure import Structure
 
 LayerFunction = Callable[[torch.device, Sequence[Tensor], Sequence[Any]], tuple[Any, ...]]
@@ -141,8 +142,8 @@ class LayerGraph:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements (of its storage where it is not a view)."""
-    return tensor.numel() * tensor.element_size()
+    """The bytes of a tensor's elements (of its storage where it is not a view); of a sparse one of those it has."""
+    return sum(part.numel() * part.element_size() for part in devices.parts(tensor))
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:

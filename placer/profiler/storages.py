@@ -18,8 +18,11 @@ from placer.graph.nested import run_under
 
 
 def key_of(tensor: Tensor) -> int:
-    """The same for two tensors that share a storage; unique among the storages that live at one time."""
-    return int(tensor.untyped_storage()._cdata)
+    """The same for two tensors that share a storage; unique among the storages that live at one time.
+
+    Of a sparse tensor it is that of its values.
+    """
+    return int(devices.parts(tensor)[-1].untyped_storage()._cdata)
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,9 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device, state: Iterable[Tensor], reads: Iterable[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
-        self.state = {key_of(tensor) for tensor in state}
-        self._known = self.state | {key_of(tensor) for tensor in reads if isinstance(tensor, Tensor)}
+        self.state = {key_of(part) for tensor in state for part in devices.parts(tensor)}
+        self._known = set(self.state)
+        self.ignore(tensor for tensor in reads if isinstance(tensor, Tensor))
         self._made: dict[int, _Made] = {}
         self._changes: list[int] = []  # the size of what was made, minus that of what was freed
         self.count = 0
@@ -82,7 +86,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave the storages of these tensors out."""
-        self._known |= {key_of(tensor) for tensor in tensors}
+        self._known |= {key_of(part) for tensor in tensors for part in devices.parts(tensor)}
 
     def peak_bytes(self) -> int:
         """The most that was held at one time beyond what was held at the beginning."""
