@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from placer import devices
 from placer.errors import CaptureError
-from placer.graph import attributes, checkpoints, nested
+from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import put_back, read_before_written
 from placer.graph.structure import Structure, flatten
@@ -130,7 +130,10 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     batch = batch_size(tensors)
     with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
         examples = tuple(example(tensor, device) for tensor in tensors)
-        graph_module, outputs = _export(module, inputs, examples, batch)
+        with chance.given_back() as drawn:
+            graph_module, outputs = _export(module, inputs, examples, batch)
+    if drawn:
+        raise CaptureError(f"forward {' and '.join(drawn)}, and a graph would keep what came of it")
     _refuse_generators(graph_module)
     _refuse_shapes_from_values(graph_module.graph)
     inline_regions(graph_module)

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer.errors import CaptureError
-from placer.graph import checkpoints
+from placer.graph import chance, checkpoints
 from placer.graph.export import capture_device, custom_functions, example, refuse_hooks, traceable
 from placer.graph.layers import named_state
 from placer.graph.leftovers import put_back
@@ -47,9 +47,9 @@ def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         refuse_hooks(model)
         if any(child._compiled_call_impl is not None or hasattr(child, "_orig_mod") for child in model.modules()):
             return None
-        with put_back(model) as left:
+        with put_back(model) as left, chance.given_back() as drawn:
             parts = _run(model, args, kwargs)
-        return None if left.changed else hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return None if left.changed or drawn else hashlib.sha256("\n".join(parts).encode()).hexdigest()
     except Exception:  # whatever the model's own code may raise: a capture will tell
         return None
 

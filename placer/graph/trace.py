@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
 from placer.errors import CaptureError
+from placer.graph import chance
 from placer.graph import granularity as granularities
 from placer.graph.alignment import Alignment
 from placer.graph.export import batch_size
@@ -115,7 +116,7 @@ def _undisturbed(model: nn.Module, gradients: bool) -> Iterator[None]:
     """Give attributes, buffers and random numbers their values back."""
     kept = {buffer: buffer.clone() for buffer in model.buffers()}
     places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
-    with put_back(model), devices.unobserved(), torch.random.fork_rng(sorted(places)):
+    with put_back(model), chance.given_back(), devices.unobserved(), torch.random.fork_rng(sorted(places)):
         try:
             with torch.set_grad_enabled(gradients):
                 yield

@@ -5,8 +5,10 @@ Each model is called twice, as what one call leaves behind is what the next one 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from splitting import assert_same, scatter_layers, step, twins
@@ -118,12 +120,34 @@ class SeedsItsGenerator(_Base):
         return self.third(self.second(self.first(x) + noise))
 
 
+class DrawsFromPython(_Base):
+    """Skips a layer now and then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.third(self.second(y) if random.random() < 0.5 else y)
+
+
+class DrawsFromNumpy(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)) * float(numpy.random.rand()))
+
+
+class SeedsTorch(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return self.third(self.second(self.first(x) + torch.rand(4, dtype=x.dtype).to(x.device)))
+
+
 CAPTURED: list[type[nn.Module]] = [ReplacesBuffers, SharedModuleReplacesItsBuffer, FillsAnEmptyBuffer]
 REFUSED: dict[type[nn.Module], str] = {
     KeepsItsState: "'state' of 'the model'",
     AppendsToAList: "'seen' of 'the model'",
     ClipsAGradient: "Tensor.register_hook",
     SeedsItsGenerator: "torch.Generator",
+    DrawsFromPython: "Python's random",
+    DrawsFromNumpy: "numpy.random",
+    SeedsTorch: "torch's generator",
 }
 
 
@@ -135,23 +159,49 @@ def test_two_calls_split_equal_two_calls_unsplit(make: type[nn.Module], training
         flow = DataFlow(model)
         scatter_layers(flow, 3)
         for number in range(2):
+            _seed()
             split = step(flow, model, (X + number,), {})
             assert REFUSED.get(make, "") in flow.not_captured_because
             assert (make in REFUSED) == (flow.not_captured_because != "")
+            _seed()
             assert_same(split, step(reference, reference, (X + number,), {}))
+
+
+def _seed() -> None:
+    random.seed(5)
+    numpy.random.seed(5)
+
+
+def test_host_numbers_are_drawn_anew_in_every_call() -> None:
+    # The branch that was taken at capture was taken ever after.
+    model, reference = twins(DrawsFromPython)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        _seed()
+        given = [flow(X).detach().cpu() for _ in range(8)]
+    _seed()
+    for result in given:
+        torch.testing.assert_close(result, reference(X).detach(), atol=1e-12, rtol=1e-12)
+    assert len({float(result.sum()) for result in given}) == 2
 
 
 @pytest.mark.parametrize("make", [*CAPTURED, *REFUSED])
 def test_looking_at_a_model_leaves_nothing_on_it(make: type[nn.Module]) -> None:
     model, reference = twins(make)
+    before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     capture(model, X)
+    assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     profile(model, X, ["cpu:0", "cpu:1"], repeats=1, cache=False, progress=False)
     for (name, child), whole in zip(model.named_modules(), reference.modules(), strict=True):
         own = {key: value for key, value in vars(child).items() if not isinstance(value, (dict, torch.Generator))}
         assert own == {key: getattr(whole, key) for key in own}, name
         for key, buffer in child._buffers.items():
             assert buffer is whole._buffers[key] is None or torch.equal(buffer, whole._buffers[key]), key
-    assert_same(step(model, model, (X,), {}), step(reference, reference, (X,), {}))
+    _seed()
+    left = step(model, model, (X,), {})
+    _seed()
+    assert_same(left, step(reference, reference, (X,), {}))
 
 
 def test_a_loss_that_a_module_keeps_trains_what_it_came_from() -> None:
