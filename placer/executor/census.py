@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from placer.graph.export import modes
+from placer.graph.hooks import modes
 
 _TABLES = (
     "_modules",

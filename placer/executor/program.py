@@ -13,8 +13,9 @@ from placer.errors import CaptureError
 from placer.executor.census import Attributes, Census
 from placer.graph import autocast
 from placer.graph.capture import layer_graph
-from placer.graph.export import Exported, export, refuse_hooks
+from placer.graph.export import Exported, export
 from placer.graph.granularity import Granularity
+from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 

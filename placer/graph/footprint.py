@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,12 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer.errors import CaptureError
 from placer.graph import chance, checkpoints
-from placer.graph.export import capture_device, custom_functions, example, refuse_hooks, traceable
+from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import named_state
 from placer.graph.leftovers import put_back
 from placer.graph.structure import flatten
+from placer.graph.surroundings import capture_device, example, traceable
+from placer.graph.tracing import custom_functions
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+_LATER = 10_000
+"""How many calls later a model is looked at once more; what it does at first may last as long as a warm-up."""
 
 
 def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -52,6 +58,36 @@ def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return None if left.changed or drawn else hashlib.sha256("\n".join(parts).encode()).hexdigest()
     except Exception:  # whatever the model's own code may raise: a capture will tell
         return None
+
+
+def differs_later(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counted: Iterable[tuple[nn.Module, str]]
+) -> bool:
+    """Whether the model does something else in its next call, or in a far later one, for what it counts itself.
+
+    Args:
+        model: it is left as it was.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+        counted: the modules and names of the attributes that it sets.
+
+    Returns:
+        Whether it does; False, too, where it cannot be told.
+    """
+    with put_back(model), chance.given_back():
+        try:
+            first = _run(model, args, kwargs)
+        except Exception:  # whatever the model's own code may raise on tensors without data
+            return False
+        try:
+            second = _run(model, args, kwargs)
+            for module, name in counted:
+                number = module.__dict__.get(name)
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    module.__dict__[name] = number + _LATER
+            return not first == second == _run(model, args, kwargs)
+        except Exception:
+            return True
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

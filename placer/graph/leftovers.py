@@ -28,12 +28,14 @@ class Leftovers:
     Attributes:
         changed: whether anything had, when it was put back.
         tensors: the attributes that tensors of the pass were left in, in words.
+        counted: the modules and names of the attributes that another number, flag or word was left in.
         replaced: the names of the buffers whose new values were written into them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.changed = False
         self.tensors: list[str] = []
+        self.counted: list[tuple[nn.Module, str]] = []
         self.replaced: set[str] = set()
         self._model = model
         self._before = {child: (dict(child.__dict__), _contents(child)) for child in model.modules()}
@@ -69,7 +71,9 @@ class Leftovers:
                 child.__dict__.clear()
                 child.__dict__.update(fields)
             for key, value in left.items():
-                if key not in fields["_parameters"] and not _is_torchs_own(child, key) and _has_tensors(value):
+                if isinstance(value, bool | int | float | str):
+                    self.counted.append((child, key))
+                elif key not in fields["_parameters"] and not _is_torchs_own(child, key) and _has_tensors(value):
                     self.tensors.append(f"{key!r} of {names.get(child) or 'the model'!r}")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
+
+_REENTRANT = "a reentrant checkpoint (CheckpointFunction; one with use_reentrant=False is captured)"
 
 _ON_GRADIENTS = {
     Tensor.register_hook: "Tensor.register_hook",
@@ -75,3 +79,26 @@ class OneDevice(TorchFunctionMode):
             return named
         device = torch.device(named)
         return named if device.type == "meta" or (device.type == "cpu" and device.index is None) else self._device
+
+
+def custom_functions(leaves: Sequence[Any]) -> set[str]:
+    """The custom autograd functions that a result went through: export keeps what their forward does, and no more."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and not _is_of_operator(type(node)):
+            name = type(node).__name__.removesuffix("Backward")
+            is_checkpoint = name == "CheckpointFunction"
+            found.add(_REENTRANT if is_checkpoint else f"custom autograd function {name}")
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def _is_of_operator(kind: type) -> bool:
+    """Whether an autograd function belongs to an operator, which a graph calls whole: a custom one, or torch.cond."""
+    return getattr(kind, "_forward_cls", kind).__module__.startswith(("torch._library.", "torch._higher_order_ops."))

@@ -139,12 +139,52 @@ class SeedsTorch(_Base):
         return self.third(self.second(self.first(x) + torch.rand(4, dtype=x.dtype).to(x.device)))
 
 
-CAPTURED: list[type[nn.Module]] = [ReplacesBuffers, SharedModuleReplacesItsBuffer, FillsAnEmptyBuffer]
+class TakesTurns(_Base):
+    """What it does depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        y = self.first(x)
+        return self.third(self.second(y) if self._calls % 2 else y)
+
+
+class WarmsUp(_Base):
+    """It does something else in its thousandth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.third(self.second(self.first(x))) * min(1.0, 0.1 + self.calls // 1000)
+
+
+class Counts(_Base):
+    """It counts its calls for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self._last = 0, ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self._last = f"call {self.calls}"
+        return self.third(self.second(self.first(x)))
+
+
+CAPTURED: list[type[nn.Module]] = [ReplacesBuffers, SharedModuleReplacesItsBuffer, FillsAnEmptyBuffer, Counts]
 REFUSED: dict[type[nn.Module], str] = {
     KeepsItsState: "'state' of 'the model'",
     AppendsToAList: "'seen' of 'the model'",
     ClipsAGradient: "Tensor.register_hook",
     SeedsItsGenerator: "torch.Generator",
+    TakesTurns: "sets '_calls'",
+    WarmsUp: "sets 'calls'",
     DrawsFromPython: "Python's random",
     DrawsFromNumpy: "numpy.random",
     SeedsTorch: "torch's generator",

@@ -1,0 +1,56 @@
+"""Hooks of modules: a captured graph would not run what they do beside the tensors that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from placer.errors import CaptureError
+
+_SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival", "Again")
+_SAFE_FUNCTIONS = ("output_capturing_hook", "make_inputs_require_grads")
+"""Hooks of transformers: what the one collects is a part of the result, and the other serves checkpoints."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Raise a CaptureError if a module has hooks whose effects outside the graph would be lost."""
+    for name, child in module.named_modules():
+        for kind in _unsafe_hooks(child.__dict__):
+            raise CaptureError(
+                f"module {name or '(the model)'!r} has {kind.strip('_').replace('_', ' ')}, "
+                "which a captured graph would not run"
+            )
+
+
+def modes(module: nn.Module) -> list[tuple[bool, bool]]:
+    """Of every module, whether it trains, and whether it has hooks whose effects outside the graph would be lost.
+
+    Every call of a flow asks for it, so it costs as little as can be: a module that is used twice is listed twice.
+    """
+    found, waiting = [], [module]
+    while waiting:
+        child = waiting.pop()
+        fields = child.__dict__
+        hooked = any(map(fields.get, _HOOKS)) and next(_unsafe_hooks(fields), None) is not None
+        # Wrappers (torch.compile, torch.jit) have these as properties.
+        found.append((fields["training"] if "training" in fields else child.training, hooked))
+        inner = fields["_modules"] if "_modules" in fields else child._modules
+        if inner:
+            waiting += [module for module in inner.values() if module is not None]
+    return found
+
+
+def _unsafe_hooks(fields: Mapping[str, Any]) -> Iterator[str]:
+    for kind in _HOOKS:
+        hooks = fields.get(kind)
+        if hooks and not all(map(_is_safe, hooks.values())):
+            yield kind
+
+
+def _is_safe(hook: Any) -> bool:
+    if type(hook).__name__ in _SAFE_HOOKS:
+        return True
+    return getattr(hook, "__name__", "") in _SAFE_FUNCTIONS and hook.__module__.partition(".")[0] == "transformers"

@@ -1,0 +1,86 @@
+"""What a model's code is looked at in: all of its state on one device, whatever the caller has set."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from placer import devices
+
+
+def capture_device(module: nn.Module, tensors: Sequence[Any]) -> torch.device:
+    """Where the state is, if it is in one place; else the CPU."""
+    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if not places:
+        places = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
+    return places.pop() if len(places) == 1 else torch.device("cpu")
+
+
+def example(tensor: Any, device: torch.device) -> Any:
+    """An input as the capture takes it: a tensor of its shape on the device of the capture."""
+    if not isinstance(tensor, Tensor) or tensor.device == device:
+        return tensor
+    return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
+
+
+@contextmanager
+def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """State in one place, gradients on, autocast off: what is captured must not depend on the surroundings."""
+    with ExitStack() as stack:
+        stack.enter_context(devices.unobserved())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in {"cpu", devices.default_kind()}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(_quiet())
+        stack.enter_context(_gathered(module, device))
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.export prints the whole graph of a model that it refuses; the reason alone is kept."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Stand uninitialised twins in for state that is elsewhere: export needs shapes, and all on one device."""
+    undo: list[tuple[dict[str, Any], str, Tensor]] = []
+    twins: dict[int, Tensor] = {}
+    for child in module.modules():
+        tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or tensor.device == device:
+                    continue
+                if id(tensor) not in twins:
+                    twin = torch.empty_like(tensor, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+                undo.append((table, name, tensor))
+    for table, name, tensor in undo:
+        table[name] = twins[id(tensor)]
+    try:
+        yield
+    finally:
+        for table, name, tensor in undo:
+            table[name] = tensor
