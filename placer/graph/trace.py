@@ -27,6 +27,7 @@ from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_by
 from placer.graph.leftovers import put_back
 from placer.graph.packed import LengthsOnHost
 from placer.graph.structure import Structure, flatten
+from placer.graph.undone import written_back
 
 
 @dataclass
@@ -113,12 +114,12 @@ def _run(model: nn.Module, inputs: Structure, tensors: Sequence[Any]) -> Any:
 
 @contextmanager
 def _undisturbed(model: nn.Module, gradients: bool) -> Iterator[None]:
-    """Give attributes, buffers and random numbers their values back."""
+    """Give attributes, parameters, buffers and random numbers their values back."""
     kept = {buffer: buffer.clone() for buffer in model.buffers()}
     places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
     with put_back(model), chance.given_back(), devices.unobserved(), torch.random.fork_rng(sorted(places)):
         try:
-            with torch.set_grad_enabled(gradients):
+            with torch.set_grad_enabled(gradients), written_back(model):
                 yield
         finally:
             with torch.no_grad():

@@ -384,3 +384,26 @@ def test_a_model_in_mid_pass_is_copied_without_the_flow() -> None:
     again = copy.deepcopy(model)
     torch.testing.assert_close(again(X), expected)
     expected.sum().backward()
+
+
+def test_tracing_leaves_parameters_that_forward_writes_to_as_they_were() -> None:
+    # A profile had the teacher follow the student by a few steps that nobody had asked for.
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.from_numpy(x.detach().cpu().numpy()).to(x.device)  # is not captured for this
+            with torch.no_grad():
+                self.student.bias.clamp_(-0.1, 0.1)
+                for mine, its in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    mine.data.mul_(0.9).add_(its.data, alpha=0.1)
+            return self.student(x) - self.teacher(x)
+
+    model, reference = twins(Teacher)
+    graph = capture(model, X)
+    assert not graph.captured and len(graph.layers) == 2
+    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    assert_same(step(model, model, (X,), {}), step(reference, reference, (X,), {}))
