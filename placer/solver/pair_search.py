@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import cycle
 from random import Random
 
@@ -69,53 +68,65 @@ def improved(
     Returns:
         By layer, its device; None where two devices hold too much to tell how to divide it.
     """
-    patience = min(PATIENCE[0] + 2 * len(nodes.nodes), PATIENCE[1])
-    search = _Search(Pairs(problem, nodes), Random(problem.request.seed), over, enough, patience)
-    with suppress(TooWide):
-        return nodes.spread(search.from_here([start[layers[0]] for layers in nodes.nodes]))
-    return None
+    return PairSearch(problem, nodes).improved(start, over, enough)
 
 
-@dataclass
-class _Search:
-    """The search, with what was tried in vain.
+class PairSearch:
+    """The search, which can go on where it was stopped, with what was tried in vain.
 
-    Attributes:
-        pairs: divides.
-        random: where no choice is the best.
-        over: told of work; ends the search.
-        enough: a bottleneck that will do.
-        patience: so many rounds in a row that bring nothing better end it.
-        in_vain: what two devices held, the busier first, of whose divisions none was better.
-        ended: whether it is over.
+    Args:
+        problem: what is asked, of the kind that ``applies`` names.
+        nodes: its layers, joined where they must be together.
     """
 
-    pairs: Pairs
-    random: Random
-    over: Over
-    enough: float
-    patience: int
-    in_vain: set[tuple[int, int, frozenset[int], frozenset[int]]] = field(default_factory=set)
-    ended: bool = False
+    def __init__(self, problem: Problem, nodes: Reduction) -> None:
+        self._pairs, self._nodes = Pairs(problem, nodes), nodes
+        self._random = Random(problem.request.seed)
+        self._patience = min(PATIENCE[0] + 2 * len(nodes.nodes), PATIENCE[1])
+        self._in_vain: set[tuple[int, int, frozenset[int], frozenset[int]]] = set()
+        self._worse, self._idle = cycle(WORSE), 0
+        self._best: list[int] | None = None
 
-    def from_here(self, devices: list[int]) -> list[int]:
+    def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
+        """The best assignment met on the way from one, or from where it was stopped if that was no worse.
+
+        Args:
+            start: by layer, its device; it meets all requirements.
+            over: told of work; ends the search.
+            enough: a bottleneck that ends it too, as none is smaller.
+
+        Returns:
+            By layer, its device; None where two devices hold too much to tell how to divide it.
+        """
+        self._over, self._ended = over, False
+        given = [start[layers[0]] for layers in self._nodes.nodes]
+        with suppress(TooWide):
+            if self._best is None or self._most_ms(given) < self._most_ms(self._best):
+                self._best = self._now = self._down(given)
+                self._idle = 0
+            return self._nodes.spread(self._from_here(self._best, enough))
+        return None
+
+    def _from_here(self, best: list[int], enough: float) -> list[int]:
         """By node, its device in the best placement that is found."""
-        best = now = self._down(devices)
-        best_ms, idle = max(self.pairs.loads.by_device(best)), 0
-        for worse in cycle(WORSE):
-            if idle >= self.patience or best_ms <= self.enough or self.ended:
-                break
-            now = self._down(self._kicked(now, best_ms, worse))
-            now_ms, idle = max(self.pairs.loads.by_device(now)), idle + 1
+        best_ms = self._most_ms(best)
+        while self._idle < self._patience and best_ms > enough and not self._ended:
+            worse = next(self._worse)
+            self._now = self._down(self._kicked(self._now, best_ms, worse))
+            now_ms, self._idle = self._most_ms(self._now), self._idle + 1
             if now_ms < best_ms * (1 - 1e-12):
-                best, best_ms, idle = now, now_ms, 0
+                best, best_ms, self._idle = self._now, now_ms, 0
             elif now_ms > best_ms * (1 + worse):
-                now = best
+                self._now = best
+        self._best = best
         return best
+
+    def _most_ms(self, devices: Sequence[int]) -> float:
+        return max(self._pairs.loads.by_device(devices))
 
     def _down(self, devices: list[int]) -> list[int]:
         """Divide what the busiest device holds with another one, until that makes none better."""
-        while not self.ended:
+        while not self._ended:
             found = self._less_busy(devices)
             if found is None:
                 break
@@ -124,30 +135,30 @@ class _Search:
 
     def _less_busy(self, devices: list[int]) -> list[int] | None:
         """A placement in which the busiest device is not as busy, nor is one in its place."""
-        loads = self.pairs.loads.by_device(devices)
+        loads = self._pairs.loads.by_device(devices)
         busiest = max(range(len(loads)), key=lambda device: loads[device])
         others = [device for device in range(len(loads)) if device != busiest]
-        self.random.shuffle(others)
+        self._random.shuffle(others)
         most_ms = loads[busiest] * (1 - BETTER)
         for other in others:
             key = (busiest, other, _held(devices, busiest), _held(devices, other))
-            if key in self.in_vain or self.ended:
+            if key in self._in_vain or self._ended:
                 continue
             found = self._divided(devices, busiest, other, (most_ms, most_ms), LABELS, 0.0)
-            if found is not None and max(self.pairs.loads.by_device(found)) <= loads[busiest]:
+            if found is not None and max(self._pairs.loads.by_device(found)) <= loads[busiest]:
                 return found
-            self.in_vain.add(key)
+            self._in_vain.add(key)
         return None
 
     def _kicked(self, devices: list[int], best_ms: float, worse: float) -> list[int]:
         """A placement in which some pairs hold something else."""
-        for _ in range(self.random.choice(RANDOM_PAIRS)):
-            loads = self.pairs.loads.by_device(devices)
-            one, other = self.random.sample(range(len(loads)), 2)
-            most_ms = best_ms * (1 + worse * self.random.random())
+        for _ in range(self._random.choice(RANDOM_PAIRS)):
+            loads = self._pairs.loads.by_device(devices)
+            one, other = self._random.sample(range(len(loads)), 2)
+            most_ms = best_ms * (1 + worse * self._random.random())
             within = (max(most_ms, loads[one]), max(most_ms, loads[other]))
             noise_ms = NOISE * worse * best_ms
-            found = None if self.ended else self._divided(devices, one, other, within, FEW_LABELS, noise_ms)
+            found = None if self._ended else self._divided(devices, one, other, within, FEW_LABELS, noise_ms)
             devices = devices if found is None else found
         return devices
 
@@ -155,15 +166,15 @@ class _Search:
         self, devices: list[int], one: int, other: int, most_ms: tuple[float, float], labels: int, noise_ms: float
     ) -> list[int] | None:
         """What two devices hold divided as evenly as can be; or at random, by some weights, with noise."""
-        ways = self.pairs.ways(devices, one, other, most_ms, labels)
+        ways = self._pairs.ways(devices, one, other, most_ms, labels)
         looked_at = 0 if ways is None else ways.labels
-        self.ended = self.over((looked_at + LABELS_A_WAY) / LABELS_A_WORK)
+        self._ended = self._over((looked_at + LABELS_A_WAY) / LABELS_A_WORK)
         if ways is None:
             return None
         if noise_ms:
-            weight = self.random.random()
+            weight = self._random.random()
             goal = weight * ways.one_ms + (1 - weight) * ways.other_ms
-            goal = goal + noise_ms * np.array([self.random.random() for _ in goal])
+            goal = goal + noise_ms * np.array([self._random.random() for _ in goal])
         else:
             goal = ways.most_ms
         found = [one if device == other else device for device in devices]

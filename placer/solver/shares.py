@@ -23,17 +23,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 
 from placer.solver.covering import Covering
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.solver.set_graph import SetGraph, set_graph
 from placer.solver.subsets import Found, Stopped, Subsets
+from placer.solver.whole_prices import Whole, whole_part, whole_prices
 
 SLACK = 1e-9
 CLOSE = 1e-4
-NEAR = 0.002
-"""Within so much of what is known, all of it is tried to be proven."""
+NEAR, NEARER = 0.002, 0.0005
+"""Within so much of what is known, all of it is tried to be proven; of what cannot be, smaller groups are tried."""
 
 GROUPS = 8
 """So many groups of nodes for each device in the beginning."""
@@ -46,6 +48,9 @@ FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 48_000
 
 LABELS_KEPT = 30_000_000
 """No more labels in all are kept at a time."""
+
+MOST_WHOLE = 8
+"""So many whole prices are tried at a time."""
 
 HALVINGS = 40
 EVEN = 1e-5
@@ -64,7 +69,14 @@ Over = Callable[[float], bool]
 """Told of work that was done, whether the search is to end."""
 
 
-def share_bound(problem: Problem, nodes: Reduction, upper: float, known: float, over: Over) -> float:
+def share_bound(
+    problem: Problem,
+    nodes: Reduction,
+    upper: float,
+    known: float,
+    over: Over,
+    groups: tuple[int, float] = (GROUPS, inf),
+) -> float:
     """A lower bound on the bottleneck of free placements, in milliseconds; no more than ``upper``.
 
     Args:
@@ -73,9 +85,10 @@ def share_bound(problem: Problem, nodes: Reduction, upper: float, known: float, 
         upper: a bottleneck; it is looked for a proof that none is smaller.
         known: a lower bound.
         over: ends the search.
+        groups: so many groups of nodes for each device in the beginning, and in the end.
     """
     graph = set_graph(problem, nodes) if upper > known else None
-    return _Shares(graph, upper, known, over).bound() if graph is not None else known
+    return _Shares(graph, upper, known, over, groups).bound() if graph is not None else known
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,7 @@ class _Shares:
         upper: the bottleneck that is known.
         known: the bound so far.
         over: ends the search.
+        groups: so many groups of nodes for each device in the beginning, and in the end.
         pool: all sets that were found, and their loads.
         few_labels: of searches among few sets; more where these miss one.
         labels: of searches among all; more where these find one that there is not.
@@ -113,6 +127,7 @@ class _Shares:
     upper: float
     known: float
     over: Over
+    groups: tuple[int, float] = (GROUPS, inf)
     pool: dict[frozenset[int], float] = field(default_factory=dict)
     few_labels: int = FEW_LABELS
     labels: int = LABELS
@@ -140,19 +155,47 @@ class _Shares:
         prices = [work + EVEN * sum(self.graph.work_ms) for work in self.graph.work_ms]
         scaled, share, _ = self._scaled(prices, self.upper)
         self._weighed(self._subsets(self.upper), scaled, share, self.upper, FIRST_LABELS)
-        count, ceiling, tried = GROUPS * self.graph.devices, self.upper, False
+        self._try_whole([work / self.upper for work in self.graph.work_ms])
+        count, ceiling, tried = self.groups[0] * self.graph.devices, self.upper, False
         while not self.over(0.0) and self.known < self.upper:
             finest = count >= len(prices)
-            near = self.known > ceiling * (1 - (CLOSE if finest else NEAR))
+            near = self.known > ceiling * (1 - (CLOSE if finest else NEARER if tried else NEAR))
             if near and tried:
-                if finest:
+                if finest or 2 * count > self.groups[1] * self.graph.devices:
                     return
                 count, ceiling, tried = 2 * count, self.upper, False
                 continue
             target = ceiling if near else (ceiling + self.known) / 2
             prices, able = self._generate(target, prices, self._groups(prices, count))
+            self._try_whole(prices)
             if able:
                 ceiling, tried = target, True
+
+    def _try_whole(self, prices: Sequence[float]) -> None:
+        """Round prices to whole ones, and keep what those prove by which no light set of the pool is worth a share."""
+        rounded = list(whole_prices(prices, self.graph.devices, self._free_worth))
+        subsets, tries = self._subsets(self.upper), 0
+        while rounded and tries < MOST_WHOLE and self.known < self.upper and not self.over(0.0):
+            tries += 1
+            most = [self._most_by(whole, least) for whole, least in rounded]
+            best = max(range(len(rounded)), key=most.__getitem__)
+            if most[best] <= self.known:
+                break
+            whole, least = rounded.pop(best)
+            found = self._counted(subsets.search(list(whole / least), 1 - 0.5 / least))
+            self.known = max(self.known, min(found.least_ms, self.upper))
+            if found.nodes and self._load(found.nodes) <= self.upper:
+                self.pool[found.nodes] = self._load(found.nodes)
+
+    def _most_by(self, whole: Whole, least: int) -> float:
+        """No more than this is proven by whole prices: the load of the lightest set known that is worth enough."""
+        loads = (load for nodes, load in self.pool.items() if whole[list(nodes)].sum() >= least)
+        return min(loads, default=self.upper)
+
+    def _free_worth(self, whole: Whole) -> int:
+        """What devices that pay for no transfer hold of whole prices, at the most."""
+        held = (self._held(whole.tolist(), time_ms, self.upper)[0] for time_ms in self.graph.free_ms)
+        return sum(map(whole_part, held))
 
     def _subsets(self, most_ms: float) -> Subsets:
         return Subsets(self.graph.steps, self.graph.work_ms, most_ms, lambda: self.over(0.0))

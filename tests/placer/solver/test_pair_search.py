@@ -73,6 +73,27 @@ def test_the_same_is_found_twice(chain):
     assert first == pair_search.improved(problem, reduced(problem), start, lambda work: False)
 
 
+def test_it_goes_on_where_it_was_stopped_until_patience_is_over(chain):
+    """Stopped at every tenth look, it takes about as many in all, and none more when it has ended by itself."""
+    times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
+    problem = Problem.from_request(chain(times, devices=3, value_bytes=1, constraints=FREE))
+    start, looks, stopped = [layer // 4 for layer in range(12)], [], []
+    at_once = pair_search.improved(problem, reduced(problem), start, lambda work: bool(looks.append(work)))
+    search, found = pair_search.PairSearch(problem, reduced(problem)), start
+    for _ in range(len(looks)):
+        found = search.improved(found, lambda work: stopped.append(work) or len(stopped) % 10 == 0)
+    assert 0.5 * len(looks) < len(stopped) < 2 * len(looks)
+    assert costs.evaluate(problem, found).objective_value == costs.evaluate(problem, at_once).objective_value
+
+
+def test_it_goes_on_from_a_better_placement_that_others_found(chain):
+    problem = Problem.from_request(chain([1.0] * 20, devices=5, constraints=FREE))
+    search = pair_search.PairSearch(problem, reduced(problem))
+    search.improved([0] * 20, lambda work: True)
+    even = [layer // 4 for layer in range(20)]
+    assert costs.evaluate(problem, search.improved(even, lambda work: True)).objective_value == 4.0
+
+
 def test_where_sweeps_are_too_wide_small_moves_come_instead(chain, monkeypatch):
     monkeypatch.setattr(pair_sweep, "MOST_STATES", 0)
     moved = []
