@@ -6,6 +6,7 @@ before, with the data of that one run, so that every layer can be measured alone
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -136,6 +137,8 @@ def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad
 
     def enter(path: str, module: nn.Module) -> Callable[..., None]:
         def hook(*_: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, which belongs to whatever calls it
+                return
             number = counts[path] = counts.get(path, -1) + 1
             name = f"module.{path}" if path else "module"
             stack[f"{name}@{number}" if number else name] = (name, type(module).__name__)
@@ -143,6 +146,8 @@ def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad
         return hook
 
     def leave(_: nn.Module, __: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
         example = next((leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)), None)
         calls.append(Call({"nn_module_stack": dict(stack), "val": example}))
         stack.popitem()
@@ -196,12 +201,14 @@ class _Watch:
 
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                return
             number = self._counts[path] = self._counts.get(path, -1) + 1
             outer = self._opened.cut(self._stack) if self._stack else None
             self._stack.append((path, number))
             if self._inside or outer is not None or self._opened.cut(self._stack) is None:
                 return
-            tensors, structure = flatten((args, kwargs))
+            tensors, structure = flatten(_apart((args, kwargs), self._model))
             name = f"{path}@{number}" if number else path
             draft = _Draft(name or "(model)", path, module, structure, [self.name(leaf) for leaf in tensors])
             self._inside.append(draft)
@@ -209,6 +216,8 @@ class _Watch:
         return hook
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
         self._stack.pop()
         if not self._inside or self._inside[-1].module is not module or self._inside[-1].path in dict(self._stack):
             return
@@ -314,6 +323,15 @@ class _Watch:
         )
 
 
+def _apart(nest: Any, model: nn.Module) -> Any:
+    """Inputs whose objects are copies, though not their tensors: a cache that a layer fills is empty the next time."""
+    kept = [*flatten(nest)[0], *model.modules(), *model.parameters(), *model.buffers()]
+    try:
+        return copy.deepcopy(nest, {id(item): item for item in kept})
+    except Exception:  # whatever objects of the user's may raise that cannot be copied
+        return nest
+
+
 def _function(
     draft: _Draft, names: list[str], constants: list[str], reads: list[str]
 ) -> Callable[..., tuple[Any, ...]]:
@@ -323,7 +341,7 @@ def _function(
     def run(device: torch.device, state: Sequence[Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
         env = dict(zip(reads, values, strict=True))
         env |= dict(zip(constants, state[len(names) : len(names) + len(constants)], strict=True))
-        args, kwargs = draft.inputs.unflatten([env[name] for name in draft.reads])
+        args, kwargs = _apart(draft.inputs.unflatten([env[name] for name in draft.reads]), draft.module)
         given = dict(zip(relative, state[: len(names)], strict=True))
         has_lengths = any(isinstance(value, Tensor) and value.dtype == torch.int64 for value in values)
         with put_back(draft.module), LengthsOnHost() if has_lengths else nullcontext():

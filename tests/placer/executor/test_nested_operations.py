@@ -228,6 +228,19 @@ def test_a_model_that_is_not_captured_chooses_too() -> None:
     split = step(flow, model, (X + 1,), {})
     assert flow.not_captured_because
     assert_same(split, step(reference, reference, (X + 1,), {}))
+    flow.undo()
+    options = {"repeats": 1, "cache": False, "progress": False}
+    assert [layer.name for layer in profile(model, X, ["cpu:0"], **options).layers] == ["first", "third", "second"]
+
+
+def test_modules_inside_a_branch_are_no_layers_of_a_model_that_is_not_captured() -> None:
+    class Converts(ChoosesModules):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.from_numpy(x.detach().cpu().numpy()).to(x.device))
+
+    graph = capture(Converts().double(), X)
+    assert not graph.captured
+    assert [layer.name for layer in graph.layers] == ["first", "third"]
 
 
 def test_a_graph_of_its_own_makes_tensors_where_its_layer_runs() -> None:
