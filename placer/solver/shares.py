@@ -12,7 +12,8 @@ The other K devices hold the rest, so one of them holds a set S with::
 solved by column generation: the set that is worth most by the prices joins the program, which gives new prices. These
 are kept near the best ones so far, in a box, or they would swing from end to end. The set is looked for among few, and
 among all only where none of the few is worth its share: then the prices may prove something. Where sets for K devices
-suffice for a bottleneck, as far as fractions of sets are sets, a smaller one is tried.
+suffice for a bottleneck, as far as fractions of sets are sets, a smaller one is tried. Between bottlenecks prices are
+rounded to whole ones (``whole_prices.py``), which prove at once what the program's own come near to.
 
 Source: Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", 1961; du Merle, Villeneuve,
 Desrosiers and Hansen, "Stabilized column generation", 1999.
