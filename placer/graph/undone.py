@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from placer.graph.nested import run_under
+_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_OF_ITSELF = {"requires_grad_", "detach_"}
 
 
 @contextmanager
 def written_back(model: nn.Module) -> Iterator[None]:
-    """Give parameters that operations inside write to the values back that they had; only these are copied."""
+    """Give parameters that functions inside write to the values back that they had; only these are copied."""
     writes = _Writes(model)
     try:
         with writes:
@@ -26,33 +27,25 @@ def written_back(model: nn.Module) -> Iterator[None]:
             parameter.data.copy_(value)
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies a parameter before the first operation that writes to it.
+class _Writes(TorchFunctionMode):
+    """Copies a parameter before the first function that writes to it.
 
     Attributes:
         before: by storage, the parameter and what it was.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._parameters = {_key(parameter): parameter for parameter in model.parameters()}
         self.before: dict[int | None, tuple[Tensor, Tensor]] = {}
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Let torch compile the branches of torch.cond under it."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            return run_under(self, func, args, kwargs or {})
-        if func._schema.is_mutable:
-            for argument, given in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._keep(given)
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.compiler.is_dynamo_compiling():
+            if args and _writes_to_its_first(getattr(func, "__name__", "")):
+                self._keep(args[0])
+            self._keep(kwargs.get("out"))
+        return func(*args, **kwargs)
 
     def _keep(self, given: Any) -> None:
         for tensor in tree_leaves(given):
@@ -60,6 +53,13 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key in self._parameters and key not in self.before:
                 parameter = self._parameters[key]
                 self.before[key] = parameter, parameter.detach().clone()
+
+
+def _writes_to_its_first(name: str) -> bool:
+    """Whether a function of this name writes to its first argument: ``add_``, ``+=`` and ``x[0] = y`` do."""
+    if name.endswith("__"):
+        return name == "__setitem__" or name in _OPERATORS
+    return name.endswith("_") and name not in _OF_ITSELF
 
 
 def _key(tensor: Tensor) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from model_list import torchvision_models
 from splitting import assert_same, scatter_layers, step, twins
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from placer import DataFlow
@@ -397,6 +398,7 @@ def test_tracing_leaves_parameters_that_forward_writes_to_as_they_were() -> None
             x = torch.from_numpy(x.detach().cpu().numpy()).to(x.device)  # is not captured for this
             with torch.no_grad():
                 self.student.bias.clamp_(-0.1, 0.1)
+                self.student.weight[0] = 0.5
                 for mine, its in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
                     mine.data.mul_(0.9).add_(its.data, alpha=0.1)
             return self.student(x) - self.teacher(x)
@@ -407,3 +409,19 @@ def test_tracing_leaves_parameters_that_forward_writes_to_as_they_were() -> None
     for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine, its)
     assert_same(step(model, model, (X,), {}), step(reference, reference, (X,), {}))
+
+
+def test_a_model_that_makes_a_kind_of_tensor_of_its_own_is_traced() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)[None]
+            y = nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=causal_lower_right(len(x), len(x)))
+            return self.second(y[0])
+
+    graph = capture(Biased().double(), X)
+    assert not graph.captured
+    assert len(graph.layers) == 2
