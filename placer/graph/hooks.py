@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
 
 from placer.errors import CaptureError
 
@@ -51,6 +52,6 @@ def _unsafe_hooks(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_safe(hook: Any) -> bool:
-    if type(hook).__name__ in _SAFE_HOOKS:
+    if type(hook).__name__ in _SAFE_HOOKS or isinstance(hook, BasePruningMethod):
         return True
     return getattr(hook, "__name__", "") in _SAFE_FUNCTIONS and hook.__module__.partition(".")[0] == "transformers"

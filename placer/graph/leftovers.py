@@ -120,9 +120,10 @@ def _is_like(now: Tensor, before: Tensor) -> bool:
 
 
 def _is_torchs_own(child: nn.Module, key: str) -> bool:
-    """Whether torch itself sets an attribute, from parameters: in a module of its own, or in a hook of old norms."""
+    """Whether torch itself sets an attribute, from parameters: in a module of its own, in hooks of norms or pruning."""
     hooks = child._forward_pre_hooks.values()
-    return is_torchs(type(child)) or key in {getattr(hook, "name", "") for hook in hooks}
+    names = {getattr(hook, name, "") for hook in hooks for name in ("name", "_tensor_name")}
+    return is_torchs(type(child)) or key in names
 
 
 def _contents(child: nn.Module) -> dict[str, Any]:

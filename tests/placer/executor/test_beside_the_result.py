@@ -11,8 +11,9 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
-from splitting import assert_same, scatter_layers, step, twins
+from splitting import assert_same, assert_split_equals_unsplit, scatter_layers, step, twins
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from placer import DataFlow, capture, profile
 from placer.testing import logical_devices
@@ -242,6 +243,22 @@ def test_looking_at_a_model_leaves_nothing_on_it(make: type[nn.Module]) -> None:
     left = step(model, model, (X,), {})
     _seed()
     assert_same(left, step(reference, reference, (X,), {}))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_pruned_model_is_captured(training: bool) -> None:
+    # What prunes is a hook, which was taken for one of the user's.
+    class Own(nn.Linear):
+        pass
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Own(4, 4))
+        prune.l1_unstructured(model[0], "weight", 0.5)
+        prune.random_unstructured(model[2], "weight", 0.3)
+        prune.l1_unstructured(model[2], "weight", 0.3)
+        return model
+
+    assert_split_equals_unsplit(make, (X,), training=training)
 
 
 def test_a_loss_that_a_module_keeps_trains_what_it_came_from() -> None:
