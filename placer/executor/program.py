@@ -17,6 +17,7 @@ from placer.graph.export import Exported, export
 from placer.graph.granularity import Granularity
 from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import LayerGraph
+from placer.graph.leftovers import KeptError
 from placer.graph.structure import Structure
 
 _FEW_CALLS = 10
@@ -49,6 +50,7 @@ class Program:
     _looks: int = 0
     _changes: int = 0
     _modes: dict[Hashable, int] = field(default_factory=dict)
+    _second: dict[Hashable, bool] = field(default_factory=dict)  # whether a mode's second look is still to come
 
     def mode(self) -> Hashable:
         """What the graph depends on beside shapes: which modules train, which have hooks, and the caller's autocast."""
@@ -85,14 +87,16 @@ class Program:
             known = self._captures.setdefault((mode, inputs.key), [])
             fitting = next((capture for capture in known if capture.exported.covers(tensors)), None)
             if fitting is None:
-                if mode in self.refused:
+                if mode in self.refused and not self._second.get(mode):
                     return None
                 try:
                     refuse_hooks(self.module)
                     fitting = Capture(export(self.module, *inputs.unflatten(tensors)))
                 except CaptureError as error:
+                    self._second[mode] = isinstance(error, KeptError) and mode not in self._second
                     self.refused[mode] = str(error)
                     return None
+                self.refused.pop(mode, None)
                 known.append(fitting)
                 self._attributes.add(fitting.exported.attributes)
             self._seen[key] = fitting
@@ -116,6 +120,7 @@ class Program:
         self._captures.clear()
         self._seen.clear()
         self.refused.clear()
+        self._second.clear()
         self._attributes = Attributes()
 
     def _tell_of_changes(self) -> None:

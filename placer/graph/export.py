@@ -21,7 +21,7 @@ from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.footprint import differs_later
 from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
-from placer.graph.leftovers import put_back, read_before_written
+from placer.graph.leftovers import KeptError, put_back, read_before_written
 from placer.graph.structure import Structure, flatten
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, custom_functions
@@ -166,7 +166,7 @@ def _export(
                 f"{', '.join(sorted(flat.custom))}: a graph would lose the backward pass that it defines"
             )
         if flat.kept:
-            raise CaptureError(
+            raise KeptError(
                 f"forward keeps a tensor in {', '.join(sorted(flat.kept))}, which a graph would not leave there"
             )
         graph_module = program.module()

@@ -15,8 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from placer.errors import CaptureError
 from placer.graph.attributes import is_torchs
 from placer.graph.structure import flatten
+
+
+class KeptError(CaptureError):
+    """Forward keeps tensors on modules. In later calls it may not: what it keeps is then there, as in a cache."""
+
 
 _STATE = ("_parameters", "_buffers", "_modules")
 _NONE = object()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from placer import DataFlow, capture, profile
+from placer.executor import program
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
@@ -259,6 +260,39 @@ def test_a_pruned_model_is_captured(training: bool) -> None:
         return model
 
     assert_split_equals_unsplit(make, (X,), training=training)
+
+
+def test_a_model_that_fills_a_cache_in_its_first_call_is_captured_in_its_second() -> None:
+    class Rotates(_Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.angles: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] not in self.angles:
+                self.angles[x.shape[1]] = torch.arange(x.shape[1], dtype=x.dtype, device=x.device).cos()
+            return self.third(self.second(self.first(x) * self.angles[x.shape[1]].to(x.device)))
+
+    model, reference = twins(Rotates)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        for _ in range(3):
+            assert_same(step(flow, model, (X,), {}), step(reference, reference, (X,), {}))
+        assert flow.not_captured_because == ""
+
+
+def test_a_model_that_keeps_a_tensor_in_every_call_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+    export = program.export
+    monkeypatch.setattr(program, "export", lambda *given: looks.append(given) or export(*given))
+    model, _ = twins(KeepsItsState)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.update_flow()
+    for _ in range(4):
+        flow(X)
+    assert len(looks) == 2
+    assert "'state'" in flow.not_captured_because
 
 
 def test_a_loss_that_a_module_keeps_trains_what_it_came_from() -> None:
