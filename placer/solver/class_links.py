@@ -45,7 +45,9 @@ class ClassNets:
             source = nodes.node_of[value.source]
             readers = tuple(sorted(nodes.of(value.readers) - {source}))
             if readers:
-                found[source, readers, value.ordered] += _costs_ms(value, links, never_ms)
+                found[source, readers, value.ordered] += _costs_ms(
+                    value, links, never_ms, problem.request.transfers == "overlapped"
+                )
         self.costs_ms = np.minimum(np.array(list(found.values())).reshape(-1, len(classes), len(classes)), never_ms)
         self._sources = np.array([source for source, _, _ in found], np.int64)
         self._ordered = np.array([ordered for _, _, ordered in found], np.bool_)[:, None]
@@ -107,11 +109,11 @@ def _between(problem: Problem, ones: Sequence[int], others: Sequence[int]) -> li
     return [link for link in links if link is not None]
 
 
-def _costs_ms(value: Value, links: Sequence[Sequence[list[Link]]], never_ms: float) -> Vector:
-    """By the classes of source and reader, the time of a value there and of its gradient back."""
+def _costs_ms(value: Value, links: Sequence[Sequence[list[Link]]], never_ms: float, overlapped: bool) -> Vector:
+    """By the classes of source and reader, the time of a value there and of its gradient back; none beside work."""
 
     def least(between: Sequence[Link], size: int) -> float:
-        return min((link.transfer_ms(size) for link in between), default=never_ms)
+        return min((0.0 if overlapped else link.transfer_ms(size) for link in between), default=never_ms)
 
     def both(source: int, reader: int) -> float:
         back = least(links[reader][source], value.gradient_bytes) if value.gradient_bytes else 0.0

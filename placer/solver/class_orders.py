@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import factorial, inf, prod
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver import fronts
-from placer.solver.capacity import state_of, work_on
+from placer.solver.capacity import work_on
 from placer.solver.class_links import ClassNets
 from placer.solver.class_windows import Graph, Windows
 from placer.solver.fronts import Between, Front, Range
@@ -30,12 +31,14 @@ from placer.solver.memory_rules import can_bind
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reach import narrowed_windows
 from placer.solver.reduce import SLACK, Reduction
+from placer.solver.stage_room import SETS_A_WORK, StageRoom
 from placer.solver.windows import members, neighbourhood
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
 Table = NDArray[np.float64]
 Order = tuple[int, ...]
+Memory = Literal["sums", "exact", "exact, all used"]
 
 MOST_ORDERS = 100
 """More than so many orders of classes are too many."""
@@ -52,6 +55,9 @@ PAIRS_A_WORK, CUTS_A_WORK = 30_000_000, 15_000
 ROWS = 64
 """So many ideals of a front are looked at together."""
 
+SETS_A_LOOK = 32
+"""After so many sets whose memory was told it is asked whether the time is over."""
+
 ROUNDING = 1e-9
 
 NEVER = 4.0
@@ -59,13 +65,12 @@ NEVER = 4.0
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Whether there are classes to put in order, few orders of them, and a stage's load adds up."""
+    """Whether links are unlike, or memory depends on a stage's place, where orders are few and a load adds up."""
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
-        and problem.request.transfers == "added"
         and not problem.untaxed
-        and 1 < len(problem.alike_devices())
+        and (problem.one_link is None or (problem.training and can_bind(problem)))
         and _number_of_orders(problem) <= MOST_ORDERS
         and len(nodes.nodes) <= MOST_NODES
         and sum(1 + len(value.readers) for value in problem.values) <= MOST_PINS
@@ -87,6 +92,10 @@ def orders(problem: Problem) -> list[Order]:
     for _ in range(problem.most_devices):
         found = [(*order, kind) for order in found for kind in range(len(sizes)) if order.count(kind) < sizes[kind]]
     return found
+
+
+class Stopped(Exception):
+    """The time is over."""
 
 
 @dataclass(frozen=True)
@@ -122,23 +131,40 @@ class ClassOrders:
         nets = ClassNets(problem, nodes, NEVER * upper)
         windows = narrowed_windows(problem, nodes, upper)
         self.graph = Graph(works, np.array(arcs, np.int64).reshape(-1, 2), _before(problem, nodes), nets, windows)
-        self.state = state_of(problem, nodes) if can_bind(problem) else None
+        self.room = StageRoom(problem, nodes) if can_bind(problem) else None
 
-    def best(self, order: Order, over: Callable[[], bool]) -> Chain | None:
-        """The best chain of an order; None where ideals are too many, or the time is over."""
+    def best(self, order: Order, over: Callable[[], bool], memory: Memory = "sums") -> Chain | None:
+        """The best chain of an order; None where ideals are too many, or the time is over.
+
+        What places on fewer devices leaves the first stages of some order empty: the memory of a stage is that with
+        as many micro-batches in flight as the stages behind it ask for.
+
+        Args:
+            order: by stage, its class.
+            over: asked stage by stage; ends the search.
+            memory: how it is told: by sums of what nodes take at the least, exactly, or exactly where no stage is
+                empty, where the bound holds for these placements alone.
+        """
         windows = Windows(self.graph, order, self.upper)
         windows.narrow()
         work = windows.cuts / CUTS_A_WORK
         if not windows.possible:
             return Chain(inf, None, work)
-        chains = _Chains(self, windows)
-        value = chains.value(over)
-        work += chains.pairs / PAIRS_A_WORK
+        chains, known = _Chains(self, windows, memory, over), self._sets
+        try:
+            value = chains.value()
+        except Stopped:
+            return None
+        work += chains.pairs / PAIRS_A_WORK + (self._sets - known) / SETS_A_WORK
         if value is None:
             return None
         if value == inf:
             return Chain(inf, None, work)
         return Chain(value * (1 - ROUNDING), chains.read(), work)
+
+    @property
+    def _sets(self) -> int:
+        return 0 if self.room is None else self.room.sets
 
 
 def _before(problem: Problem, nodes: Reduction) -> Bools:
@@ -175,22 +201,23 @@ class _StageGraph(fronts.Graph):
 class _Chains:
     """The tables of the dynamic program for one order, front by front."""
 
-    def __init__(self, given: ClassOrders, windows: Windows) -> None:
-        self.given, self.windows, self.order = given, windows, windows.order
+    def __init__(self, given: ClassOrders, windows: Windows, memory: Memory, over: Callable[[], bool]) -> None:
+        self.given, self.windows, self.order, self.memory = given, windows, windows.order, memory
+        self.over = over
         self.within = given.upper * (1 + SLACK)
         self.pairs = 0
         self.banned = given.graph.works == inf
         self.works = np.where(self.banned, 0.0, given.graph.works)
         self.graph = _StageGraph(given, windows)
 
-    def value(self, over: Callable[[], bool]) -> float | None:
+    def value(self) -> float | None:
         """The smallest bottleneck, infinite if none is within; None if there are too many ideals."""
         nothing = np.zeros(self.works.shape[1], np.bool_)
         self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
         self.reached = [np.zeros(1)]
         for stage, kind in enumerate(self.order):
             before = self.fronts[-1]
-            behind = None if over() else fronts.front(before, stage + 1, self._ranges(stage))
+            behind = None if self.over() else fronts.front(before, stage + 1, self._ranges(stage))
             if behind is None:
                 return None
             behind = behind.some(np.argsort(behind.sums(self.works[kind]), kind="stable"))
@@ -229,7 +256,7 @@ class _Chains:
         value = np.full(len(behind), inf)
         loads = _Loads(self, stage, before, behind)
         for one, other in blocks:
-            table = np.maximum(loads.of(one, other), reached[one, None])
+            table = loads.chains(one, other, reached[one], np.minimum(value[other], self.within))
             value[other] = np.minimum(value[other], table.min(axis=0))
         return value
 
@@ -251,7 +278,7 @@ class _Chains:
             assert place is not None
             before, behind = self.fronts[stage], self.fronts[stage + 1]
             loads = _Loads(self, stage, before, behind.some(slice(place, place + 1)))
-            table = np.maximum(loads.of(slice(None), slice(None))[:, 0], self.reached[stage])
+            table = loads.chains(slice(None), slice(None), self.reached[stage], np.array([self.within]))
             held, place = behind.ideal(place), int(table.argmin())
             device = left[self.order[stage]].pop()
             for node in np.flatnonzero(held & ~before.ideal(place)):
@@ -265,16 +292,66 @@ class _Loads:
     def __init__(self, chains: _Chains, stage: int, before: Front, behind: Front) -> None:
         given, kind = chains.given, chains.order[stage]
         graph = _StageGraph(given, chains.windows, stage)
-        before, behind = (Front(graph, one.must, one.free, one.taken) for one in (before, behind))
-        self._between = Between(before, behind)
+        self._before, self._behind = (Front(graph, one.must, one.free, one.taken) for one in (before, behind))
+        self._between = Between(self._before, self._behind)
         work, banned = chains.works[kind], chains.banned[kind]
         self._work = before.sums(work), behind.sums(work)
-        room = given.problem.devices[given.classes[kind][0]].usable_bytes * (1 + ROUNDING)
-        weights = [] if given.state is None else [(given.state, room)]
-        weights += [(banned.astype(np.float64), 0.5)] if banned.any() else []
-        self._limited = [(before.sums(weight), behind.sums(weight), most) for weight, most in weights]
+        self._room, self._device = given.room, given.classes[kind][0]
+        limits = [(banned.astype(np.float64), 0.5)] if banned.any() else []
+        self._flight, self._over = 1, chains.over
+        self._exactly = self._room is not None and chains.memory != "sums"
+        if self._room is not None:
+            stages = len(chains.order)
+            self._flight = self._room.flight(stages - stage, stages if chains.memory == "exact, all used" else 0)
+            limit = given.problem.devices[self._device].usable_bytes * (1 + ROUNDING)
+            limits.append((self._room.least(self._device, self._flight), limit))
+            if self._exactly:
+                most = self._room.most(self._flight)
+                self._sure = before.sums(most), behind.sums(most), limit
+        self._limited = [(before.sums(weight), behind.sums(weight), most) for weight, most in limits]
 
-    def of(self, rows: slice, columns: slice) -> Table:
+    def chains(self, rows: slice, columns: slice, reached: Vector, most: Vector) -> Table:
+        """By some ideals and some later ones, the bottleneck of the best chain to the one that goes on to the other.
+
+        Args:
+            rows: some earlier ideals.
+            columns: some later ones.
+            reached: by earlier ideal, the bottleneck of the best chain to it.
+            most: by later ideal, the bottleneck from which it does not matter.
+        """
+        load = self._of(rows, columns)
+        table: Table = np.maximum(load, reached[:, None])
+        if self._exactly:
+            self._settle(load, table, rows, columns, most)
+        return table
+
+    def _settle(self, load: Table, table: Table, rows: slice, columns: slice, most: Vector) -> None:
+        """Let the best of each later ideal be such that its device has the memory for it."""
+        told, places = self._roomy(rows, columns), np.arange(table.shape[1])
+        while True:
+            chosen = table.argmin(axis=0)
+            asked = np.flatnonzero((table[chosen, places] <= most) & ~told[chosen, places])
+            if not len(asked):
+                return
+            for column in asked:
+                row = chosen[column]
+                told[row, column] = True
+                more_ms = self._more_ms(int(row) + (rows.start or 0), int(column) + (columns.start or 0))
+                table[row, column] = max(table[row, column], load[row, column] + more_ms)
+
+    def _roomy(self, rows: slice, columns: slice) -> Bools:
+        """By some ideals and some later ones, whether the device has the memory for what is between, for sure."""
+        begins, ends, most = self._sure
+        return np.asarray(ends[None, columns] - begins[rows, None] <= most)
+
+    def _more_ms(self, row: int, column: int) -> float:
+        assert self._room is not None
+        if self._room.sets % SETS_A_LOOK == 0 and self._over():
+            raise Stopped
+        members = self._behind.ideal(column) & ~self._before.ideal(row)
+        return self._room.more_ms(self._device, self._flight, members)
+
+    def _of(self, rows: slice, columns: slice) -> Table:
         """By some ideals and some later ones, the load, or infinity."""
         begins, ends = self._work
         load: Table = self._between.transfers(rows, columns)

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from placer.solver import class_orders, costs
-from placer.solver.class_orders import ClassOrders, Order
+from placer.solver import class_orders, costs, memory_rules
+from placer.solver.class_orders import Chain, ClassOrders, Memory, Order
+from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
 from placer.solver.stage_search import nodes_within
 
 if TYPE_CHECKING:
@@ -25,11 +27,61 @@ ROUNDS = 3
 LOW = 0.9
 """So much of the best known is asked for first: that no order has less is told soon, for where the time is short."""
 
+GROWING = (1.2, 1.5, 2.0, 3.0, 5.0)
+"""Where nothing is known that fits, bottlenecks of so many times the bound are looked for one after the other."""
+
 FEW = 500
 """With more nodes than so many that is not told soon, and left out."""
 
 SHARE = 0.9
 """How much of the time all orders may take: it is all or nothing, as one order that is left open is one too many."""
+
+
+def none_in_any_order(search: Search) -> bool:
+    """Go through the orders of classes, where they are few; whether it is proven that no placement fits.
+
+    Args:
+        search: with a placement or without.
+    """
+    if not search.open() or search.enough is not None or not class_orders.applies(search.problem, search.nodes):
+        return False
+    if search.best is None and find_any(search):
+        return True
+    if search.best is not None and search.open():
+        search_orders(search)
+    return False
+
+
+def find_any(search: Search) -> bool:
+    """Look for a placement where no start fits: the best chain of any order, within bottlenecks that grow.
+
+    Args:
+        search: of a problem that ``class_orders.applies`` to.
+
+    Returns:
+        Whether there is none at all.
+    """
+    whole = _longest_ms(search.problem)
+    for upper in (*(times * search.bound for times in GROWING), whole):
+        if 0 < upper <= whole:
+            given = ClassOrders(search.problem, reduced(search.problem, upper), upper)
+            for order in class_orders.orders(search.problem):
+                if _chain(search, given, order) is None:
+                    return False
+                if search.best is not None:
+                    return False
+    return True
+
+
+def _longest_ms(problem: Problem) -> float:
+    """No device takes longer, whatever it holds."""
+    devices = range(len(problem.devices))
+    work = sum(max(problem.compute_ms(layer, device) for device in devices) for layer in range(len(problem.layers)))
+    again = sum(map(max, problem.forward_ms)) if problem.may_recompute else 0.0
+    links = [link for row in problem.links for link in row if link is not None]
+    sizes = [size for value in problem.values for size in (value.bytes, value.gradient_bytes) if size]
+    sent = sum(max((link.transfer_ms(size) for link in links), default=0.0) for size in sizes)
+    return work + again + len(problem.devices) * sent
 
 
 def search_orders(search: Search) -> bool:
@@ -67,13 +119,40 @@ def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
             continue
         if given is None or given.upper > upper:
             given = ClassOrders(search.problem, nodes_within(search, upper), upper)
-        chain = None if search.over(SHARE) else given.best(order, lambda: search.over(SHARE))
+        chain = _chain(search, given, order)
         if chain is None:
             return False
-        search.meter.done += chain.work
         bounds[order] = max(bound, min(chain.bound, upper))
-        search.offer(chain.devices, "ideals")
     return True
+
+
+def _chain(search: Search, given: ClassOrders, order: Order) -> Chain | None:
+    """The best chain of an order, which is offered; where memory does not allow it, that by what memory does allow."""
+    found: Chain | None = None
+    for memory in _ways(search):
+        before = search.value
+        chain = None if search.over(SHARE) else given.best(order, lambda: search.over(SHARE), memory)
+        if chain is None:
+            return found
+        search.meter.done += chain.work
+        search.offer(chain.devices, "ideals")
+        found = chain if found is None or memory == "exact" else found
+        if chain.devices is None or search.value < before or not _asks_too_much(search, chain.devices):
+            break
+    return found
+
+
+def _ways(search: Search) -> tuple[Memory, ...]:
+    """How memory is told, one after the other."""
+    if not memory_rules.can_bind(search.problem):
+        return ("sums",)
+    return ("sums", "exact", "exact, all used") if search.request.schedule == "zero-bubble" else ("sums", "exact")
+
+
+def _asks_too_much(search: Search, devices: list[int]) -> bool:
+    """Whether a placement takes longer than its chain, or does not fit, because of memory."""
+    result = costs.evaluate(search.problem, devices)
+    return result is not None and (bool(result.recompute) or not costs.fits(search.problem, result))
 
 
 def _likely_first(search: Search, orders: Sequence[Order]) -> list[Order]:

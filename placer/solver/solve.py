@@ -28,7 +28,6 @@ from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
 from placer.solver import (
     answer,
     bounds,
-    class_orders,
     conflict,
     costs,
     free_search,
@@ -44,7 +43,7 @@ from placer.solver.divide import divide_anew
 from placer.solver.fewest import FewestSearch, Outcome
 from placer.solver.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.model import PlacementModel, worth_building
-from placer.solver.order_search import search_orders
+from placer.solver.order_search import none_in_any_order
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.stage_links import StageLinks, quickest_everywhere, stage_links
@@ -255,6 +254,8 @@ class Search:
 
     def _program(self) -> Infeasibility | None:
         """The integer program, in rounds, each narrowed by what the last one found; the reason if infeasible."""
+        if none_in_any_order(self):
+            return searched_reason(self.problem, self.nodes, self._searcher())
         staged = stage_scope.applies(self.problem) and stage_scope.worth_building(self.problem, self.nodes)
         if not staged and stage_scope.bounds(self.problem) and stage_scope.worth_building(self.problem, self.nodes):
             self._relax()
@@ -286,8 +287,6 @@ class Search:
         links = stage_links(self.problem)
         if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
             return
-        if class_orders.applies(self.problem, stage_search.nodes_within(self)):
-            search_orders(self)
         if self.open() and not self.over(RELAXED_SHARE):
             self._ask_less(links)
         if self.open():
