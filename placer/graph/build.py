@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.graph import nested
-from placer.graph.export import PREFIX, Exported, draws_random
+from placer.graph.export import PREFIX, Exported, draws_random, updates_running_statistics
 from placer.graph.granularity import hint
 from placer.graph.grouping import Group, storage_roots, written
 from placer.graph.inlining import REGIONS
@@ -317,17 +317,11 @@ def _mutated(graph: fx.Graph, state: State) -> set[str]:
     roots = storage_roots(operations)
     mutated: set[str] = set()
     for node in operations:
-        if _updates_running_statistics(node):
+        if updates_running_statistics(node):
             mutated.update(state.name_of[source] for source in node.args[3:5] if source in state.name_of)
         for target in written(node):
             mutated.update(state.name_of[root] for root in roots.get(target, {target}) if root in state.name_of)
     return mutated
-
-
-def _updates_running_statistics(node: fx.Node) -> bool:
-    """Batch norm changes its running statistics without saying so in its schema."""
-    name = getattr(node.target, "_schema", None)
-    return name is not None and name.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
 
 
 def _gradients(graph: fx.Graph, state: State) -> dict[fx.Node, bool]:

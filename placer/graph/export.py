@@ -212,9 +212,15 @@ def _batch_symbol(graph: fx.Graph) -> Any:
 
 def _has_effect(node: fx.Node) -> bool:
     """Whether a node without users must stay: it writes in place, draws random numbers, or is a border."""
-    if node.op in ("placeholder", "output") or nested.is_transform(node):
+    if node.op in ("placeholder", "output") or nested.is_transform(node) or updates_running_statistics(node):
         return True
     return isinstance(node.target, torch._ops.OpOverload) and (node.target._schema.is_mutable or draws_random(node))
+
+
+def updates_running_statistics(node: fx.Node) -> bool:
+    """Batch norm changes its running statistics without saying so in its schema."""
+    name = getattr(node.target, "_schema", None)
+    return name is not None and name.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
 
 
 def draws_random(node: fx.Node) -> bool:

@@ -64,6 +64,19 @@ class SharedModuleReplacesItsBuffer(_Base):
         return self.third(self.other(self.second(self.one(self.first(x)))))
 
 
+class NormalisesForNothing(_Base):
+    """A head whose result nobody reads; what its normalisation has seen is kept all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        self.norm(self.second(y))
+        return self.third(y)
+
+
 class KeepsItsState(_Base):
     """A recurrent state from call to call, None before the first."""
 
@@ -179,7 +192,13 @@ class Counts(_Base):
         return self.third(self.second(self.first(x)))
 
 
-CAPTURED: list[type[nn.Module]] = [ReplacesBuffers, SharedModuleReplacesItsBuffer, FillsAnEmptyBuffer, Counts]
+CAPTURED: list[type[nn.Module]] = [
+    ReplacesBuffers,
+    SharedModuleReplacesItsBuffer,
+    FillsAnEmptyBuffer,
+    Counts,
+    NormalisesForNothing,
+]
 REFUSED: dict[type[nn.Module], str] = {
     KeepsItsState: "'state' of 'the model'",
     AppendsToAList: "'seen' of 'the model'",
