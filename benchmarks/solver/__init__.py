@@ -4,8 +4,8 @@ A row a case: value, bound, gap, time and peak memory of a process of its own, b
 same graph, see ``peers.py``. ``asked`` is what should hold beyond the target of the value; ``met`` is about both.
 
 ``PLACER_SOLVER_CASES="models,neurips20 layer_bert24"`` runs alone the cases of a group (``contiguous``, ``free``,
-``latency``, ``pipedream``, ``models``, ``steps``, ``overhead``, ``large``) or whose names begin so, and keeps the rows
-that the results of the same machine and versions have of others.
+``latency``, ``pipedream``, ``models``, ``memory``, ``steps``, ``overhead``, ``large``) or whose names begin so, and
+keeps the rows that the results of the same machine and versions have of others.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ LIMIT_S = 20.0
 LONG_LIMIT_S = 60.0
 MODEL_LIMIT_S = 10.0
 CHAIN_LIMIT_S = 30.0
+TIGHT = 0.85
 REPEATS = 20
 CONTIGUOUS = Constraints(contiguous=True)
 FREE = Constraints(contiguous=False)
@@ -48,7 +49,7 @@ class Case:
 
 def every() -> dict[str, Case]:
     """All cases by name."""
-    cases = [*_published(), *_free(), *_latency(), *_profiles(), *_models(), *_steps(), *_chains()]
+    cases = [*_published(), *_free(), *_latency(), *_profiles(), *_models(), *_memory(), *_steps(), *_chains()]
     return {case.name: case for case in cases}
 
 
@@ -146,6 +147,15 @@ def _models() -> Iterator[Case]:
         asked = partial(models.request, name, time_limit_s=MODEL_LIMIT_S)
         wanted = Wanted(gap=2.0, time_s=MODEL_LIMIT_S + 1)
         yield Case("models", f"model {name}, 8 unlike devices, training", partial(_request, asked, wanted))
+
+
+def _memory() -> Iterator[Case]:
+    """The same where memory binds: the largest stage no longer fits, with recompute or without."""
+    for name in ("inception", "resnet50", "unet"):
+        for recompute in ("never", "auto"):
+            asked = partial(models.tight, name, TIGHT, recompute, time_limit_s=MODEL_LIMIT_S)
+            case = f"model {name}, 8 unlike devices, training, {TIGHT:.0%} of the largest stage, recompute {recompute}"
+            yield Case("memory", case, partial(_request, asked, Wanted()))
 
 
 def _request(asked: Callable[[], PlacementRequest], wanted: Wanted, case: str) -> dict[str, Any]:

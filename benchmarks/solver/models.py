@@ -15,7 +15,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.schema import Cluster, Device, Layer, Link, PlacementRequest, Profile
+from placer.schema import Cluster, Constraints, Device, Layer, Link, PlacementRequest, Profile
+from placer.solver.solve import solve
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -111,6 +112,22 @@ def request(name: str, **asked: object) -> PlacementRequest:
     measured = profile(name)
     content = {"profile": measured, "cluster": cluster(measured), "chunks": CHUNKS, "schedule": "1f1b", **asked}
     return PlacementRequest.model_validate(content)
+
+
+def tight(name: str, share: float, recompute: str, **asked: object) -> PlacementRequest:
+    """The same on devices that hold a share of what the largest stage takes where there is memory enough.
+
+    Args:
+        name: of the model.
+        share: of that stage's memory.
+        recompute: whether devices may recompute, as ``Constraints`` takes it.
+        asked: further fields of the request.
+    """
+    plenty = request(name, **asked)
+    largest = max(load.memory.total_bytes for load in solve(plenty).devices)
+    limited = [device.model_copy(update={"memory_bytes": int(share * largest)}) for device in plenty.placed_on.devices]
+    of_share = plenty.placed_on.model_copy(update={"devices": tuple(limited)})
+    return request(name, **{**asked, "cluster": of_share, "constraints": Constraints(recompute=recompute)})
 
 
 def cluster(measured: Profile) -> Cluster:

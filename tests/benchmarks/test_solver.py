@@ -191,6 +191,16 @@ def test_a_model_s_profile_has_both_types_of_device_and_fits_on_the_cluster(part
     assert len({device.host for device in request.devices}) == 2
 
 
+def test_where_memory_is_tight_the_largest_stage_no_longer_fits(part):
+    models = part("models")
+    solve = importlib.import_module("placer.solver.solve").solve
+    plenty, tight = models.request("unet"), models.tight("unet", 0.85, "auto")
+    largest = max(load.memory.total_bytes for load in solve(plenty).devices)
+    assert {device.memory_bytes for device in tight.devices} == {int(0.85 * largest)}
+    assert [device.type for device in tight.devices] == [device.type for device in plenty.devices]
+    assert tight.constraints.recompute == "auto"
+
+
 def test_a_case_in_a_process_of_its_own_gives_one_row(part):
     case = "neurips20 layer_bert24_inference, contiguous"
     command = [sys.executable, "-m", "benchmarks.solver", case]
