@@ -43,12 +43,13 @@ class Leftovers:
         self.tensors: list[str] = []
         self.counted: list[tuple[nn.Module, str]] = []
         self.replaced: set[str] = set()
-        self._model = model
-        self._before = {child: (dict(child.__dict__), _contents(child)) for child in model.modules()}
+        # While a graph is made, a module that has several names is another proxy by each; they share its attributes.
+        self._named = list(model.named_modules(remove_duplicate=False))
+        self._before = {child: (dict(child.__dict__), _contents(child)) for _, child in self._named}
 
     def write_buffers(self) -> None:
         """Write the values of buffers that were replaced by others like them into those that were there before."""
-        for name, child in self._model.named_modules(remove_duplicate=False):
+        for name, child in self._named:
             for key, before in self._before[child][1].get("_buffers", {}).items():
                 now = child._buffers.get(key)
                 if now is before or before is None or now is None or not _is_like(now, before):
@@ -58,12 +59,12 @@ class Leftovers:
                 self.replaced |= {other for other in self._names_of(child, key, name)}
 
     def _names_of(self, child: nn.Module, key: str, name: str) -> set[str]:
-        others = {other for other, module in self._model.named_modules(remove_duplicate=False) if module is child}
+        others = {other for other, module in self._named if module is child}
         return {f"{other}.{key}".lstrip(".") for other in (name, *others)}
 
     def put_back(self) -> None:
         """Leave the modules as they were."""
-        names = {child: name for name, child in self._model.named_modules()}
+        names = {child: name for name, child in reversed(self._named)}
         for child, (fields, contents) in self._before.items():
             left = _differing(fields, child.__dict__)
             for key, was in contents.items():
