@@ -2,9 +2,9 @@
 
     best known  ├── a a b b ✗ ── a b a b: a better one ──┤ next orders are asked for less ── b a b a ✗ ──▶ proven
 
-A chain may be better than the placement that is made of it, as its cost is that of the best links its values may have,
-and of memory it counts the state alone. Its order is then asked again for what is better than the best known, which may
-tell where its values' ends are.
+A chain may be better than the placement that is made of it, as its cost is that of the best links its values may have.
+Its order is then asked again for what is better than the best known, which may tell where its values' ends are. Memory
+counts by sums first; where it does not allow the placement, or not without recompute, exactly.
 """
 
 from __future__ import annotations
