@@ -10,8 +10,8 @@ chains look good that must pass between hosts.
 
 A stage's place is known too, and with it how many micro-batches it has in flight. So devices that are all alike, which
 have one order, are solved so as well where memory binds in training: by sums of what nodes take at the least, or, for
-the chains that are best, exactly (``stage_room.py``). What leaves devices idle is the chain of an order that begins with
-those: the stages behind it are all in use.
+the chains that are best, exactly (``stage_room.py``). A placement that leaves devices idle is a chain of the order that
+begins with those, whose stages are empty, so that all behind them are in use.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5,
 of chains of ideals.
