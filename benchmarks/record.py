@@ -23,6 +23,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from placer.errors import InputError
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch-placer", "ortools", "torch", "numpy", "pydantic", "fastapi", "uvicorn")
 FIELDS = ("case", "measure", "unit", "value", "spread", "target", "met", "peers")
@@ -31,6 +33,19 @@ AND_THEN = "; "
 """Between the commands of runs that each made a part of the rows."""
 
 Row = Mapping[str, Any]
+
+
+def seconds(variable: str, default: float) -> float:
+    """A number of seconds from a variable of the environment.
+
+    Raises:
+        InputError: it has another value.
+    """
+    given = os.environ.get(variable, "")
+    try:
+        return float(given) if given else default
+    except ValueError:
+        raise InputError(f"{variable} is {given!r}; give a number of seconds") from None
 
 
 def row(

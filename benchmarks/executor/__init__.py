@@ -49,7 +49,7 @@ def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator
     from .store import Store
 
     names = chosen or [name for name in os.environ.get("PLACER_EXECUTOR_CASES", "").split(",") if name]
-    budget_s = float(os.environ.get("PLACER_EXECUTOR_BUDGET_S", jobs.BUDGET_S))
+    budget_s = record.seconds("PLACER_EXECUTOR_BUDGET_S", jobs.BUDGET_S)
     before = record.known("executor", folder) if folder is not None else []
     store = Store(folder)
     for job, sample in jobs.run(names, budget_s):

@@ -44,7 +44,7 @@ def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator
     from . import jobs, rows
 
     names = chosen or [name for name in os.environ.get("PLACER_PROFILER_CASES", "").split(",") if name]
-    budget_s = float(os.environ.get("PLACER_PROFILER_BUDGET_S", jobs.BUDGET_S))
+    budget_s = record.seconds("PLACER_PROFILER_BUDGET_S", jobs.BUDGET_S)
     samples = []
     for sample in jobs.run(names, budget_s):
         samples.append(sample)

@@ -54,6 +54,8 @@ MOST_WHOLE = 8
 """So many whole prices are tried at a time."""
 
 HALVINGS = 40
+"""So often the range of a bottleneck is halved that work alone proves."""
+
 EVEN = 1e-5
 """What all nodes cost at the least in the beginning, of the sum."""
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from placer.errors import InputError
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -119,3 +121,12 @@ def test_committed_results_have_the_one_form(record, path):
     content = json.loads(path.read_text())
     assert set(content) == {"machine", "versions", "command", "date", "rows"}
     assert all(set(row) - {record.FIGURES} == set(record.FIELDS) for row in content["rows"])
+
+
+def test_seconds_of_the_environment_are_a_number(record, monkeypatch):
+    assert record.seconds("PLACER_MADE_BUDGET_S", 4.0) == 4.0
+    monkeypatch.setenv("PLACER_MADE_BUDGET_S", "2.5")
+    assert record.seconds("PLACER_MADE_BUDGET_S", 4.0) == 2.5
+    monkeypatch.setenv("PLACER_MADE_BUDGET_S", "abc")
+    with pytest.raises(InputError, match="PLACER_MADE_BUDGET_S is 'abc'; give a number of seconds"):
+        record.seconds("PLACER_MADE_BUDGET_S", 4.0)
