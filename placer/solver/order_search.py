@@ -62,15 +62,20 @@ def find_any(search: Search) -> bool:
         Whether there is none at all.
     """
     whole = _longest_ms(search.problem)
-    for upper in (*(times * search.bound for times in GROWING), whole):
-        if 0 < upper <= whole:
-            given = ClassOrders(search.problem, reduced(search.problem, upper), upper)
-            for order in class_orders.orders(search.problem):
-                if _chain(search, given, order) is None:
-                    return False
-                if search.best is not None:
-                    return False
-    return True
+    uppers = [upper for times in GROWING if 0 < (upper := times * search.bound) < whole]
+    return not any(_has_chains(search, upper) for upper in uppers) and whole > 0 and not _has_chains(search, whole)
+
+
+def _has_chains(search: Search, upper: float) -> bool:
+    """Look for a placement within a bottleneck; whether there is one, or may be."""
+    given = ClassOrders(search.problem, reduced(search.problem, upper), upper)
+    some = False
+    for order in class_orders.orders(search.problem):
+        chain = _chain(search, given, order)
+        if chain is None or search.best is not None:
+            return True
+        some = some or chain.devices is not None  # which asks for more than chains tell of
+    return some
 
 
 def _longest_ms(problem: Problem) -> float:

@@ -96,7 +96,7 @@ def test_the_solver_proves_the_best_or_that_there_is_none(request):
         assert placement.status == "optimal"
 
 
-@examples(100)
+@examples(200)
 @given(request=trained())
 def test_where_no_order_has_a_chain_nothing_fits(request):
     problem = Problem.from_request(request)
@@ -108,7 +108,9 @@ def test_where_no_order_has_a_chain_nothing_fits(request):
     fits = any(costs.fits(problem, result) for _, result in placements(problem, nodes))
     assert not (none and fits)
     assert search.best is None or fits
-    assert search.best is not None or none or request.schedule == "zero-bubble"
+    linked = all(link is not None for a, row in enumerate(problem.links) for b, link in enumerate(row) if a != b)
+    asks_more = problem.least_devices > 1 or problem.most_layers is not None or not linked  # than chains tell of
+    assert search.best is not None or none or asks_more or request.schedule == "zero-bubble"
 
 
 def test_a_first_stage_that_keeps_more_micro_batches_gets_fewer_layers(chain):
