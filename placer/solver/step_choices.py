@@ -6,13 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from placer.schema import Infeasibility, PlacementRequest, Profile, Schedule, StepChoice
+from placer.schema import Infeasibility, Link, PlacementRequest, Profile, Schedule, StepChoice
 from placer.solver import costs, step_bounds
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 
 TRAINING: tuple[Schedule, ...] = ("1f1b", "zero-bubble", "fill-drain")
 """The schedules of contiguous placements."""
+
+INSTANT_BYTES_PER_S = 1e18
+"""Over a link of so many bytes a second, the most that a link may have, nothing takes any time to speak of."""
 
 
 @dataclass
@@ -55,6 +58,14 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
     if by_segment(problem):
         asked = asked.model_copy(update={"chunks": held})
     return replace(problem, request=asked)
+
+
+def work_alone(problem: Problem) -> Problem:
+    """The same question where transfers take no time: several lanes may carry those of a device at once."""
+    link = Link(source="any", target="other", bandwidth_bytes_per_s=INSTANT_BYTES_PER_S)
+    numbers = range(len(problem.devices))
+    links = tuple(tuple(link if a != b and problem.links[a][b] is not None else None for b in numbers) for a in numbers)
+    return replace(problem, links=links)
 
 
 def by_segment(problem: Problem) -> bool:

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 from placer import schedule
 from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
-from placer.solver import answer, costs, pipelines, step_bounds, step_maps, step_moves, step_ties
+from placer.solver import answer, costs, memory_rules, pipelines, step_bounds, step_maps, step_moves, step_ties
 from placer.solver.cpsat import Meter
 from placer.solver.problem import Problem
-from placer.solver.step_choices import Choice, bottleneck_of, by_segment, choice_of, questions, said
+from placer.solver.step_choices import Choice, bottleneck_of, by_segment, choice_of, questions, said, work_alone
 from placer.solver.step_maps import EVALUATION
 
 BottleneckSearch = Callable[[Problem, Meter], Placement]
@@ -103,6 +103,9 @@ class StepSearch:
             share = self._share(1 / (len(rows) - number))
             self._climb_again(choice, share)
             self._all_cuts(choice, share)
+        others = [choice for choice in self.choices if choice.cuts is None and memory_rules.can_bind(choice.problem)]
+        for number, choice in enumerate(others):
+            self._bound_by_work(choice, self._share(1 / (len(others) - number)))
         return self._placement() if self.best.devices is not None else self._nothing()
 
     def _break_ties(self) -> Ties | None:
@@ -198,6 +201,20 @@ class StepSearch:
             found += self._searched(choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share)
         return found
 
+    def _bound_by_work(self, choice: Choice, share: Share) -> None:
+        """Raise the bound by the work of some device, whatever the map that memory allows.
+
+        Not where devices may recompute: whether they must depends on the order of stages, of which the smallest
+        bottleneck knows one, and a step may have another.
+        """
+        if self._over(choice, share) or choice.problem.may_recompute:
+            return
+        allowed = Meter(SEARCH_SHARE * (share.work - self.meter.done))
+        placement = self.search(self._limited(work_alone(choice.bottleneck), share), allowed)
+        self.meter.done += allowed.done
+        busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
+        choice.bound = max(choice.bound, min(busy_ms * (1 - 1e-9), choice.value, self._better()))
+
     def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
         """Small changes that let devices lack less memory."""
 
@@ -213,10 +230,7 @@ class StepSearch:
     def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
         """Try the map of the smallest bottleneck of a question; it alone, or none."""
         allowed = Meter(SEARCH_SHARE * (share.work - self.meter.done))
-        by_work = self.meter.limit < inf  # then the clock must not decide
-        limit_s = max(0.01, self._left_s() if by_work else SEARCH_SHARE * (share.time_s - self._time_s()))
-        limited = replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
-        placement = self.search(limited, allowed)
+        placement = self.search(self._limited(asked, share), allowed)
         self.meter.done += allowed.done
         if asked == choice.bottleneck:  # what holds more can be infeasible by that
             choice.reason = placement.infeasible
@@ -226,6 +240,12 @@ class StepSearch:
         devices = [index[device] for device in placement.layer_devices.values()]
         self._offer(choice, devices, "smallest bottleneck")
         return [devices]
+
+    def _limited(self, asked: Problem, share: Share) -> Problem:
+        """A question with as much time as a search for a bottleneck may take."""
+        by_work = self.meter.limit < inf  # then the clock must not decide
+        limit_s = max(0.01, self._left_s() if by_work else SEARCH_SHARE * (share.time_s - self._time_s()))
+        return replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
 
     def _rounds(self, choice: Choice) -> Iterator[list[int]]:
         """Where a device may have several segments: the layers dealt out to the devices, round after round."""

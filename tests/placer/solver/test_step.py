@@ -11,7 +11,7 @@ from rows import row
 from small_requests import examples
 
 from placer.errors import PlacementError
-from placer.schema import Constraints, PlacementRequest
+from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver.check import check
 from placer.solver.solve import solve
 
@@ -136,6 +136,29 @@ def test_the_answer_says_what_was_looked_at():
     assert step.samples_per_s == pytest.approx(1e3 * 4 / placement.objective_value)
     busy = 4 * 4 * 3.0
     assert step.bubble == pytest.approx(1 - busy / (2 * placement.objective_value))
+
+
+def test_where_memory_lets_a_device_hold_few_layers_the_work_of_others_is_the_bound():
+    """Two rows of 7 layers of 1 ms, of which one device holds no more than 5: the other does 9 ms a micro-batch."""
+    names = [f"{side}{index}" for index in range(7) for side in "ab"]
+    times = {"forward_ms": {"t": 0.5}, "backward_ms": {"t": 0.5}}
+    layers = [Layer(name=name, param_bytes=10, saved_bytes=1, **times) for name in names]
+    ends = [(f"{side}{index}", f"{side}{index + 1}") for side in "ab" for index in range(6)]
+    edges = [Edge(source=source, targets=[target], bytes=1, gradient_bytes=1) for source, target in ends]
+    devices = [Device(name="d0", type="t", memory_bytes=66), Device(name="d1", type="t", memory_bytes=10_000)]
+    links = [Link(source=a, target=b, bandwidth_bytes_per_s=1e9) for a, b in (("d0", "d1"), ("d1", "d0"))]
+    request = PlacementRequest(
+        profile=Profile(layers=layers, edges=edges, training=True),
+        cluster=Cluster(devices=devices, links=links),
+        objective="step",
+        schedule="1f1b",
+        chunks=4,
+        constraints=Constraints(contiguous=True),
+        workers=1,
+        time_limit_s=10.0,
+    )
+    placement = solve(request)
+    assert 4 * 9 * (1 - 1e-5) <= placement.bound <= placement.objective_value < 4 * 9 + 1.1
 
 
 def test_a_step_that_is_not_what_is_claimed_is_refused():
