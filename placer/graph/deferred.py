@@ -72,6 +72,11 @@ class Queue(list[Addition]):
         assert total is not None
         total.add_(gradient)
 
+    def run(self) -> None:
+        """Do all that was left."""
+        for addition in self:
+            addition.run(self)
+
     def branches(self) -> list[list[Addition]]:
         """All in two parts with about as much to do, which may run side by side: none adds to what the other does."""
         parts: tuple[list[Addition], list[Addition]] = ([], [])

@@ -55,11 +55,6 @@ class _Copy(Queue):
         """The copy; None for a weight that has no gradient."""
         return self._gradients.get(id(weight))
 
-    def run(self) -> None:
-        """Add all."""
-        for addition in self:
-            addition.run(self)
-
 
 def measure_share(
     queue: Queue, alone_ms: float, device: torch.device, repeats: int, before: Callable[[], None]

@@ -100,8 +100,7 @@ class Trial:
 
     def accumulate_later(self) -> None:
         """Add the gradients of weights that a backward pass after ``forward_in_halves`` left."""
-        for addition in self.deferred:
-            addition.run(self.deferred)
+        self.deferred.run()
 
     def accumulate_alone(self, again: bool = False) -> None:
         """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a next layer's are.

@@ -209,9 +209,7 @@ class StepSearch:
         """
         if self._over(choice, share) or choice.problem.may_recompute:
             return
-        allowed = Meter(SEARCH_SHARE * (share.work - self.meter.done))
-        placement = self.search(self._limited(work_alone(choice.bottleneck), share), allowed)
-        self.meter.done += allowed.done
+        placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share)
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
         choice.bound = max(choice.bound, min(busy_ms * (1 - 1e-9), choice.value, self._better()))
 
@@ -229,9 +227,7 @@ class StepSearch:
 
     def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
         """Try the map of the smallest bottleneck of a question; it alone, or none."""
-        allowed = Meter(SEARCH_SHARE * (share.work - self.meter.done))
-        placement = self.search(self._limited(asked, share), allowed)
-        self.meter.done += allowed.done
+        placement = self._smallest_bottleneck(asked, share)
         if asked == choice.bottleneck:  # what holds more can be infeasible by that
             choice.reason = placement.infeasible
         if not placement.layer_devices:
@@ -241,11 +237,15 @@ class StepSearch:
         self._offer(choice, devices, "smallest bottleneck")
         return [devices]
 
-    def _limited(self, asked: Problem, share: Share) -> Problem:
-        """A question with as much time as a search for a bottleneck may take."""
+    def _smallest_bottleneck(self, asked: Problem, share: Share) -> Placement:
+        """The answer to a question for a bottleneck, in its part of the time and the work."""
+        allowed = Meter(SEARCH_SHARE * (share.work - self.meter.done))
         by_work = self.meter.limit < inf  # then the clock must not decide
         limit_s = max(0.01, self._left_s() if by_work else SEARCH_SHARE * (share.time_s - self._time_s()))
-        return replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
+        limited = replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
+        placement = self.search(limited, allowed)
+        self.meter.done += allowed.done
+        return placement
 
     def _rounds(self, choice: Choice) -> Iterator[list[int]]:
         """Where a device may have several segments: the layers dealt out to the devices, round after round."""

@@ -43,6 +43,14 @@ def placements(problem, nodes):
             yield np.array(chosen), result
 
 
+def in_orders(request):
+    """A request's problem with its nodes, of the kind whose orders of classes are gone through."""
+    problem = Problem.from_request(request)
+    nodes = reduced(problem)
+    assume(class_orders.applies(problem, nodes) and all(nodes.allowed))
+    return problem, nodes
+
+
 @examples(150)
 @given(request=trained(), seed=st.integers(0, 99))
 def test_stages_have_what_the_cost_model_says_and_sums_are_no_more(request, seed):
@@ -70,9 +78,7 @@ def test_stages_have_what_the_cost_model_says_and_sums_are_no_more(request, seed
 @examples(250)
 @given(request=trained())
 def test_chains_of_all_orders_are_no_worse_than_any_assignment_that_fits(request):
-    problem = Problem.from_request(request)
-    nodes = reduced(problem)
-    assume(class_orders.applies(problem, nodes) and all(nodes.allowed))
+    problem, nodes = in_orders(request)
     fitting = [result.objective_value for _, result in placements(problem, nodes) if costs.fits(problem, result)]
     assume(fitting)
     for upper in (min(fitting), 2 * min(fitting)):
@@ -99,9 +105,7 @@ def test_the_solver_proves_the_best_or_that_there_is_none(request):
 @examples(200)
 @given(request=trained())
 def test_where_no_order_has_a_chain_nothing_fits(request):
-    problem = Problem.from_request(request)
-    nodes = reduced(problem)
-    assume(class_orders.applies(problem, nodes) and all(nodes.allowed))
+    problem, nodes = in_orders(request)
     search = Search(problem)
     search.request, search.nodes = problem.request, nodes
     none = find_any(search)
