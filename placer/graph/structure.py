@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _OPAQUE = (nn.Module, type, torch.Generator)
 
 
@@ -63,7 +63,7 @@ def _walk(
         leaves.append(nest)
         paths.append(path)
         return "*", next
-    if isinstance(nest, _CONSTANTS):
+    if isinstance(nest, CONSTANTS):
         return (type(nest), repr(nest)), lambda _: nest
     if id(nest) in above or isinstance(nest, _OPAQUE) or callable(nest):
         return (type(nest), id(nest)), lambda _: nest

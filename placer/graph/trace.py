@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
@@ -22,12 +23,13 @@ from placer.errors import CaptureError
 from placer.graph import chance
 from placer.graph import granularity as granularities
 from placer.graph.alignment import Alignment
+from placer.graph.attributes import is_torchs
 from placer.graph.export import batch_size
 from placer.graph.granularity import Granularity, Opened
 from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_bytes
 from placer.graph.leftovers import put_back
 from placer.graph.packed import LengthsOnHost
-from placer.graph.structure import Structure, flatten
+from placer.graph.structure import CONSTANTS, Structure, flatten
 from placer.graph.undone import written_back
 
 
@@ -49,6 +51,7 @@ class _Draft:
     module: nn.Module
     inputs: Structure
     reads: list[str]
+    given_objects: bool
     outputs: list[str] = field(default_factory=list)
     extras: dict[str, Tensor] = field(default_factory=dict)
 
@@ -210,7 +213,8 @@ class _Watch:
                 return
             tensors, structure = flatten(_apart((args, kwargs), self._model))
             name = f"{path}@{number}" if number else path
-            draft = _Draft(name or "(model)", path, module, structure, [self.name(leaf) for leaf in tensors])
+            reads = [self.name(leaf) for leaf in tensors]
+            draft = _Draft(name or "(model)", path, module, structure, reads, _holds_objects((args, kwargs)))
             self._inside.append(draft)
 
         return hook
@@ -332,19 +336,35 @@ def _apart(nest: Any, model: nn.Module) -> Any:
         return nest
 
 
+def _holds_objects(nest: Any) -> bool:
+    """Whether a layer could leave something in its inputs; lists and dicts are made anew for each of its runs."""
+    return not all(isinstance(leaf, (Tensor, nn.Module, *CONSTANTS)) for leaf in tree_leaves(nest))
+
+
+def _runs_torchs_code_alone(module: nn.Module) -> bool:
+    """Whether a module leaves nothing on itself for sure."""
+    return all(
+        is_torchs(type(child)) and not (child._forward_pre_hooks or child._forward_hooks or "forward" in vars(child))
+        for child in module.modules()
+    )
+
+
 def _function(
     draft: _Draft, names: list[str], constants: list[str], reads: list[str]
 ) -> Callable[..., tuple[Any, ...]]:
+    unchanged = nullcontext if _runs_torchs_code_alone(draft.module) else put_back
     relative = [name for name, _ in (*draft.module.named_parameters(), *draft.module.named_buffers())]
     extras = tuple(draft.extras.values())
 
     def run(device: torch.device, state: Sequence[Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
         env = dict(zip(reads, values, strict=True))
         env |= dict(zip(constants, state[len(names) : len(names) + len(constants)], strict=True))
-        args, kwargs = _apart(draft.inputs.unflatten([env[name] for name in draft.reads]), draft.module)
+        args, kwargs = draft.inputs.unflatten([env[name] for name in draft.reads])
+        if draft.given_objects:
+            args, kwargs = _apart((args, kwargs), draft.module)
         given = dict(zip(relative, state[: len(names)], strict=True))
         has_lengths = any(isinstance(value, Tensor) and value.dtype == torch.int64 for value in values)
-        with put_back(draft.module), LengthsOnHost() if has_lengths else nullcontext():
+        with unchanged(draft.module), LengthsOnHost() if has_lengths else nullcontext():
             result = torch.func.functional_call(draft.module, given, args, kwargs)
         made = [devices.copy(item, device) if isinstance(item, Tensor) else item for item in extras]
         return (*flatten(result)[0], *made)
