@@ -60,9 +60,14 @@ class Census:
         except (KeyError, TypeError):  # wrappers (torch.compile, torch.jit) have these as properties
             self._fields = []
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether ``holds`` can tell."""
+        return bool(self._fields)
+
     def holds(self) -> bool:
         """Whether the model is as it was when this was taken; False too where that cannot be told quickly."""
-        if not self._fields:
+        if not self.is_quick:
             return False
         try:
             return (

@@ -217,14 +217,26 @@ class DataFlow(PipelinedRuns):
         batch = batch_size(tensors)
         parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
-        captures = self._program.captures(parts, inputs)
         with nothing_held():
+            captures, results = self._run_ahead(parts, inputs, weights)
+            if results is None:
+                captures = self._program.captures(parts, inputs)
             if captures is None:
                 return self._run_hooked(parts, inputs, weights)
-            results = self._repeated.run(captures, parts, weights) if self._can_be_streamed(weights) else None
+            if results is None and self._can_be_streamed(weights):
+                results = self._repeated.run(captures, parts, weights)
             if results is None:
                 results = self._run_captured(captures, parts)
         return joined(results, self._plan(captures[0])[0], weights, captures[0].exported.outputs)
+
+    def _run_ahead(
+        self, parts: list[list[Any]], inputs: Structure, weights: list[int]
+    ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
+        """Run a call that is recorded, and look meanwhile whether the model has changed; no results if so."""
+        captures = self._program.captures_before(parts, inputs) if self._can_be_streamed(weights) else None
+        if captures is None:
+            return None, None
+        return captures, self._repeated.ahead(captures, parts, weights, self._program.is_unchanged)
 
     def _can_be_streamed(self, weights: list[int]) -> bool:
         """Whether micro-batches follow one another, none leaves a trace, and the map stays for a while."""

@@ -188,9 +188,20 @@ class InferencePipeline:
         self._readers = {
             name: [index for index, stage in enumerate(self.stages) if name in stage.reads] for name in graph.inputs
         }
+        self._is_pure = not any(layer.mutated or layer.random for layer in graph.layers)
         self._turns = 0
         self.is_known = False
         self._is_open = False
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether a recorded pass may turn out to be of no use: it changes nothing and reads nothing but the model."""
+        return (
+            self._is_open
+            and self._is_pure
+            and self._state.are_none
+            and not any(stage.not_recorded_because for stage in self.stages)
+        )
 
     def refresh(self, lookup: StateLookup) -> bool:
         """Bring copies of the model's state up to date; False where the state is no longer where it was."""

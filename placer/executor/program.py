@@ -54,7 +54,9 @@ class Program:
 
     def mode(self) -> Hashable:
         """What the graph depends on beside shapes: which modules train, which have hooks, and the caller's autocast."""
-        census = self._look()
+        return self._mode_in(self._look())
+
+    def _mode_in(self, census: Census) -> Hashable:
         # A number in its place: it would be hashed for every micro-batch, hundreds of modules long.
         return autocast.state(), self._modes.setdefault(census.modes, len(self._modes))
 
@@ -76,6 +78,26 @@ class Program:
                 return None
             found.append(capture)
         return found
+
+    def captures_before(self, parts: Sequence[Sequence[Any]], inputs: Structure) -> list[Capture] | None:
+        """What ``captures`` returns if the model is as it was at the last look; None where it would have to capture.
+
+        Args:
+            parts: the flattened inputs of each micro-batch.
+            inputs: their structure.
+        """
+        if self._census is None or not self._census.is_quick:
+            return None
+        mode = self._mode_in(self._census)
+        found = [self._seen.get((mode, inputs.key, shapes(tensors))) for tensors in parts]
+        return None if None in found else found  # type: ignore[return-value]
+
+    def is_unchanged(self) -> bool:
+        """Whether the model is as it was at the last look; if so, this was one more."""
+        if self._census is None or not (self._census.holds() and self._attributes.hold()):
+            return False
+        self._looks += 1
+        return True
 
     def holds(self, capture: Capture) -> bool:
         """Whether a capture is still of the model as it is."""

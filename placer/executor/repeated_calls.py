@@ -36,6 +36,32 @@ class RepeatedCalls:
         for calls in (self._seen, self._refused):
             calls -= {call for call in calls if not all(map(holds, call[0]))}
 
+    def ahead(
+        self,
+        captures: Sequence[Capture],
+        parts: Sequence[Sequence[Any]],
+        weights: Sequence[int],
+        is_unchanged: Callable[[], bool],
+    ) -> list[list[Any]] | None:
+        """Run a call that is recorded, before it is known whether the recordings are of the model as it is.
+
+        Args:
+            captures: of each micro-batch, if the model is as it was.
+            parts: the flattened inputs of each.
+            weights: samples in each.
+            is_unchanged: whether it is.
+
+        Returns:
+            The flattened results of each. None if the call is not recorded, or the model is another now.
+        """
+        if (tuple(captures), tuple(weights), autocast.state()) not in self._seen - self._refused:
+            return None
+        try:
+            with inference():
+                return self._streams.ahead(list(map(Known, captures, parts)), is_unchanged)
+        except (StageError, torch.OutOfMemoryError):
+            return None  # it is run again, as one that is not known
+
     def run(
         self, captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]
     ) -> list[list[Any]] | None:

@@ -36,6 +36,11 @@ class Replicas:
             self._copies[name, place] = (tensor._version, devices.copy(tensor, place))
         return self._copies[name, place][1]
 
+    @property
+    def are_none(self) -> bool:
+        """Whether all state that was looked up is the model's own."""
+        return not self._copies
+
     def refresh(self, lookup: StateLookup) -> bool:
         """Bring copies up to date; False where the model's own state is no longer where it was."""
         self._lookup = lookup

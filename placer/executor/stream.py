@@ -13,7 +13,7 @@ until it looks into a result.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -75,6 +75,10 @@ class Flow(Protocol):
         """Run the model."""
 
 
+class _OutdatedError(Exception):
+    """The model is no longer what was recorded."""
+
+
 @dataclass(eq=False)
 class _Ticket:
     """A batch that was taken from the source and whose result was not handed out.
@@ -134,6 +138,33 @@ class Streams:
             raise InputError(f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None")
         return self._results(iter(batches), in_flight)
 
+    def ahead(self, batches: Sequence[Known], is_unchanged: Callable[[], bool]) -> list[list[Any]] | None:
+        """Run recorded batches; the model is looked at when the devices have the first one's first segment to do.
+
+        Of a network of hundreds of modules, a look takes the host as long as many a segment takes its device.
+
+        Args:
+            batches: of one call.
+            is_unchanged: whether their captures are of the model as it is.
+
+        Returns:
+            Their flattened results; None where one is not recorded, or is of the model as it was.
+        """
+        known = [self._pipelines.used(self._key(batch)) for batch in batches]
+        graphs = {pipeline: graph for graph, pipeline in filter(None, known)}
+        if None in known or not all(pipeline.leaves_nothing for pipeline in graphs):
+            return None
+
+        def are_current() -> bool:
+            return is_unchanged() and all(
+                pipeline.refresh(self._flow.weights(graph)) for pipeline, graph in graphs.items()
+            )
+
+        try:
+            return list(self._results(iter(batches), None, are_current))
+        except _OutdatedError:
+            return None
+
     def pipelines(self) -> list[InferencePipeline]:
         """Those of the shapes that are kept, the latest used last."""
         return [pipeline for _, pipeline in self._pipelines.values()]
@@ -144,12 +175,14 @@ class Streams:
             devices.synchronise(place)
         self._pipelines.clear()
 
-    def _results(self, source: Iterator[Any], in_flight: int | None) -> Generator[Any, None, None]:
+    def _results(
+        self, source: Iterator[Any], in_flight: int | None, are_current: Callable[[], bool] | None = None
+    ) -> Generator[Any, None, None]:
         tickets: deque[_Ticket] = deque()
         taken, is_open = 0, True
         try:
             with _inference():
-                self._begin()
+                self._begin() if are_current is None else self._wait_for_callers()
             while True:
                 while is_open and len(tickets) < (in_flight or self._wanted(tickets)):
                     ticket = self._take(source, taken)
@@ -159,6 +192,8 @@ class Streams:
                     taken += 1
                     tickets.append(ticket)
                     self._tick()
+                    if taken == 1 and are_current is not None and not are_current():
+                        raise _OutdatedError
                     is_open = all(ticket.error is None for ticket in tickets)
                 if not tickets:
                     return
@@ -207,7 +242,7 @@ class Streams:
 
     def _send_off(self, batch: Known, number: int, is_flat: bool) -> _Ticket:
         capture, tensors = batch
-        key = (capture, self._flow.assignment, shapes(tensors), autocast.state())
+        key = self._key(batch)
         known = self._pipelines.used(key)
         pipeline = self._add(key, capture) if known is None else known[1]
         ticket = _Ticket(pipeline, is_flat=is_flat)
@@ -220,6 +255,9 @@ class Streams:
         if not pipeline.is_known:  # the first batch of a shape makes the static tensors as it goes
             self._drain()
         return ticket
+
+    def _key(self, batch: Known) -> Hashable:
+        return batch.capture, self._flow.assignment, shapes(batch.tensors), autocast.state()
 
     def _add(self, key: Hashable, capture: Capture) -> InferencePipeline:
         """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""

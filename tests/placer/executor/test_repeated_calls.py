@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from placer import DataFlow
 from placer.errors import StageError
+from placer.executor.census import Census
+from placer.executor.inference import InferencePipeline
 from placer.testing import logical_devices
 
 CALLS = 4
@@ -69,6 +72,93 @@ def test_weights_that_changed_and_another_map_are_seen() -> None:
             assert _streamed(flow)
 
 
+def test_devices_have_work_before_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+
+    def noted(owner: type, name: str) -> None:
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (events.append(name), plain(*args))[1])
+
+    model, reference = twins(Model, training=False)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        for call in range(2):
+            x, scale = _inputs(call)
+            flow(x, scale=scale, chunks=4)
+        noted(InferencePipeline, "advance")
+        noted(Census, "holds")
+        x, scale = _inputs(2)
+        result = flow(x, scale=scale, chunks=4)
+    _assert_equal(result, reference(x, scale=scale))
+    assert events[:2] == ["advance", "holds"]
+    assert events.count("holds") == 1
+
+
+def _replace_a_parameter(model: Model) -> None:
+    model.last.weight = nn.Parameter(model.last.weight.detach() * 2)
+
+
+def _point_elsewhere(model: Model) -> None:
+    model.last.weight.data = model.last.weight.detach() * 2
+
+
+def _replace_a_module(model: Model) -> None:
+    model.norm = nn.Identity()
+
+
+def _watch(model: Model) -> None:
+    model.norm.register_forward_hook(lambda _, __, result: result * 2)
+
+
+@pytest.mark.parametrize("change", [_replace_a_parameter, _point_elsewhere, _replace_a_module, _watch])
+def test_a_model_that_was_changed_between_calls_is_seen_to_be_another(change: Callable[[Model], None]) -> None:
+    # By then the first segment has run as it was recorded.
+    model, reference = twins(Model, training=False)
+    x, scale = _inputs(0)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        for _ in range(CALLS):
+            flow(x, scale=scale, chunks=4)
+        change(model), change(reference)
+        for _ in range(CALLS):
+            _assert_equal(flow(x, scale=scale, chunks=4), reference(x, scale=scale))
+
+
+class _Counts(nn.Module):
+    """Writes to a buffer in every call, or draws random numbers, first of all."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.draws, self.linear, self.last = draws, nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.draws:
+            x = x + torch.rand_like(x)
+        else:
+            self.calls += 1
+        return self.last(self.linear(x))
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_what_leaves_something_runs_only_once_the_model_was_looked_at(draws: bool) -> None:
+    model = _Counts(draws).eval()
+    x = torch.randn(8, 4)
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        for _ in range(CALLS):
+            flow(x, chunks=4)
+        before = int(model.calls), torch.get_rng_state()
+        expected = flow(x, chunks=4)
+        torch.set_rng_state(before[1])
+        model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+        torch.testing.assert_close(flow(x, chunks=4), expected)
+    assert int(model.calls) == before[0] + (0 if draws else 8)
+
+
 def test_results_stay_when_later_calls_come() -> None:
     model, reference = twins(Model, training=False)
     with logical_devices(2), torch.no_grad():
@@ -106,8 +196,6 @@ def test_a_layer_that_fails_later_is_named_with_its_micro_batch() -> None:
 
 
 def test_without_memory_for_recordings_a_call_is_issued_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from placer.executor.inference import InferencePipeline
-
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
