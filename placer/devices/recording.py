@@ -245,7 +245,7 @@ def _set_sync_debug_mode(mode: int | str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-_CYCLES_PER_S = 2e9  # about the clock of current GPUs: how long the device sleeps while its queue fills
+_CYCLES_PER_MS = 2e6  # about the clock of current GPUs
 
 
 def queued_ms(
@@ -276,8 +276,7 @@ def queued_ms(
         launch_s = time.perf_counter() - began
         torch.cuda.synchronize(device)
         marks = [[(_timing_event(), _timing_event()) for _ in passes] for _ in range(repeats)]
-        asleep_s = min(0.2, 1.5 * repeats * launch_s + 1e-4)
-        torch.cuda._sleep(int(_CYCLES_PER_S * asleep_s))  # type: ignore[no-untyped-call]
+        pause(device, 1e3 * min(0.2, 1.5 * repeats * launch_s + 1e-4))
         for row in marks:
             for (prepare, run), (began_mark, ended_mark) in zip(work, row, strict=True):
                 prepare()
@@ -291,7 +290,7 @@ def queued_ms(
 def pause(device: torch.device, lasting_ms: float) -> None:
     """Let the current queue of a CUDA device wait for about so long."""
     with torch.cuda.device(device):
-        torch.cuda._sleep(int(_CYCLES_PER_S * lasting_ms / 1e3))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(_CYCLES_PER_MS * lasting_ms))  # type: ignore[no-untyped-call]
 
 
 def _nothing() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
 
 from placer.errors import InputError
-from placer.schema.faults import first_fault
+from placer.schema.faults import first_fault, nearest
 
 SCHEMA_VERSION: Literal["1"] = "1"
 """The version of every wire type; a reader refuses one that it does not know."""
@@ -86,8 +86,8 @@ def refuse_duplicates(kind: str, names: Sequence[str]) -> None:
 
 
 def refuse_unknown(where: str, names: Iterable[str], known: Iterable[str], kind: str = "layer") -> None:
-    """Raises ValueError for the first name that is not among the known ones."""
+    """Raises ValueError for the first name that is not among the known ones, with the nearest of these."""
     known = known if isinstance(known, (dict, set)) else set(known)
     for name in names:
         if name not in known:
-            raise ValueError(f"{where}: there is no {kind} {name!r}")
+            raise ValueError(f"{where}: there is no {kind} {name!r}{nearest(name, sorted(known))}")

@@ -13,6 +13,7 @@ from placer.schema.base import (
     Name,
     Wire,
     refuse_duplicates,
+    refuse_unknown,
 )
 
 Bandwidth = Annotated[float, Field(gt=0, le=1e18)]
@@ -104,9 +105,7 @@ class Cluster(Wire):
         refuse_duplicates("device", names)
         known = set(names)
         for link in self.links:
-            for end in (link.source, link.target):
-                if end not in known:
-                    raise ValueError(f"link {link.source!r} -> {link.target!r}: there is no device {end!r}")
+            refuse_unknown(f"link {link.source!r} -> {link.target!r}", (link.source, link.target), known, "device")
             if link.source == link.target:
                 raise ValueError(f"link {link.source!r} -> {link.target!r} joins a device with itself")
         refuse_duplicates("link", [f"{link.source} -> {link.target}" for link in self.links])

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 MAX_TEXT = 400
+
+_HINTS = 8
+"""So many known names are told where none is like the given one."""
+
+_COMPARED = 2_000
+"""So many known names are compared with one; a request may have fifty times as many."""
 
 Place = tuple[int | str, ...]
 """Names of fields and numbers of elements, from the outermost on."""
@@ -50,11 +57,12 @@ def first_fault(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """A hint at the known name that is most like the given one, or at all of them if none is."""
-    names = list(known)
+    """A hint at the known name that is most like the given one, or at the first of them if none is."""
+    names = list(islice(known, _COMPARED))
     if found := get_close_matches(given[:200], names, 1, 0.5):
         return f"; did you mean {found[0]!r}?"
-    return f"; there are {', '.join(map(repr, names))}" if names else ""
+    more = ", and others" if len(names) > _HINTS else ""
+    return f"; there are {', '.join(map(repr, names[:_HINTS]))}{more}" if names else ""
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:

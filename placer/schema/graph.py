@@ -28,6 +28,7 @@ from placer.schema.base import (
     Name,
     Wire,
     refuse_duplicates,
+    refuse_unknown,
 )
 
 DType = Literal[
@@ -206,19 +207,19 @@ class Graph(Wire):
         state = {one.name for one in self.state}
         values = {value.name for value in self.values}
         there = set(self.inputs)
-        _refuse_missing("inputs", there, values, "value")
+        refuse_unknown("inputs", there, values, "value")
         for layer in self.layers:
             label = f"layer {layer.name!r}"
-            _refuse_missing(label, layer.state, state, "state")
-            _refuse_missing(f"{label} changes", layer.mutated, set(layer.state), "state of its own")
-            _refuse_missing(f"{label} reads", layer.reads, there, "value made before it")
-            _refuse_missing(f"{label} writes", layer.writes, values, "value")
+            refuse_unknown(label, layer.state, state, "state")
+            refuse_unknown(f"{label} changes", layer.mutated, set(layer.state), "state of its own")
+            refuse_unknown(f"{label} reads", layer.reads, there, "value made before it")
+            refuse_unknown(f"{label} writes", layer.writes, values, "value")
             if len(layer.results) != len(layer.writes):
                 raise ValueError(f"{label} has {len(layer.writes)} writes and {len(layer.results)} results")
             there.update(layer.writes)
-        _refuse_missing("outputs", self.outputs, there, "value")
+        refuse_unknown("outputs", self.outputs, there, "value")
         for group in self.colocated:
-            _refuse_missing("colocated", group, {layer.name for layer in self.layers}, "layer")
+            refuse_unknown("colocated", group, {layer.name for layer in self.layers}, "layer")
         return self
 
 
@@ -237,12 +238,6 @@ class ProfileRequest(Wire):
     devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
     optimizer: Optimizer | None = "adam"
     repeats: Annotated[int, Field(ge=1, le=50)] = 10
-
-
-def _refuse_missing(where: str, names: Any, known: set[str], kind: str) -> None:
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{where}: there is no {kind} {name!r}")
 
 
 def _refuse_large(name: str, shape: tuple[int, ...], dtype: str | None) -> None:

@@ -40,7 +40,12 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
         (
             PlacementRequest,
             {"profile": PROFILE, "constraints": {"pinned": {"b": "d"}}},
-            "PlacementRequest: constraints.pinned: there is no layer 'b'",
+            "PlacementRequest: constraints.pinned: there is no layer 'b'; there are 'a'$",
+        ),
+        (
+            PlacementRequest,
+            {"profile": PROFILE, "constraints": {"recompute": {"cuda:0": "always"}}},
+            "PlacementRequest: constraints.recompute: there is no device 'cuda:0'; there are 'd'$",
         ),
         (PlacementRequest, {"profile": {"layers": LAYERS}}, "PlacementRequest: neither the request nor its profile"),
     ],
