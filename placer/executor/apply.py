@@ -19,14 +19,23 @@ class Home:
 
     def __init__(self, module: nn.Module) -> None:
         self._places = {name: devices.location(tensor) for name, tensor in named_state(module).items()}
+        for name, place in list(self._places.items()):
+            while name:
+                name = name.rpartition(".")[0]
+                self._places.setdefault(name, place)
         self._gradients = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
     def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Bring the state back, and the flags."""
-        move_state(module, self._places.get, optimizer)
+        """Bring the state back, and the flags; what was added meanwhile goes where its surroundings were."""
+        move_state(module, self._place_of, optimizer)
         for name, parameter in module.named_parameters():
             if name in self._gradients:
                 parameter.requires_grad_(self._gradients[name])
+
+    def _place_of(self, name: str) -> torch.device | None:
+        while name and name not in self._places:
+            name = name.rpartition(".")[0]
+        return self._places.get(name)
 
 
 def move_state(

@@ -135,8 +135,8 @@ def _writes_in_place(
                 if reader is write or alias in derived or reader in derived:
                     continue
                 if reader not in units or (units[reader] == units[write] and not is_state):
-                    # A reader in the same layer still needs the value's maker beside it.
-                    if reader in units and place[reader] > place[write]:
+                    # A reader in the same layer, and the caller, still need the value's maker beside the write.
+                    if place[reader] > place[write] and not is_state:
                         merges.append(_makers(relatives, write, units, place) | {units[write]})
                     continue
                 if place[reader] < place[write]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from awkward_models import AWKWARD, AutocastInside, Checkpointed, MixedDtypes, NoModules
 from small_models import Skips, TiedTokens
 from splitting import assert_same, assert_split_equals_unsplit, scatter_layers, step, twins
-from torch import nn
+from torch import Tensor, nn
 
 from placer import DataFlow
 from placer.testing import logical_devices
@@ -185,3 +186,21 @@ def test_parameter_hooks_run_on_the_parameter_itself() -> None:
         flow.update_flow()
         split = step(flow, model, (X,), {})
     assert_same(split, step(reference, reference, (X,), {}))
+
+
+class _WritesBehind(nn.Module):
+    """A layer writes to what an earlier one made, which the caller is given too, by way of a view."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view, self.first, self.act, self.last = view, nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.first(x)
+        return self.last(self.act(self.view(first))), first
+
+
+@pytest.mark.parametrize("view", [Tensor.detach, lambda x: x[:], lambda x: x.t().t()])
+def test_a_write_through_a_view_is_seen_in_what_the_model_returns(view: Callable[[Tensor], Tensor]) -> None:
+    # The write went to a copy on its own device.
+    assert_split_equals_unsplit(lambda: _WritesBehind(view), (X,), kinds=("fine", "submodule"))

@@ -67,6 +67,22 @@ def test_the_state_of_an_optimizer_given_along_moves_with_the_parameters(name: s
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("rename", [False, True])
+def test_what_was_put_into_a_placed_model_goes_home_with_the_rest(rename: bool) -> None:
+    # Home was known by name alone: a replaced head and a renamed weight stayed behind.
+    model, _ = twins(Model)
+    with logical_devices(3):
+        flow = placed(model, stem=1, head=2)
+        if rename:
+            nn.utils.parametrizations.weight_norm(model.head)
+        else:
+            model.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+        flow.update_flow()
+        assert {parameter.device.index for parameter in model.head.parameters()} == {2}
+        flow.undo()
+        assert {parameter.device.index for parameter in model.parameters()} == {None}
+
+
 def test_state_dict_keys_and_values_never_change() -> None:
     model, reference = twins(Model)
     with logical_devices(3):
