@@ -14,7 +14,7 @@ from placer.schema import Objective, PlacementPage, PlacementRequest, Status
 
 from ..problem import Problem, clip
 from ..web.replies import json_reply
-from .service import Serving, checked_id
+from .service import Serving, checked_id, refuse_pending
 
 router = APIRouter()
 
@@ -54,7 +54,8 @@ async def get_request(request: Request, id: str, service: Serving) -> Response:
     """The question of a placement, as it can be asked again."""
     key = checked_id(id)
     if (question := await service.store.ask(service.store.request, key)) is None:
-        detail = f"there is no request of placement {key}: it is not done, or was ended before it was begun"
+        await refuse_pending(service, key)
+        detail = f"there is no request of placement {key}: nobody asked for it, or it was ended before it was begun"
         raise Problem(404, "no-such-request", "There is no such request", detail)
     return json_reply(request, question, tagged=True)
 

@@ -11,7 +11,7 @@ from placer.schema import Comparison, Evaluation
 from ..judge.evaluation import MAX_MAPS, Asking, Stored, compare_task, evaluate_task
 from ..problem import Problem
 from ..web.replies import json_reply
-from .service import Service, Serving, checked_id, client_of
+from .service import Service, Serving, checked_id, client_of, refuse_pending
 
 router = APIRouter()
 
@@ -43,12 +43,13 @@ async def stored_of(service: Service, given: str) -> Stored:
     """A placement that the store has, and its request.
 
     Raises:
-        Problem: it has none of that id, or not its request.
+        Problem: it has none of that id, not yet, or not its request.
     """
     key = checked_id(given)
     store = service.store
     answer, question = await store.ask(store.get, key), await store.ask(store.request, key)
     if answer is None:
+        await refuse_pending(service, key)
         detail = f"there is no placement {key}; POST its request to /v1/placements"
         raise Problem(404, "no-such-placement", "There is no such placement", detail)
     if question is None:

@@ -90,3 +90,18 @@ def checked_id(given: str, kind: str = "placement") -> str:
         detail = f"{clip(given, 80)!r} is no id of a {kind}: those are 32 hexadecimal digits"
         raise Problem(404, f"no-such-{kind}", f"There is no such {kind}", detail)
     return given
+
+
+async def refuse_pending(service: Service, key: str) -> None:
+    """See that a placement, of which the store has nothing, is not just being solved.
+
+    Raises:
+        Problem: it is; so what is made of a placement can be had later.
+    """
+    job = await service.jobs.seek(key)
+    if job is None:
+        return
+    if job.problem is not None:
+        raise job.problem
+    detail = f"placement {key} is still being solved; GET /v1/placements/{key} is 200 when it is done, 202 before"
+    raise Problem(409, "not-done", "The placement is not there yet", detail, headers={"Retry-After": "1"})

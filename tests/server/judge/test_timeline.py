@@ -119,6 +119,17 @@ def test_what_is_not_there_is_a_404(serve, what):
         assert (reply.status_code, reply.json()["type"]) == (404, "urn:placer:problem:no-such-placement")
 
 
+@pytest.mark.parametrize("what", ["timeline", "trace", "report", "request"])
+def test_what_is_shown_of_a_placement_that_is_still_solved_is_409(serve, solvers, request_body, what):
+    # It was a 404 that told to POST the request, which had just been answered 202.
+    client = serve(solvers.until_stopped)
+    id = client.post("/v1/placements?wait=0", json=request_body()).json()["id"]
+    reply = client.get(f"/v1/placements/{id}/{what}")
+    assert (reply.status_code, reply.json()["type"]) == (409, "urn:placer:problem:not-done")
+    assert f"placement {id} is still being solved" in reply.json()["detail"]
+    assert reply.headers["Retry-After"] == "1"
+
+
 def test_the_report_is_one_file_that_fetches_nothing(serve):
     client = serve(default_solver)
     placement = client.post("/v1/placements", json=examples.requests()["throughput"]["value"]).json()
