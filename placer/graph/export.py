@@ -26,6 +26,9 @@ from placer.graph.structure import Structure, flatten
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, custom_functions
 
+_DROPOUTS = {f"aten::{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
+"""Those that hand on what they were given where they drop nothing."""
+
 PREFIX = "module."
 """The user's model is the attribute ``module`` of what is exported."""
 
@@ -224,8 +227,22 @@ def updates_running_statistics(node: fx.Node) -> bool:
 
 
 def draws_random(node: fx.Node) -> bool:
-    """Whether the node draws from the device's random number generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether the node, or a graph of its own, draws from the device's random number generator.
+
+    A dropout of an evaluated model does not.
+    """
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        module = node.graph.owning_module
+        bodies = [nested.body(module, source) for source in node.all_input_nodes] if module is not None else []
+        return any(draws_random(inner) for found in bodies if found is not None for inner in found.graph.nodes)
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = {argument.name: argument.default_value for argument in schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    trains = given.get("train") is not False and given.get("training") is not False
+    name = "p" if schema.name in _DROPOUTS else "dropout" if "dropout" in given else "dropout_p"
+    return trains and given.get(name) != 0
 
 
 def _free_strides(graph: fx.Graph) -> None:
