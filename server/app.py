@@ -36,6 +36,7 @@ from .store.store import Store
 from .store.upkeep import mend, mend_forever
 from .web.checker import Checker
 from .web.guard import Guard
+from .web.heads import Heads
 from .web.intake import Intake
 from .workers.solving import Solver, default_solver
 from .workers.worker import Crashed, Killed, Worker, answer_empty, prepare
@@ -74,6 +75,7 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
     app.state.solver = solver
     app.state.metrics = Metrics()
     include_routes(app)
+    app.add_middleware(Heads)
     app.add_middleware(Measured, metrics=app.state.metrics)
     app.add_middleware(Guard, keys=Keys(app.state.settings))
     handle_errors(app)

@@ -13,6 +13,7 @@ from placer.schema import PlacementRequest
 from placer.schema.faults import MAX_TEXT, FieldFault, field_faults
 from placer.schema.faults import clip as clip
 from placer.schema.faults import nearest as nearest
+from placer.schema.faults import wanted as wanted
 
 MAX_BYTES = 4096
 MAX_FAULTS = 5

@@ -12,6 +12,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from placer.errors import InputError
+from placer.schema.faults import wanted
 
 MAX_WAIT_S = 60.0
 """The longest that one request may ask to wait for an answer; clients that wait longer ask again."""
@@ -23,6 +24,12 @@ def _state_directory() -> Path:
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 NODE_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+
+_PATTERNS = {
+    "PLACER_NODE_NAME": "should be 1 to 64 letters, digits, points, underscores and hyphens",
+    "PLACER_REGISTER_URL": "should be the URL of a service, as http://host:8080",
+}
+"""What a value with a pattern should be, in words."""
 
 
 def _host_name() -> str:
@@ -119,4 +126,5 @@ class Settings(BaseSettings):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = "PLACER_" + "_".join(str(part) for part in first["loc"]).upper()
-            raise InputError(f"{name} is {first['input']!r}: {first['msg']}") from error
+            text = _PATTERNS.get(name) or wanted(first["msg"])
+            raise InputError(f"{name} is {first['input']!r}; it {text}") from error

@@ -65,6 +65,12 @@ def nearest(given: str, known: Iterable[str]) -> str:
     return f"; there are {', '.join(map(repr, names[:_HINTS]))}{more}" if names else ""
 
 
+def wanted(message: str) -> str:
+    """What a value should be, from pydantic's message: ``should be a valid integer``."""
+    text = message.removeprefix("Value error, ").removeprefix("Input ").replace("Tuple should", "should")
+    return text.replace(" after validation", "").partition(", unable to parse")[0]
+
+
 def clip(text: str, limit: int = MAX_TEXT) -> str:
     """The text, its middle left out where it is longer than ``limit`` characters."""
     if len(text) <= limit:
@@ -89,9 +95,7 @@ def _follows(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
 
 
 def _described(error: ErrorDetails, model: type[BaseModel]) -> FieldFault:
-    kind, given, text = error["type"], error["input"], error["msg"]
-    text = text.removeprefix("Value error, ").removeprefix("Input ").replace("Tuple should", "should")
-    text = text.replace(" after validation", "")
+    kind, given, text = error["type"], error["input"], wanted(error["msg"])
     place = tuple(part for part in error["loc"] if not str(part).startswith("constrained-"))  # the branch of a union
     if kind == "missing":
         text = "is missing"

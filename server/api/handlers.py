@@ -11,8 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from ..problem import Problem, clip
+from ..problem import Problem, clip, wanted
 from ..store.database import StoreError
+from ..web.heads import takes_head
 from .paths import ROUTERS
 
 log = logging.getLogger("placer_server")
@@ -53,7 +54,8 @@ def _methods(request: Request) -> list[str]:
     """The methods of every route of the request's path; the framework names those of the first alone."""
     every = [route for router in ROUTERS for route in router.routes] + list(request.app.routes)
     routes = [route for route in every if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
+    methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
+    return sorted(methods | {"HEAD"} if "GET" in methods and takes_head(request.url.path) else methods)
 
 
 async def _on_parameters(request: Request, error: Exception) -> Response:
@@ -61,11 +63,11 @@ async def _on_parameters(request: Request, error: Exception) -> Response:
     faults = [
         {
             "pointer": " ".join(str(part) for part in item["loc"]),
-            "detail": f"{item['msg']}, not {clip(repr(item['input']), 80)}",
+            "detail": f"{wanted(item['msg'])}, not {clip(repr(item['input']), 80)}",
         }
         for item in error.errors()
     ]
-    detail = "; ".join(f"{fault['pointer']}: {fault['detail']}" for fault in faults)
+    detail = "; ".join(f"{fault['pointer'].removeprefix('query ')}: {fault['detail']}" for fault in faults)
     return Problem(422, "invalid-parameter", "A parameter cannot be used", detail, faults).response()
 
 

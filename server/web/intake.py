@@ -54,11 +54,11 @@ class Intake:
     def _require_small(self, declared: str) -> None:
         limit = self._settings.max_body_bytes
         if declared.isdecimal() and int(declared[:20]) > limit:
-            raise _too_large(limit, f"{clip(declared, 20)} bytes")
+            raise _too_large(limit, f" of {clip(declared, 20)} bytes")
 
     def _check(self, size: int) -> None:
         if size > self._settings.max_body_bytes:
-            raise _too_large(self._settings.max_body_bytes, "more than that")
+            raise _too_large(self._settings.max_body_bytes)
         if self._held_bytes > self._settings.max_bodies_bytes:
             detail = "too many large bodies arrive at the same time; try again in a moment"
             headers = {"Retry-After": "1", "Connection": "close"}
@@ -97,9 +97,9 @@ def _require_json(request: Request) -> None:
         raise Problem(415, "content-encoding", "The content encoding cannot be read", detail)
 
 
-def _too_large(limit: int, given: str) -> Problem:
+def _too_large(limit: int, size: str = "") -> Problem:
     detail = (
-        f"the body is {given}; the limit is {limit} bytes (PLACER_MAX_BODY_BYTES)."
+        f"the body{size} is longer than the limit of {limit} bytes (PLACER_MAX_BODY_BYTES)."
         " A coarser granularity makes a smaller profile"
     )
     # The rest of the body is not read, so the connection cannot be used again.

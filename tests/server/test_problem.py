@@ -128,7 +128,10 @@ def test_a_fault_is_not_counted_twice(request_body):
 def test_a_body_over_the_limit_is_413_and_names_the_setting(serve):
     reply = serve(max_body_bytes=1000).post(POST, content=b" " * 1001, headers=JSON)
     assert problem_of(reply)["status"] == 413
-    assert "PLACER_MAX_BODY_BYTES" in reply.json()["detail"]
+    assert (
+        "the body of 1001 bytes is longer than the limit of 1000 bytes (PLACER_MAX_BODY_BYTES)"
+        in reply.json()["detail"]
+    )
 
 
 async def read(intake, receive):
@@ -148,6 +151,7 @@ def test_a_body_of_unknown_length_is_read_no_further_than_the_limit():
     with pytest.raises(Problem) as caught:
         asyncio.run(read(Intake(Settings(max_body_bytes=1000)), endless))
     assert (caught.value.status, sum(sizes)) == (413, 1200)
+    assert "the body is longer than the limit of 1000 bytes" in caught.value.detail
 
 
 def test_a_body_that_does_not_come_is_408():
@@ -223,15 +227,21 @@ def test_a_wait_that_cannot_be_is_422_and_named(serve, wait):
     assert "wait" in reply.json()["detail"]
 
 
+def test_a_parameter_that_cannot_be_is_told_in_the_words_of_a_body(serve):
+    # It was "query limit: Input should be a valid integer, unable to parse string as an integer, not 'soon'".
+    reply = serve().get(POST, params={"limit": "soon"})
+    assert problem_of(reply)["detail"] == "limit: should be a valid integer, not 'soon'"
+
+
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "BREW"])
 def test_a_wrong_method_is_405_and_says_what_is_possible(serve, method):
     reply = serve().request(method, POST)
     assert problem_of(reply)["status"] == 405
-    assert reply.headers["Allow"] == "GET, POST"
+    assert reply.headers["Allow"] == "GET, HEAD, POST"
 
 
 def test_a_wrong_method_is_told_every_method_of_the_path(serve):
-    assert serve().options(f"{POST}/{'0' * 32}").headers["Allow"] == "DELETE, GET"
+    assert serve().options(f"{POST}/{'0' * 32}").headers["Allow"] == "DELETE, GET, HEAD"
 
 
 @pytest.mark.parametrize("path", ["/v2", "/v2/placements", "/v1/placements/x/y", "/" + "a" * 10_000, "/%ff%00"])

@@ -40,3 +40,20 @@ def test_a_graph_may_take_half_of_what_the_container_has(tmp_path, monkeypatch):
     assert Settings().profile_memory_bytes == 2**20
     limit.write_text("max\n")
     assert Settings().profile_memory_bytes > 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("PORT", "99999", "PLACER_PORT is '99999'; it should be less than or equal to 65535"),
+        ("WORKERS", "two", "PLACER_WORKERS is 'two'; it should be a valid integer"),
+        ("REGISTER_URL", "host", "PLACER_REGISTER_URL is 'host'; it should be the URL of a service, as http://host:8080"),
+        ("NODE_NAME", "a b", "PLACER_NODE_NAME is 'a b'; it should be 1 to 64 letters, digits, points, underscores"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_told_what_it_should_be(monkeypatch, name, value, told):
+    # It was "Input should be ...", "unable to parse string as an integer", and a pattern.
+    monkeypatch.setenv(f"PLACER_{name}", value)
+    with pytest.raises(InputError) as caught:
+        Settings()
+    assert str(caught.value).startswith(told)

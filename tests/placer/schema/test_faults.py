@@ -26,7 +26,7 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
             {"pined": {"a": "d"}},
             "Constraints.pined: there is no such field; did you mean 'pinned'?",
         ),
-        (placer.Constraints, {"max_devices": "x"}, "Constraints.max_devices: should be a valid integer, .* not 'x'"),
+        (placer.Constraints, {"max_devices": "x"}, "Constraints.max_devices: should be a valid integer, not 'x'"),
         (placer.Constraints, {"max_devices": 0}, "Constraints.max_devices: should be greater .* equal to 1, not 0"),
         (Device, {"name": "d", "memory_bytes": 9}, "Device.type: is missing"),
         (Layer, {"name": "a", "forward_ms": {"t": float("nan")}}, "Layer.forward_ms.t: .* finite"),
