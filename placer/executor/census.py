@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import TypeVar
 
 from torch import nn
@@ -41,7 +41,7 @@ class Census:
         module: the model.
 
     Attributes:
-        members: its modules, parameters and buffers, the same objects as long as none was replaced.
+        members: its modules, their code, parameters and buffers, the same objects as long as none was replaced.
         modes: of every module, whether it trains, and whether it has hooks that a captured graph would not run.
         constants: what torch's own modules declare as constants of their code, such as ``p`` of a dropout: a captured
             graph holds their values. Of other modules ``Attributes`` looks at what captures read.
@@ -51,6 +51,7 @@ class Census:
         modules = _modules(module)
         self.members = _members(modules)
         self.modes = tuple(modes(module))
+        self._modules = modules
         self._fields = [child.__dict__ for child in modules]
         declared = ((child.__dict__, name) for child in modules for name in _declared(child))
         self._readers = _readers(operator.itemgetter, declared)
@@ -90,7 +91,8 @@ class Census:
 
     def _now_contents(self) -> list[object]:
         tables = chain.from_iterable(map(_tables, self._fields))
-        return [*chain.from_iterable(map(dict.values, filter(None, tables)))]
+        code = _code(self._modules, self._fields)
+        return [*chain.from_iterable(map(dict.values, filter(None, tables))), *chain.from_iterable(code)]
 
 
 class Attributes:
@@ -168,9 +170,14 @@ def _modules(root: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _code(modules: Sequence[nn.Module], fields: Iterable[dict[str, object]]) -> tuple[Iterable[object], ...]:
+    """What modules run: their classes, and what stands in some in place of their class's forward."""
+    return map(type, modules), map(dict.get, fields, repeat("forward"))
+
+
 def _members(modules: Sequence[nn.Module]) -> list[object]:
-    """Modules with their parameters and buffers."""
-    found: list[object] = []
+    """Modules with their code, parameters and buffers."""
+    found = [*chain.from_iterable(_code(modules, [child.__dict__ for child in modules]))]
     for child in modules:
         found += [child, *child._parameters.values(), *child._buffers.values()]
     return found

@@ -46,6 +46,8 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "a hook before": lambda model: model.first.register_forward_pre_hook(_hook),
     "a hook backwards": lambda model: model.first.register_full_backward_hook(_hook),
     "hooks in another dict": _replace_hooks,
+    "another class": lambda model: setattr(model.first, "__class__", nn.Identity),
+    "a forward of its own": lambda model: setattr(model.first, "forward", torch.relu),
     "parameters in another dict": lambda model: setattr(model.first, "_parameters", {}),
 }
 

@@ -59,6 +59,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "what was missing": lambda model: setattr(model, "bias", 0.5),
     "a tensor where none was": lambda model: setattr(model, "bias", torch.full((4,), 0.5, dtype=torch.float64)),
     "another tensor": lambda model: setattr(model, "scale", torch.full((), 3.0, dtype=torch.float64)),
+    "a forward of its own": lambda model: setattr(model.head, "forward", lambda x: model.head.last(x) * 2),
     "a default of the class": lambda model: setattr(model.head, "temperature", 4.0),
 }
 
