@@ -31,6 +31,14 @@ SCOPES = ("read", "solve", "metrics")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 PREFIX = "placer_"
+
+USAGE = f"""usage: python -m placer_server.keys NAME [{",".join(SCOPES)}] >> FILE
+
+Makes a bearer key for NAME, good for read,solve if no scopes are given: read is GET, solve is POST, PUT and DELETE,
+metrics is /metrics. Its line, which goes to FILE, holds the key's hash; the key itself is shown once, on stderr. A
+number at the end of the line says how often a second the key may ask. The service reads FILE at its start:
+PLACER_KEYS_FILE=FILE placer serve"""
+
 BURST_S = 2.0
 """A client that was quiet may ask as much at once as in so many seconds."""
 
@@ -129,10 +137,12 @@ def make(name: str, scopes: str = "read,solve") -> tuple[str, str]:
     Raises:
         InputError: the name or a scope cannot be used.
     """
+    if not _NAME.fullmatch(name):
+        raise InputError(f"{name!r} is no name of a key: write 1 to 64 letters, digits, '.', '_' and '-'")
+    if unknown := [scope for scope in scopes.split(",") if scope not in SCOPES]:
+        raise InputError(f"{unknown[0]!r} is no scope; write some of {','.join(SCOPES)}")
     key = PREFIX + secrets.token_urlsafe(32)
-    line = f"{name} {scopes} {hash_of(key).hex()}"
-    _parse(line, Settings(), "this")
-    return key, line
+    return key, f"{name} {scopes} {hash_of(key).hex()}"
 
 
 def _read(settings: Settings) -> list[Key]:
@@ -170,8 +180,11 @@ def _parse(line: str, settings: Settings, where: str) -> Key:
 
 def main(arguments: list[str]) -> int:
     """Make a key: its line goes to stdout, for the file, and the key itself to stderr; the exit code."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
     if not 1 <= len(arguments) <= 2 or arguments[0].startswith("-"):
-        print(f"usage: python -m placer_server.keys NAME [{','.join(SCOPES)}] >> FILE", file=sys.stderr)
+        print(USAGE, file=sys.stderr)
         return 2
     try:
         key, line = make(*arguments)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -19,7 +20,7 @@ from fastapi import FastAPI
 from placer.errors import ServerError
 
 from .observe import logs
-from .settings import Settings
+from .settings import Settings, misspelt
 from .web.connection import Connection
 
 log = logging.getLogger("placer_server")
@@ -51,10 +52,14 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until told to stop."""
         self._loop = asyncio.get_running_loop()
+        uvicorn_log = logging.getLogger("uvicorn.error")
+        uvicorn_log.addFilter(self._is_news)
         try:
             await super().serve(sockets)
         except SystemExit:  # how uvicorn leaves when the application does not start; ``not_started`` says why
             pass
+        finally:
+            uvicorn_log.removeFilter(self._is_news)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say where."""
@@ -78,6 +83,10 @@ class Server(uvicorn.Server):
             with suppress(RuntimeError):  # the loop has ended by itself
                 self._loop.call_soon_threadsafe(service.jobs.stop_all)
         self.should_exit = True
+
+    def _is_news(self, record: logging.LogRecord) -> bool:
+        """Not the traces of a start that failed for a known reason: pages of them would hide it."""
+        return not (hasattr(self._app.state, "not_started") and record.getMessage().startswith("Traceback"))
 
     def not_started(self) -> ServerError:
         """Why it did not start."""
@@ -107,6 +116,8 @@ def serve(app: FastAPI, settings: Settings) -> None:
         ServerError: it could not start.
     """
     server = Server(app, settings)
+    for hint in misspelt(os.environ):
+        log.warning(hint)
     with _listener(settings) as listener:
         _collect_seldom()
         server.run(sockets=[listener])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,10 +28,13 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 NODE_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 
 _PATTERNS = {
-    "PLACER_NODE_NAME": "should be 1 to 64 letters, digits, points, underscores and hyphens",
+    "PLACER_NODE_NAME": "should be 1 to 64 letters, digits, '.', '_' and '-'",
     "PLACER_REGISTER_URL": "should be the URL of a service, as http://host:8080",
 }
 """What a value with a pattern should be, in words."""
+
+_OTHERS = frozenset({"CACHE", "DEBUG", "KEY", "URL"})
+"""What the library and its clients read."""
 
 
 def _host_name() -> str:
@@ -128,3 +133,15 @@ class Settings(BaseSettings):
             name = "PLACER_" + "_".join(str(part) for part in first["loc"]).upper()
             text = _PATTERNS.get(name) or wanted(first["msg"])
             raise InputError(f"{name} is {first['input']!r}; it {text}") from error
+
+
+def misspelt(environment: Mapping[str, str]) -> list[str]:
+    """Hints at variables that are nearly those of settings; nothing would read them.
+
+    Args:
+        environment: names and values, as ``os.environ``. Others than the service's own start with PLACER_ too.
+    """
+    known = [name.upper() for name in Settings.model_fields]
+    given = [name.removeprefix("PLACER_") for name in sorted(environment) if name.startswith("PLACER_")]
+    nearest = {name: get_close_matches(name, known, 1, 0.8) for name in given if name not in {*known, *_OTHERS}}
+    return [f"PLACER_{name} is no setting; did you mean PLACER_{found[0]}?" for name, found in nearest.items() if found]

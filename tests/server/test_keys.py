@@ -169,6 +169,24 @@ def test_a_key_made_on_the_command_line_is_taken(tmp_path):
     assert key not in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["a b"], "'a b' is no name of a key"),
+        (["ci", "read,fly"], "'fly' is no scope; write some of read,solve,metrics"),
+    ],
+)
+def test_what_no_key_can_be_made_of_is_named(capsys, arguments, told):
+    # It was "this is no key: write NAME SCOPES SHA256 [RATE]", which is the form of the file.
+    assert module.main(arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_on_making_keys_is_no_error(capsys):
+    assert module.main(["--help"]) == 0
+    assert "NAME [read,solve,metrics] >> FILE" in capsys.readouterr().out
+
+
 def test_no_key_is_in_a_reply_or_the_log(secured, caplog):
     client, headers = secured(ci="read")
     logger = logging.getLogger("placer_server")

@@ -111,6 +111,7 @@ def test_a_database_that_cannot_be_opened_is_an_error_that_names_it(settings, tm
         background(settings.model_copy(update={"database": str(broken)})),
     ):
         pass
+    assert "Traceback" not in capfd.readouterr().err  # there were pages of it before the error
 
 
 def test_sigterm_answers_those_who_wait_with_the_best_so_far_and_ends_cleanly(tmp_path, solvers):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from placer.errors import InputError
-from placer_server.settings import Settings
+from placer_server.settings import Settings, misspelt
 
 
 def test_settings_come_from_the_environment(monkeypatch):
@@ -47,8 +47,8 @@ def test_a_graph_may_take_half_of_what_the_container_has(tmp_path, monkeypatch):
     [
         ("PORT", "99999", "PLACER_PORT is '99999'; it should be less than or equal to 65535"),
         ("WORKERS", "two", "PLACER_WORKERS is 'two'; it should be a valid integer"),
-        ("REGISTER_URL", "host", "PLACER_REGISTER_URL is 'host'; it should be the URL of a service, as http://host:8080"),
-        ("NODE_NAME", "a b", "PLACER_NODE_NAME is 'a b'; it should be 1 to 64 letters, digits, points, underscores"),
+        ("REGISTER_URL", "host", "PLACER_REGISTER_URL is 'host'; it should be the URL of a service"),
+        ("NODE_NAME", "a b", "PLACER_NODE_NAME is 'a b'; it should be 1 to 64 letters, digits"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_told_what_it_should_be(monkeypatch, name, value, told):
@@ -57,3 +57,18 @@ def test_a_setting_that_cannot_be_used_is_told_what_it_should_be(monkeypatch, na
     with pytest.raises(InputError) as caught:
         Settings()
     assert str(caught.value).startswith(told)
+
+
+def test_a_misspelt_variable_is_told_with_the_nearest_setting():
+    # It was passed over without a word, and the service ran with the default.
+    given = {"PLACER_WORKRES": "8", "PLACER_MAX_BODY_BYTE": "1", "PLACER_QUEUE": "3", "HOME": "/"}
+    assert misspelt(given) == [
+        "PLACER_MAX_BODY_BYTE is no setting; did you mean PLACER_MAX_BODY_BYTES?",
+        "PLACER_WORKRES is no setting; did you mean PLACER_WORKERS?",
+    ]
+
+
+@pytest.mark.parametrize("name", ["PLACER_KEY", "PLACER_CACHE", "PLACER_SERVICE_HOST", "PLACER_PORT_80_TCP"])
+def test_variables_of_others_are_not_taken_for_misspelt_settings(name):
+    # Kubernetes sets some for a service of that name.
+    assert misspelt({name: "x"}) == []
