@@ -143,20 +143,23 @@ class Dialogue(Sender):
         """Have a map judged."""
         if (request is None) == (key is None):
             raise InputError("a map is judged by one question: give its request, or the id of a placement")
-        content: dict[str, Any] = {"layer_devices": dict(where)}
+        content: dict[str, Any] = {"layer_devices": _map(where)}
         if request is not None:
             content["request"] = _content(request)
-        query = f"?id={quote(key, safe='')}" if key is not None else ""
+        query = f"?id={_quoted(key)}" if key is not None else ""
         return (yield from self._ask(Evaluation, f"/v1/placements:evaluate{query}", content))
 
     def compare(
         self, maps: Mapping[str, Map], ids: Sequence[str], request: PlacementRequest | None
     ) -> Exchange[Comparison]:
         """Have maps held against each other."""
-        content: dict[str, Any] = {"maps": {name: dict(where) for name, where in maps.items()}}
+        if not isinstance(maps, Mapping):
+            given = type(maps).__name__
+            raise InputError(f"maps is a {given}; give maps by name, and placements as ids=[...]")
+        content: dict[str, Any] = {"maps": {name: _map(where) for name, where in maps.items()}}
         if request is not None:
             content["request"] = _content(request)
-        query = f"?{urlencode([('id', one) for one in ids])}" if ids else ""
+        query = "?" + "&".join(f"id={_quoted(one)}" for one in ids) if ids else ""
         return (yield from self._ask(Comparison, f"/v1/placements:compare{query}", content))
 
     def page(self, filters: Mapping[str, str | int | None]) -> Exchange[PlacementPage]:
@@ -179,7 +182,7 @@ class Dialogue(Sender):
 
     def stored_profile(self, key: str) -> Exchange[Profile]:
         """Ask for a profile that the service has."""
-        return (yield from self._get(Profile, f"/v1/profiles/{quote(key, safe='')}"))
+        return (yield from self._get(Profile, f"/v1/profiles/{_quoted(key)}"))
 
     def cluster(self) -> Exchange[Cluster]:
         """Ask for the service's own devices; measuring them the first time takes a while."""
@@ -252,7 +255,19 @@ class _Deadline:
 
 
 def _path(key: str) -> str:
-    return f"/v1/placements/{quote(key, safe='')}"
+    return f"/v1/placements/{_quoted(key)}"
+
+
+def _quoted(key: str) -> str:
+    if not isinstance(key, str):
+        raise InputError(f"the id is a {type(key).__name__}; give 32 hexadecimal digits, such as placement.id")
+    return quote(key, safe="")
+
+
+def _map(where: Map) -> dict[str, str]:
+    if not isinstance(where, Mapping):
+        raise InputError(f"a map is a {type(where).__name__}; give a device for each layer, as placement.layer_devices")
+    return dict(where)
 
 
 def _waiting(method: str, path: str, deadline: _Deadline, content: bytes | None = None) -> Call:

@@ -66,6 +66,9 @@ def from_transport(error: httpx.RequestError, url: str, attempts: int, *, done: 
 
 
 def _detail(reply: httpx.Response) -> str:
+    if reply.has_redirect_location:
+        where = reply.request.url.join(reply.headers["Location"])
+        return f"it is at {where} now; give the URL of the service there"[:MAX_TEXT]
     try:
         content = json.loads(reply.content)
         detail = content["detail"]

@@ -138,6 +138,31 @@ def test_what_is_no_request_is_named_and_not_sent(ask, request_):
     assert not script.calls
 
 
+@pytest.mark.parametrize("method", ["placement", "stop", "request", "timeline", "stored_profile"])
+def test_a_placement_in_place_of_its_id_is_named_and_not_sent(ask, method):
+    # It was a TypeError of urllib: quote_from_bytes() expected bytes.
+    script = Script()
+    with pytest.raises(InputError, match=r"the id is a Placement; give .* placement\.id"):
+        ask(script, method, Placement.model_validate(DONE))
+    assert not script.calls
+
+
+def test_ids_in_place_of_maps_are_told_where_they_go(ask):
+    # It was an AttributeError: 'list' object has no attribute 'items'.
+    with pytest.raises(InputError, match=r"maps is a list; .*ids=\[\.\.\.\]"):
+        ask(Script(), "compare", [KEY, KEY])
+    with pytest.raises(InputError, match=r"a map is a str; .* placement\.layer_devices"):
+        ask(Script(), "compare", {"mine": KEY})
+
+
+@pytest.mark.parametrize("where", ["https://service.test/v1/placements", "/moved"])
+def test_a_service_that_has_moved_is_told_with_its_place(ask, request_, where):
+    # A proxy that wants https answers so; it was "answered 301: Moved Permanently".
+    told = httpx.URL(URL).join(where)
+    with pytest.raises(ServerError, match=f"answered 301: it is at {told} now; give the URL"):
+        ask(Script((301, b"", {"Location": where})), "place", request_)
+
+
 @pytest.mark.parametrize("status", [404, 500, 501])
 def test_another_problem_is_a_server_error_with_its_status_and_is_not_repeated(ask, status):
     script = Script((status, {"detail": "no such placement"}))
