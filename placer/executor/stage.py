@@ -20,6 +20,7 @@ from placer import devices
 from placer.executor.accumulation import Accumulation
 from placer.executor.faults import Trail
 from placer.executor.input_gradients import detached
+from placer.executor.reached import reached
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.slot import AtOnce, Head, Key, NamedQueue, Slot
 from placer.executor.weakly import weakly
@@ -81,7 +82,7 @@ class Stage:
     Attributes:
         slots: the micro-batches in flight.
         tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
-        unreached: of what the last stage reads, the values that the loss does not depend on.
+        unreached: of what it reads, the values that the loss does not depend on.
         not_recorded_because: why the passes are no CUDA graphs; empty where they are, or no GPU is.
         reuses: whether a backward pass may leave its results where the forward pass works, so that they must be read
             before the slot's next forward pass runs.
@@ -116,6 +117,7 @@ class Stage:
         self.not_compiled_because = ""
         self.trail = Trail(backwards=True)
         self.unreached: frozenset[Key] = frozenset()
+        self._made_of: dict[str, frozenset[Key]] = {}
         self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
         self._shared_memory: Any = None
 
@@ -168,6 +170,7 @@ class Stage:
         if self.head is not None:
             self.unreached = self._beyond_loss(first)
         made = {name: first.outputs[name] for name in self.writes}
+        self._made_of = {name: reached(value, first.leaves) for name, value in made.items()}
         for slot in slots:
             for name, readers in self.writes.items():
                 if _flows_back(made[name]):
@@ -190,6 +193,20 @@ class Stage:
             found = torch.autograd.grad(slot.roots, list(slot.leaves.values()), allow_unused=True)
         slot.deferred.clear()
         return frozenset(name for name, gradient in zip(slot.leaves, found, strict=True) if gradient is None)
+
+    def expect(self, stages: Sequence[Stage]) -> None:
+        """Wait for no gradient of a value that the loss does not depend on, by way of any stage that reads it.
+
+        Args:
+            stages: all; those after this one have been told so.
+        """
+        for slot in (*self.slots, *self.tail.values()):
+            for name, reader in list(slot.gradients):
+                if reader is not None and name in stages[reader].unreached:
+                    del slot.gradients[name, reader]
+        if self.head is None:
+            awaited = frozenset[Key]().union(*(self._made_of[name] for name, _ in self.slots[0].gradients))
+            self.unreached = frozenset(self.slots[0].entering) - awaited
 
     def begin(self) -> None:
         """A batch begins."""
@@ -345,11 +362,8 @@ class Stage:
 
 def drop_unreached(stages: Sequence[Stage]) -> None:
     """Send no gradient back for what the loss does not depend on: zeros would let weight decay change the weights."""
-    for stage in stages:
-        for slot in (*stage.slots, *stage.tail.values()):
-            for name, reader in list(slot.gradients):
-                if reader is not None and name in stages[reader].unreached:
-                    del slot.gradients[name, reader]
+    for stage in reversed(stages):
+        stage.expect(stages)
 
 
 def _apart(result: Any, received: Iterable[Any]) -> Any:
