@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,8 @@ from placer import devices
 from placer.errors import InputError
 from placer.executor.census import Census, are_same
 from placer.executor.segments import StateLookup
+from placer.executor.written import writes
 from placer.graph.layers import LayerGraph, named_state
-
-_VERSION = attrgetter("_version")
 
 
 class Clones:
@@ -29,7 +27,7 @@ class Clones:
         self._places = list(places)
         self._census: Census | None = None
         self._state: dict[str, Tensor] = {}
-        self._versions: list[int] = []
+        self._written: list[int] = []
         self._copies: dict[torch.device, dict[str, Tensor]] = {}
         self.refresh()
 
@@ -39,12 +37,12 @@ class Clones:
             self._census = Census(self._module)
             state = named_state(self._module)
             if [*state] != [*self._state] or not are_same([*state.values()], [*self._state.values()]):
-                self._versions = []
+                self._written = []
             self._state = state
-        versions = [*map(_VERSION, self._state.values())]
-        if self._versions and versions == self._versions:
+        written = writes([*self._state.values()])
+        if written == self._written:
             return False
-        self._versions = versions
+        self._written = written
         with torch.no_grad():
             self._copies = {
                 place: {name: _twin(tensor, place) for name, tensor in self._state.items()} for place in self._places
@@ -64,7 +62,7 @@ class Clones:
         """The copy of a parameter or buffer on a device."""
         if place not in self._copies:
             self._places.append(place)
-            self._versions = []
+            self._written = []
             self.refresh()
         return self._copies[place][name]
 

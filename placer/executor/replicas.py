@@ -9,6 +9,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.executor.segments import StateLookup
+from placer.executor.written import writes
 from placer.graph.layers import LayerGraph
 
 
@@ -20,7 +21,7 @@ class Replicas:
         self._lookup = lookup
         self._mutated = mutated(graph)
         self._own: dict[tuple[str, torch.device], list[int]] = {}
-        self._copies: dict[tuple[str, torch.device], tuple[int, Tensor]] = {}
+        self._copies: dict[tuple[str, torch.device], tuple[list[int], Tensor]] = {}
 
     def lookup(self, name: str, place: torch.device) -> Tensor:
         """What a layer on this device uses; state that layers change is the model's own, wherever it is."""
@@ -33,7 +34,7 @@ class Replicas:
             self._own[name, place] = devices.addresses([own])
             return own
         if (name, place) not in self._copies:
-            self._copies[name, place] = (tensor._version, devices.copy(tensor, place))
+            self._copies[name, place] = (writes([tensor]), devices.copy(tensor, place))
         return self._copies[name, place][1]
 
     @property
@@ -46,11 +47,12 @@ class Replicas:
         self._lookup = lookup
         if devices.addresses(list(starmap(lookup, self._own))) != [*chain.from_iterable(self._own.values())]:
             return False
-        for (name, place), (version, replica) in self._copies.items():
+        for (name, place), (known, replica) in self._copies.items():
             tensor = lookup(name, place)
-            if tensor._version != version:
+            written = writes([tensor])
+            if written != known:
                 devices.fill(replica, tensor)
-                self._copies[name, place] = (tensor._version, replica)
+                self._copies[name, place] = (written, replica)
         return True
 
 

@@ -67,6 +67,27 @@ def test_clones_follow_a_change_of_the_weights() -> None:
         torch.testing.assert_close(after, reference(X), atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_clones_follow_an_optimizer_and_stay_while_others_step(fused: bool) -> None:
+    # Torch does not count what the kernel of a fused step writes.
+    model, reference = twins(_layers, training=False)
+    other = nn.Linear(2, 2)
+    with logical_devices(2):
+        flow = DataFlow(model, enable_clone=True)
+        flow.layer_gpus.update({"0": 1, "3": 1})
+        flow.update_flow()
+        steps = [torch.optim.SGD(each.parameters(), lr=0.1, fused=fused) for each in (model, reference, other)]
+        for _ in range(2):
+            for module in (model, reference, other):
+                for parameter in module.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            steps[0].step(), steps[1].step()
+            with torch.no_grad():
+                torch.testing.assert_close(flow(X).cpu(), reference(X), atol=1e-10, rtol=1e-10)
+            steps[2].step()
+            assert flow._clones is not None and not flow._clones.refresh()
+
+
 def test_construct_module_is_a_second_flow_on_the_same_clones() -> None:
     model, reference = twins(_layers, training=False)
     with logical_devices(3), torch.no_grad():

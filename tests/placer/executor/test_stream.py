@@ -149,6 +149,23 @@ def test_a_tied_weight_that_was_changed_is_changed_on_every_device() -> None:
                 whole.embedding.weight.mul_(2)
 
 
+def test_a_tied_weight_that_a_fused_optimizer_steps_is_changed_on_every_device() -> None:
+    # Torch does not count what the kernel of its step writes.
+    model, whole = twins(TiedTokens, training=False)
+    batches = [torch.randint(0, 7, (2, 3)) for _ in range(4)]
+    with logical_devices(3):
+        flow = placed(model)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=True) for each in (model, whole)]
+        for _ in range(3):
+            results = list(flow.stream(batches))
+            with torch.no_grad():
+                assert_close(results, [whole(batch) for batch in batches])
+            for each, optimizer in zip((model, whole), optimizers, strict=True):
+                for parameter in each.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+
+
 def test_clones_stream_too() -> None:
     model, batches = skips()
     with logical_devices(3):

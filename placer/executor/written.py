@@ -1,0 +1,40 @@
+"""When tensors were last written to, so that copies of them are brought up to date then alone.
+
+Torch counts the writes to each tensor, but not those of an optimizer whose step is one kernel (``fused=True``): here
+the steps of all optimizers are noted. What is written through ``.data`` nobody counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from operator import attrgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+_VERSION = attrgetter("_version")
+
+_clock = count(1)
+_latest: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""Of all steps that were taken in this process, the latest of each optimizer."""
+
+
+def _note(optimizer: Optimizer, *_: Any) -> None:
+    _latest[optimizer] = next(_clock)
+
+
+register_optimizer_step_post_hook(_note)
+
+
+def writes(tensors: Sequence[Tensor]) -> list[int]:
+    """What is another list once one of the tensors was written to, in an optimizer's step or otherwise."""
+    own = {id(tensor) for tensor in tensors}
+    step = max((step for optimizer, step in _latest.items() if _holds(optimizer, own)), default=0)
+    return [step, *map(_VERSION, tensors)]
+
+
+def _holds(optimizer: Optimizer, own: set[int]) -> bool:
+    return any(not own.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
