@@ -14,12 +14,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from placer.errors import InputError
+from placer.schema.faults import nearest
 
 __all__ = ["load_function", "load_model", "parse_inputs"]
 
@@ -89,15 +91,30 @@ def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
+    found: object = _imported(module_name)
     try:
-        found: object = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
-    except ImportError as error:
-        raise InputError(f"cannot import {module_name!r}: {error}") from error
     except AttributeError as error:
-        raise InputError(f"there is no {name!r} in module {module_name!r}") from error
+        hint = nearest(name, (known for known in dir(found) if not known.startswith("_")))
+        hint = hint if "did you mean" in hint else ""  # else the names that the module imports come first
+        raise InputError(f"there is no {name!r} in module {module_name!r}{hint}") from error
     return found
+
+
+def _imported(name: str) -> ModuleType:
+    """The module; what it does when it is imported is the user's code, which may raise anything."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(f"cannot import {name!r}: {error}") from error
+    except Exception as error:
+        raise InputError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
+    except SystemExit as error:
+        raise InputError(
+            f"module {name!r} is a program, which ends when it is imported: what it does has to stand below"
+            " if __name__ == '__main__'"
+        ) from error
 
 
 def _argument(text: str) -> tuple[str, Any]:

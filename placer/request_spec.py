@@ -7,13 +7,15 @@ layer4=cuda:1      a layer and a device, for pins and bans; a device is a name o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from placer.errors import InputError
 from placer.report.units import parse_bytes
 from placer.schema import (
     Cluster,
     Constraints,
+    Device,
+    Layer,
     Objective,
     PlacementRequest,
     Profile,
@@ -23,7 +25,7 @@ from placer.schema import (
     Transfers,
 )
 
-__all__ = ["limited", "request_for", "rules"]
+__all__ = ["check_words", "limited", "request_for", "rules"]
 
 WORDS: tuple[Recompute, ...] = ("never", "auto", "always")
 """Whether a device recomputes."""
@@ -49,6 +51,27 @@ def limited(cluster: Cluster, limits: list[str]) -> Cluster:
         if device["name"] in usable:
             device.update(memory_bytes=usable[device["name"]], reserve_bytes=0)
     return Cluster.model_validate({"devices": devices, "links": cluster.links})
+
+
+def check_words(training: bool, limits: Sequence[str], pairs: Sequence[str], *asked: Any) -> None:
+    """Find what is wrong whatever the profile holds, before minutes go into measuring one.
+
+    Args:
+        training: whether a training step is to be placed.
+        limits: as for ``limited``.
+        pairs: pins and bans, as for ``rules``.
+        asked: what ``request_for`` is given from the constraints on.
+
+    Raises:
+        InputError: a word is not known, a size or a pair is none, or the parts contradict each other.
+    """
+    for text in limits:
+        parse_bytes(text.rpartition("=")[2])
+    for text in pairs:
+        _split(text)
+    layer = Layer(name="layer", forward_ms={"any": 1.0}, backward_ms={"any": 1.0})
+    cluster = Cluster(devices=(Device(name="device", type="any", memory_bytes=1),))
+    request_for(Profile(layers=(layer,), training=training), cluster, *asked)
 
 
 def _device(cluster: Cluster, name: str) -> str:
@@ -118,10 +141,15 @@ def _recompute(cluster: Cluster, others: Recompute, by_device: Sequence[str]) ->
 
 
 def _pair(cluster: Cluster, text: str) -> tuple[str, str]:
+    layer, device = _split(text)
+    return layer, _device(cluster, device)
+
+
+def _split(text: str) -> tuple[str, str]:
     layer, equals, device = text.rpartition("=")
     if not equals or not layer:
         raise InputError(f"{text!r} names no layer and device; write LAYER=DEVICE, as in layer4=cuda:1")
-    return layer, _device(cluster, device)
+    return layer, device
 
 
 def request_for(

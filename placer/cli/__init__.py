@@ -1,6 +1,7 @@
 """The command ``placer``: the composition root; it may import everything, and does when a command needs it.
 
 command.py    the commands put together, errors as exit codes
+blame.py      the line of the user's own code that an error came from
 profiling.py  profile
 solving.py    solve, suggest
 measuring.py  measure

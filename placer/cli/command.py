@@ -12,6 +12,7 @@ from rich.markup import escape
 import placer
 from placer import errors
 from placer.cli import caching, machine, measuring, profiling, refining, serving, showing, solving
+from placer.cli.blame import blamed
 from placer.cli.terminal import err
 from placer.errors import PlacerError
 
@@ -69,7 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             sys.stdout.flush()  # here, where a reader that has left can still be told
     except PlacerError as error:
-        _fail(str(error), _exit_code(error))
+        if os.environ.get("PLACER_DEBUG"):
+            raise
+        _fail(f"{error}{blamed(error)}", _exit_code(error))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again at its end
         sys.exit(1)

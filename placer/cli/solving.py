@@ -49,11 +49,12 @@ from placer.cli.options import (
 from placer.cli.profiling import cached, loss_of, measure_sizes, sample_counts
 from placer.cli.terminal import spinner
 from placer.errors import InputError
-from placer.request_spec import limited, request_for, rules
-from placer.schema import Placement, PlacementRequest
+from placer.request_spec import check_words, limited, request_for, rules
+from placer.schema import Constraints, Placement, PlacementRequest
 
 
 def solve(
+    context: typer.Context,
     file: Annotated[
         str,
         typer.Argument(metavar="[FILE|-]", help="a profile, or a whole request, which stands as it is; - for stdin"),
@@ -89,6 +90,7 @@ def solve(
     """Find the best placement for a profile, and how good any could be."""
     subject = load_question(file)
     if isinstance(subject, PlacementRequest):
+        _refuse_rest(context, file)
         answer(subject, server, output, json)
     target = load_cluster(cluster) if cluster else subject.cluster
     if target is None:
@@ -140,6 +142,9 @@ def suggest(
 ) -> None:
     """Profile a model here and find its best placement: profile and solve in one."""
     keep, lost, sizes = cached(cache, no_cache), loss_of(loss, target), _sizes(micro_batches)
+    bounds = Constraints(max_devices=max_devices, min_devices=min_devices, max_layers=max_layers, contiguous=contiguous)
+    words = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, (), break_ties, bottleneck)
+    check_words(not inference, memory, [*pin, *forbid], bounds, *words, work_limit, steps)
     where = (model, arg, input, devices, memory, inference, optimizer, granularity)
     profiles = measure_sizes(*where, keep, sizes, **lost)
     measured = profiles[-1]  # the largest micro-batch
@@ -149,6 +154,20 @@ def suggest(
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
     request = request_for(measured, cluster, limits, *given, break_ties, bottleneck, work_limit, steps)
     answer(request, server, output, json)
+
+
+def _refuse_rest(context: typer.Context, file: str) -> None:
+    """A whole request says all that options say; those beside it would do nothing."""
+    with_it = {"file", "server", "output", "json"}
+    sources = {name: context.get_parameter_source(name) for name in set(context.params) - with_it}
+    options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    given = sorted(options[name] for name, source in sources.items() if source and source.name == "COMMANDLINE")
+    if given:
+        one = "is" if len(given) == 1 else "are"
+        raise InputError(
+            f"{file} holds a whole request, which stands as it is, so {', '.join(given)} {one} of no use; leave that"
+            " out, or give the profile alone"
+        )
 
 
 def _sizes(text: str | None) -> list[int] | None:

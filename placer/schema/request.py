@@ -164,7 +164,11 @@ class PlacementRequest(Wire):
         sizes = [profile.batch_size for profile in (self.profile, *self.profiles)]
         refuse_duplicates("profiles: micro-batch of size", [str(size) for size in sizes])
         if not self.micro_batches():
-            raise ValueError(f"batch_size: {self.whole_batch_size} samples are no whole number of {sizes}")
+            known = " or ".join(map(str, sorted(sizes)))
+            raise ValueError(
+                f"batch_size: {self.whole_batch_size} samples are no whole number of micro-batches of {known};"
+                " give a multiple, or a profile of another size"
+            )
 
     def _check_pins(self, cluster: Cluster) -> None:
         """No pin contradicts another rule by itself: a ban, a group, or a value that has no way to where it is read."""

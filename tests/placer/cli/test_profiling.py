@@ -70,12 +70,75 @@ def test_profile_finds_a_model_in_the_working_directory(
     assert answer.profile.model == "Linear"
 
 
+OWN_CODE = {
+    "no_library": ("import no_such_library", "No module named 'no_such_library' (no_library.py, line 1)"),
+    "no_attribute": (
+        "import torch\nmodel = torch.nn.NoSuchLayer()",
+        "cannot import 'no_attribute': AttributeError: module 'torch.nn' has no attribute 'NoSuchLayer' "
+        "(no_attribute.py, line 2)",
+    ),
+    "no_syntax": ("def model( return", "cannot import 'no_syntax': SyntaxError: invalid syntax (no_syntax.py, line 1)"),
+    "no_data": ("raise ValueError('set MY_DATA')", "'no_data': ValueError: set MY_DATA (no_data.py, line 1)"),
+    "a_program": (
+        "import sys\nsys.exit('usage: ...')",
+        "module 'a_program' is a program, which ends when it is imported",
+    ),
+    "a_net": (
+        "import torch\nclass model(torch.nn.Module):\n    def forward(self, x):\n        return x @ x",
+        "the model fails on the example inputs: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3) "
+        "(a_net.py, line 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_what_fails_in_the_users_own_code_is_told_with_its_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    # An AttributeError of the module was told as "there is no 'model' in module", the others with exit code 1.
+    source, message = OWN_CODE[name]
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    answer = run("profile", f"{name}:model", "-i", "2x3")
+    assert answer.code == 2
+    assert message in answer.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--objective", "speed"],
+            "objective: should be 'throughput', 'step', 'latency', 'memory' or 'devices', not 'speed'",
+        ),
+        (["--objective", "devices"], "bottleneck_ms is None: objective 'devices' needs one"),
+        (["--schedule", "fast"], "schedule: should be 'auto', 'fill-drain'"),
+        (["--memory", "much"], "'much' is no size"),
+        (["--pin", "net1"], "'net1' names no layer and device"),
+        (["--min-devices", "3", "--max-devices", "2"], "min_devices is 3, but"),
+        (["--time-limit", "1e9"], "time_limit_s: should be less than or equal to 86400"),
+    ],
+)
+def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("it was measured first")
+
+    monkeypatch.setattr("placer.cli.solving.measure_sizes", measured)
+    answer = run("suggest", *TOY, *arguments)
+    assert answer.code == 2
+    assert message in answer.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["no_colon", "-i", "2x3"], "'no_colon' names no model; write package.module:callable"),
         (["no.such.module:f", "-i", "2x3"], "cannot import 'no.such.module'"),
         (["placer.zoo.toy:Absent", "-i", "2x3"], "there is no 'Absent' in module 'placer.zoo.toy'"),
+        (["placer.zoo.toy:ToyModl", "-i", "2x3"], "in module 'placer.zoo.toy'; did you mean 'ToyModel'?"),
         (["json:dumps", "-i", "2x3"], "json:dumps() failed: TypeError"),
         (["collections:OrderedDict", "-i", "2x3"], "made a OrderedDict; it must make a torch.nn.Module"),
         (["placer.zoo.toy:__name__", "-i", "2x3"], "is a str; name a callable"),

@@ -11,6 +11,7 @@ from commands import MIB, TOY, Run, chain
 
 import placer
 from placer import cli
+from placer.errors import InputError
 from placer.schema import Cluster, Device, Placement, PlacementRequest
 
 # solve
@@ -40,6 +41,16 @@ def test_recomputing_is_allowed_where_it_is_asked_for(run: Run) -> None:
     answer = run("solve", "-", "--chunks", "8", "--recompute-on", "1=always", stdin=trained.to_json())
     assert answer.placement.recompute == ("cuda:1",)
     assert run("solve", "-", "--recompute-on", "1=often", stdin=trained.to_json()).code == 2
+
+
+def test_options_beside_a_whole_request_are_refused_as_they_would_do_nothing(run: Run, tmp_path: Path) -> None:
+    # They were passed over: a placement within --memory was asked for, and one without that limit came.
+    file = tmp_path / "request.json"
+    file.write_text(PlacementRequest(profile=chain([1.0, 2.0])).model_dump_json())
+    assert run("solve", file, "--json").code == 0
+    answer = run("solve", file, "--memory", "1MiB", "--pin", "l0=0")
+    assert answer.code == 2
+    assert "holds a whole request, which stands as it is, so --memory, --pin are of no use" in answer.err
 
 
 def test_a_pin_to_a_forbidden_device_is_bad_input(run: Run, chain_file: Path) -> None:
@@ -347,6 +358,14 @@ def test_a_missing_extra_names_the_pip_command(run: Run, monkeypatch: pytest.Mon
     answer = run("serve")
     assert answer.code == 1
     assert "pip install 'torch-placer[server]'" in answer.err
+
+
+def test_on_request_an_error_of_placers_own_shows_where_it_was_raised(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACER_DEBUG", "1")
+    with pytest.raises(InputError, match="cannot read nofile"):
+        run("show", "nofile")
 
 
 def test_an_unexpected_error_is_one_line_and_exit_code_1(

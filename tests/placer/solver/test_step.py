@@ -225,7 +225,7 @@ def test_better_placements_are_told_as_they_are_found():
     [
         ({"objective": "throughput", "schedule": "auto"}, "schedule: only objective 'step' chooses it"),
         ({"objective": "throughput", "batch_size": 4}, "batch_size: only objective 'step' chooses it"),
-        ({"size": 3, "batch_size": 4}, r"4 samples are no whole number of \[3\]"),
+        ({"size": 3, "batch_size": 4}, "4 samples are no whole number of micro-batches of 3; give a multiple"),
     ],
 )
 def test_what_cannot_be_chosen_is_named(change, words):
