@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from placer.graph.hooks import modes
+from placer.graph.hooks import modes, on_every_module
 
 _TABLES = (
     "_modules",
@@ -42,7 +42,8 @@ class Census:
 
     Attributes:
         members: its modules, their code, parameters and buffers, the same objects as long as none was replaced.
-        modes: of every module, whether it trains, and whether it has hooks that a captured graph would not run.
+        modes: of every module, whether it trains, and whether it has hooks that a captured graph would not run; at the
+            end, whether all have.
         constants: what torch's own modules declare as constants of their code, such as ``p`` of a dropout: a captured
             graph holds their values. Of other modules ``Attributes`` looks at what captures read.
     """
@@ -73,6 +74,7 @@ class Census:
         try:
             return (
                 self._now_training() == self._training
+                and on_every_module() == self.modes[-1][1]
                 and are_same(self._now_contents(), self._contents)
                 and are_same(self._now_constants(), self.constants)
             )

@@ -257,7 +257,8 @@ class Streams:
         return ticket
 
     def _key(self, batch: Known) -> Hashable:
-        return batch.capture, self._flow.assignment, shapes(batch.tensors), autocast.state()
+        flow = self._flow
+        return batch.capture, flow.assignment, flow.output_device, shapes(batch.tensors), autocast.state()
 
     def _add(self, key: Hashable, capture: Capture) -> InferencePipeline:
         """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""

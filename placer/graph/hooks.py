@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 
@@ -14,10 +15,16 @@ _SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival", "Again"
 _SAFE_FUNCTIONS = ("output_capturing_hook", "make_inputs_require_grads")
 """Hooks of transformers: what the one collects is a part of the result, and the other serves checkpoints."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_EVERY_MODULE = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
+"""Those that ``torch.nn.modules.module.register_module_forward_hook`` and its like put on every module there is."""
 
 
 def refuse_hooks(module: nn.Module) -> None:
     """Raise a CaptureError if a module has hooks whose effects outside the graph would be lost."""
+    if on_every_module():
+        raise CaptureError(
+            "every module has hooks (register_module_forward_hook), which a captured graph would not run"
+        )
     for name, child in module.named_modules():
         for kind in _unsafe_hooks(child.__dict__):
             raise CaptureError(
@@ -26,10 +33,16 @@ def refuse_hooks(module: nn.Module) -> None:
             )
 
 
+def on_every_module() -> bool:
+    """Whether there are hooks on all modules of this process."""
+    return any(_OF_EVERY_MODULE)
+
+
 def modes(module: nn.Module) -> list[tuple[bool, bool]]:
     """Of every module, whether it trains, and whether it has hooks whose effects outside the graph would be lost.
 
-    Every call of a flow asks for it, so it costs as little as can be: a module that is used twice is listed twice.
+    The last one is of no module, and says whether all have hooks. Every call of a flow asks for it, so it costs as
+    little as can be: a module that is used twice is listed twice.
     """
     found, waiting = [], [module]
     while waiting:
@@ -41,7 +54,7 @@ def modes(module: nn.Module) -> list[tuple[bool, bool]]:
         inner = fields["_modules"] if "_modules" in fields else child._modules
         if inner:
             waiting += [module for module in inner.values() if module is not None]
-    return found
+    return [*found, (False, on_every_module())]
 
 
 def _unsafe_hooks(fields: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from splitting import scatter_layers, twins
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from placer import DataFlow
 from placer.errors import StageError
@@ -124,6 +125,39 @@ def test_a_model_that_was_changed_between_calls_is_seen_to_be_another(change: Ca
         change(model), change(reference)
         for _ in range(CALLS):
             _assert_equal(flow(x, scale=scale, chunks=4), reference(x, scale=scale))
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_hooks_on_every_module_run_as_long_as_they_are_there(chunks: int) -> None:
+    model, reference = twins(Model, training=False)
+    x, scale = _inputs(0)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        for _ in range(2):
+            for _ in range(CALLS):
+                _assert_equal(flow(x, scale=scale, chunks=chunks), reference(x, scale=scale))
+            hook = register_module_forward_hook(
+                lambda module, _, result: result * 2 if isinstance(module, nn.Linear) else None
+            )
+            try:
+                _assert_equal(flow(x, scale=scale, chunks=chunks), reference(x, scale=scale))
+                assert "every module has hooks" in flow.not_captured_because
+            finally:
+                hook.remove()
+        _assert_equal(flow(x, scale=scale, chunks=chunks), reference(x, scale=scale))
+        assert not flow.not_captured_because
+
+
+def test_results_go_where_the_flow_says_now() -> None:
+    model, _ = twins(Model, training=False)
+    x, scale = _inputs(0)
+    with logical_devices(3) as devices, torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        for flow.output_device in (*devices, *devices):
+            for _ in range(CALLS):
+                assert flow(x, scale=scale, chunks=4)["y"].device == flow.output_device
 
 
 class _Counts(nn.Module):
