@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +21,16 @@ from placer.schema import Cluster, Placement, PlacementRequest, Profile
 from placer.schema.faults import first_fault
 from placer.schema.refinement import Refinement
 
+WIDTH = 200
+"""Of lines, in characters, where there is no terminal."""
+
 Answer = Profile | Placement | Refinement | Measurement
 """What a command finds."""
 
-Subject = Profile | Placement | PlacementRequest | Refinement | Cluster
+Subject = Profile | Placement | PlacementRequest | Refinement | Cluster | Measurement
 """What a file may hold."""
 
-KINDS: dict[str, type[Subject]] = {
+KINDS: dict[str, type[Profile | Placement | PlacementRequest | Refinement | Cluster]] = {
     "rounds": Refinement,
     "profile": PlacementRequest,
     "status": Placement,
@@ -65,12 +69,17 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+def people() -> Console:
+    """Where tables go; into a pipe or a file as wide as they are, for nothing there wraps lines."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=WIDTH)
+
+
 def print_table(subject: Answer | Cluster) -> None:
     """For people."""
     if isinstance(subject, Measurement):
-        Console().print(subject)
+        people().print(subject)
     else:
-        Console().print(refinement_table(subject) if isinstance(subject, Refinement) else table(subject))
+        people().print(refinement_table(subject) if isinstance(subject, Refinement) else table(subject))
 
 
 def print_json(subject: Answer | Cluster) -> None:
@@ -94,13 +103,18 @@ def load(file: str) -> Subject:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{_named(file)} is not JSON: {error}") from error
     fields: Any = content if isinstance(content, dict) else {}
+    if "measured" in fields:
+        try:
+            return Measurement.from_json(text)
+        except InputError as error:
+            raise InputError(f"{_named(file)}: {error}") from error
     for field, kind in KINDS.items():
         if field in fields:
             try:
                 return kind.model_validate(content)
             except ValidationError as error:
                 raise InputError(f"{_named(file)}: {first_fault(error, kind)}") from error
-    raise InputError(f"{_named(file)} holds no profile, placement, request, refinement or cluster")
+    raise InputError(f"{_named(file)} holds no profile, placement, request, refinement, cluster or measurement")
 
 
 def load_placement(file: str) -> Placement:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from placer.cli.files import load, load_profile, print_json, print_table, write_text
+from placer.cli.files import load, load_profile, people, print_json, print_table, write_text
 from placer.cli.options import AsJson
 from placer.errors import InputError
 from placer.report.comparing import compare as compare_both
@@ -16,18 +15,27 @@ from placer.report.comparing import comparison_table
 from placer.report.comparison_page import comparison_report
 from placer.report.page import html_report
 from placer.report.pictures import picture
+from placer.report.timeline import Measurement
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
 from placer.schema.refinement import Refinement
 
+Shown = Profile | Placement | Refinement | Cluster | Measurement
+
 
 def show(
-    file: Annotated[str, typer.Argument(metavar="FILE|-", help="a profile, placement, request, refinement or cluster")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|-", help="JSON of a profile, placement, request, refinement, cluster or measurement"
+        ),
+    ],
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write a report with pictures, all in one file, too")
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="write the picture alone, too")] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="of a placement, to show its layers in their devices' colours")
+        str | None,
+        typer.Option(metavar="FILE", help="with --html of a placement, to show its layers in their devices' colours"),
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -35,8 +43,10 @@ def show(
     subject = load(file)
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
+    if profile is not None and html is None:
+        raise InputError(f"--profile {profile} colours the layers of a report; say where that goes with --html FILE")
     if html is not None:
-        write_text(html, html_report(_placed(subject), None if profile is None else load_profile(profile)))
+        write_text(html, html_report(_placed(subject, file), None if profile is None else load_profile(profile)))
     if svg is not None:
         write_text(svg, picture(_drawable(subject, file)))
     if json:
@@ -60,20 +70,22 @@ def compare(
     if json:
         print(found.model_dump_json(indent=1))
     else:
-        Console().print(comparison_table(found))
+        people().print(comparison_table(found, (first, second)))
 
 
 def _without_request(subject: object) -> object:
     return subject.profile if isinstance(subject, PlacementRequest) else subject
 
 
-def _placed(subject: Profile | Placement | Refinement | Cluster) -> Profile | Placement | Cluster:
+def _placed(subject: Shown, file: str) -> Profile | Placement | Cluster:
     """What there are pictures of: of a refinement its best placement."""
+    if isinstance(subject, Measurement):
+        raise InputError(f"{file} holds a measurement; what is drawn of one is the trace of placer measure --trace")
     return subject.placement if isinstance(subject, Refinement) else subject
 
 
-def _drawable(subject: Profile | Placement | Refinement | Cluster, file: str) -> Profile | Placement:
-    subject = _placed(subject)
+def _drawable(subject: Shown, file: str) -> Profile | Placement:
+    subject = _placed(subject, file)
     if isinstance(subject, Cluster):
         raise InputError(f"{file} holds a cluster; pictures are of profiles and placements")
     return subject

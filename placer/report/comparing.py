@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 
 from pydantic import BaseModel, ConfigDict
@@ -17,6 +18,7 @@ from placer.schema import DeviceLoad, Layer, Placement, Profile
 __all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "comparison_table"]
 
 _NOTABLE = 0.05
+_WHICH = ("first", "second")
 """A change by a larger share than this is marked, if it is also larger than the timings' own spread."""
 
 _SETTINGS = ("model", "training", "optimizer", "with_loss", "batch_size", "granularity", "graph_hash")
@@ -94,6 +96,7 @@ class PlacementComparison(_Result):
 
     Attributes:
         settings: what they are for, where it differs, in words.
+        objective: of both; empty where they differ.
         objective_value: in the objective's unit; compared only if both have the same objective.
         bound: what is proven of it.
         load_ms: how long each device is busy.
@@ -102,6 +105,7 @@ class PlacementComparison(_Result):
     """
 
     settings: dict[str, tuple[str, str]]
+    objective: str = ""
     objective_value: Change
     bound: Change
     load_ms: dict[str, Change]
@@ -187,6 +191,7 @@ def _placements(first: Placement, second: Placement) -> PlacementComparison:
         settings=_differing(
             first, second, ("model", "status", "objective", "training", "batch_size", "chunks", "schedule")
         ),
+        objective=first.objective if alike else "",
         objective_value=_change(first.objective_value, second.objective_value if alike else None),
         bound=_change(first.bound, second.bound if alike else None),
         load_ms={name: _change(_load_ms(here.get(name)), _load_ms(there.get(name))) for name in names},
@@ -219,13 +224,15 @@ def _differing(first: object, second: object, fields: Sequence[str]) -> dict[str
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def comparison_table(found: Comparison) -> RenderableType:
+def comparison_table(found: Comparison, names: tuple[str, str] | None = None) -> RenderableType:
     """What rich prints for people; notable changes are bold.
 
     Args:
         found: from ``compare``.
+        names: of the first and the second, their files say.
     """
-    settings = [f"{name}: {first} | {second}" for name, (first, second) in found.settings.items()]
+    settings = [] if names is None else [f"{which:<10}  {name}" for which, name in zip(_WHICH, names, strict=True)]
+    settings += [f"{name}: {first} | {second}" for name, (first, second) in found.settings.items()]
     parts: list[RenderableType] = [Text("\n".join(settings))] if settings else []
     parts += _profile_tables(found) if isinstance(found, ProfileComparison) else _placement_tables(found)
     return Group(*parts)
@@ -235,8 +242,8 @@ def _profile_tables(found: ProfileComparison) -> list[RenderableType]:
     grid = Table(title="Layers", title_justify="left")
     grid.add_column("layer", overflow="fold")
     for heading in (*found.time_ms, "memory"):
-        for which in ("first", "second", "ratio"):
-            grid.add_column(f"{heading}\n{which}", justify="right")
+        for which in (*_WHICH, "ratio"):
+            grid.add_column(f"{heading}\n{which}", justify="right", no_wrap=True)
     for layer in found.layers:
         grid.add_row(*_row(layer.name, layer.time_ms, layer.memory_bytes))
     grid.add_section()
@@ -255,13 +262,14 @@ def _placement_tables(found: PlacementComparison) -> list[RenderableType]:
     grid = Table(title="Devices", title_justify="left")
     grid.add_column("device")
     for heading in ("busy", "memory"):
-        for which in ("first", "second", "ratio"):
-            grid.add_column(f"{heading}\n{which}", justify="right")
+        for which in (*_WHICH, "ratio"):
+            grid.add_column(f"{heading}\n{which}", justify="right", no_wrap=True)
     for name, load in found.load_ms.items():
         grid.add_row(name, *_cells(load, False), *_cells(found.memory_bytes[name], True))
     value = found.objective_value
-    words = [f"objective   {_number(value.first)} | {_number(value.second)}{_ratio_text(value)}"]
-    words.append(f"bound       {_number(found.bound.first)} | {_number(found.bound.second)}")
+    shown = partial(_value_text, found.objective)
+    words = [f"objective   {shown(value.first)} | {shown(value.second)}{_ratio_text(value)}"]
+    words.append(f"bound       {shown(found.bound.first)} | {shown(found.bound.second)}")
     words += [
         f"moved       {_named(move.layers)}: {move.source or '-'} -> {move.target or '-'}" for move in found.moves
     ]
@@ -276,8 +284,12 @@ def _cells(change: Change, in_bytes: bool) -> list[Text]:
     return [Text(words, style=style) for words in (*values, ratio)]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def _value_text(objective: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if objective in ("throughput", "step", "latency"):
+        return ms_text(value)
+    return bytes_text(value) if objective == "memory" else f"{value:.6g}"
 
 
 def _ratio_text(change: Change) -> str:

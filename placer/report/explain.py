@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.report.cluster import cluster_table
+from placer.report.fitting import Fitting
 from placer.report.shares import share_texts
 from placer.report.units import bytes_text, ms_text
 from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile, Step, StepChoice
@@ -66,7 +67,10 @@ def table(subject: Placement | Profile | Cluster) -> RenderableType:
 def _placement(placement: Placement) -> RenderableType:
     if placement.infeasible is not None or not placement.layer_devices:
         return Text("\n".join(proven(placement)), style="bold red")
-    return Group(_devices(placement), Text("\n".join([*segment_texts(placement), *proven(placement)])))
+    return Group(
+        Fitting(_devices(placement), _devices(placement, shares=False)),
+        Text("\n".join([*segment_texts(placement), *proven(placement)])),
+    )
 
 
 def proven(placement: Placement) -> list[str]:
@@ -81,13 +85,13 @@ def segment_texts(placement: Placement) -> list[str]:
     return [f"{device:10}  {_run_text(runs)}" for device, runs in _segments(placement.layer_devices).items()]
 
 
-def _devices(placement: Placement) -> Table:
+def _devices(placement: Placement, *, shares: bool = True) -> Table:
     mode = "training step" if placement.training else "inference"
     title = f"Placement of {placement.model or 'model'}: {mode}, micro-batch of {placement.batch_size}"
     grid = Table(title=title, title_justify="left", caption="▶ bottleneck: the busiest device", caption_justify="left")
     grid.add_column("device")
     for heading in ("layers", "compute", "transfer", "busy", "memory / limit"):
-        grid.add_column(heading, justify="right")
+        grid.add_column(heading, justify="right", no_wrap=True)
     for load in placement.devices:
         grid.add_row(
             load.device,
@@ -95,7 +99,7 @@ def _devices(placement: Placement) -> Table:
             ms_text(load.compute_ms),
             ms_text(load.send_ms + load.receive_ms),
             f"▶ {ms_text(load.load_ms)}" if load.bottleneck else ms_text(load.load_ms),
-            _memory_text(load),
+            _memory_text(load, shares),
             style="bold" if load.bottleneck else "",
         )
     return grid
@@ -116,9 +120,9 @@ def _run_text(runs: list[tuple[str, ...]]) -> str:
     return ", ".join(words)
 
 
-def _memory_text(load: DeviceLoad) -> str:
+def _memory_text(load: DeviceLoad, shares: bool) -> str:
     used, limit = bytes_text(load.memory.total_bytes), bytes_text(load.limit_bytes)
-    share = f" {load.memory.total_bytes / load.limit_bytes:.0%}" if load.limit_bytes else ""
+    share = f" {load.memory.total_bytes / load.limit_bytes:.0%}" if shares and load.limit_bytes else ""
     number, unit = used.split()
     return f"{number if limit.endswith(f' {unit}') else used} / {limit}{share}"
 
@@ -228,15 +232,25 @@ def _infeasible(why: Infeasibility) -> list[str]:
 
 def _profile(profile: Profile) -> RenderableType:
     kinds = sorted({kind for layer in profile.layers for kind in layer.forward_ms})
+    grid = Fitting(_layers(profile, kinds), _layers(profile, kinds, modules=False))
+    parts: list[RenderableType] = [grid, Text("\n".join([_profile_sums(profile, kinds), *share_texts(profile)]))]
+    if not profile.captured:
+        parts.append(Text(f"not captured, so it runs through hooks: {profile.not_captured_because}"))
+    if profile.cluster is not None:
+        parts.append(cluster_table(profile.cluster))
+    return Group(*parts)
+
+
+def _layers(profile: Profile, kinds: list[str], *, modules: bool = True) -> Table:
     grid = Table(title=_profile_title(profile), title_justify="left")
     grid.add_column("layer", overflow="fold")
-    grid.add_column("module")
+    if modules:
+        grid.add_column("module")
     for kind in kinds:
         for direction in ("forward", "backward")[: 2 if profile.training else 1]:
-            grid.add_column(f"{direction}\n{kind}", justify="right")
-    grid.add_column("weights", justify="right")
-    grid.add_column("grads + optimizer", justify="right")
-    grid.add_column("saved", justify="right")
+            grid.add_column(f"{direction}\n{kind}", justify="right", no_wrap=True)
+    for heading in ("weights", "grads +\noptimizer", "saved"):
+        grid.add_column(heading, justify="right", no_wrap=True)
     for layer in profile.layers:
         times = []
         for kind in kinds:
@@ -245,18 +259,13 @@ def _profile(profile: Profile) -> RenderableType:
                 times.append(_time_of(layer.backward_ms, kind))
         grid.add_row(
             layer.name,
-            layer.module,
+            *([layer.module] if modules else []),
             *times,
             bytes_text(layer.param_bytes + layer.buffer_bytes),
             bytes_text(layer.grad_bytes + layer.optimizer_bytes),
             bytes_text(layer.saved_bytes),
         )
-    parts: list[RenderableType] = [grid, Text("\n".join([_profile_sums(profile, kinds), *share_texts(profile)]))]
-    if not profile.captured:
-        parts.append(Text(f"not captured, so it runs through hooks: {profile.not_captured_because}"))
-    if profile.cluster is not None:
-        parts.append(cluster_table(profile.cluster))
-    return Group(*parts)
+    return grid
 
 
 def _profile_title(profile: Profile) -> str:

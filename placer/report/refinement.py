@@ -27,7 +27,7 @@ def refinement_table(refinement: Refinement) -> RenderableType:
     grid = Table(title=f"Refinement of {refinement.placement.model or 'model'}", title_justify="left")
     grid.add_column("round", justify="right")
     grid.add_column("stage")
-    for heading in ("layers", "predicted", "measured", "off by", "of it loss"):
+    for heading in ("layers", "predicted", "measured", "off by", "loss in it"):
         grid.add_column(heading, justify="right")
     for number, one in enumerate(refinement.rounds, start=1):
         for index, stage in enumerate(one.stages):

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, NamedTuple
 
+from pydantic import BaseModel, ValidationError
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from placer.errors import InputError
 from placer.report.trace import save
 from placer.report.units import ms_text
+from placer.schema.faults import first_fault
 
 __all__ = ["Comparison", "Measurement", "Row"]
 
@@ -139,6 +142,19 @@ class Measurement:
             lines.append(f" {json.dumps(key)}: {text}")
         return "{\n" + ",\n".join(lines) + "\n}"
 
+    @classmethod
+    def from_json(cls, text: str) -> Measurement:
+        """What ``to_json`` wrote.
+
+        Raises:
+            InputError: it is something else.
+        """
+        try:
+            wire = _Measurement.model_validate_json(text)
+        except ValidationError as error:
+            raise InputError(first_fault(error, _Measurement)) from error
+        return cls(wire.title, tuple(one.device for one in wire.devices), wire.measured, wire.predicted, wire.notes)
+
     def _device_figures(self, device: str) -> dict[str, Any]:
         guess = self.busy_ms(device, predicted=True) if self.predicted else None
         return {"device": device, "busy_ms": self.busy_ms(device), "predicted_busy_ms": guess}
@@ -180,6 +196,20 @@ class Measurement:
         if self.predicted_ms is not None:
             cells += [ms_text(self.predicted_ms), "", _ratio(self.measured_ms, self.predicted_ms)]
         return cells
+
+
+class _OfDevice(BaseModel):
+    device: str
+
+
+class _Measurement(BaseModel):
+    """What of a measurement's JSON it is made from again; the figures follow."""
+
+    title: str
+    devices: tuple[_OfDevice, ...]
+    measured: tuple[Row, ...]
+    predicted: tuple[Row, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def from_first_start(rows: Iterable[Row]) -> tuple[Row, ...]:

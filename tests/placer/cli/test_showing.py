@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from commands import Run, chain
 
+from placer.report.timeline import Measurement, Row
 from placer.schema import PlacementRequest, Profile
 
 
@@ -47,6 +48,65 @@ def test_what_cannot_be_shown_is_exit_code_2(
     answer = run("show", *(files.get(word, word) for word in arguments))
     assert answer.code == 2
     assert message in " ".join(answer.err.split())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_number_of_a_table_is_broken_over_two_lines(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    # On a terminal of 80 columns a row ended with "512.0", and the next began with nothing and had "KiB".
+    monkeypatch.setenv("COLUMNS", str(columns))
+    profile = chain([1234.5, 0.01234], param_bytes=1023 * 2**20, limit_bytes=1000 * 2**30)
+    changed = {"saved_bytes": 1023 * 2**20, "grad_bytes": 1023 * 2**20, "module": "ConvTranspose2d"}
+    layers = [layer.model_copy(update={**changed, "backward_ms": layer.forward_ms}) for layer in profile.layers]
+    trained = profile.model_copy(update={"training": True, "layers": tuple(layers)})
+    (tmp_path / "profile.json").write_text(trained.to_json())
+    (tmp_path / "placement.json").write_text(run("solve", tmp_path / "profile.json").out)
+    for name in ("profile.json", "placement.json"):
+        table = run("show", tmp_path / name).out.partition("┡")[2].partition("└")[0]
+        assert "│ l0 " in table or "│ cuda:0 " in table
+        assert not [line for line in table.splitlines() if line.startswith("│  ")]
+
+
+def test_tables_in_a_pipe_are_as_wide_as_they_are(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # They were cut to the 80 columns of a terminal that is not there.
+    monkeypatch.delenv("COLUMNS", raising=False)
+    profile = chain([1.0])
+    layer = profile.layers[0].model_copy(update={"name": "a_layer_with_a_name_of_fifty_letters_" + "x" * 13})
+    out = run("show", "-", stdin=profile.model_copy(update={"layers": (layer,)}).to_json()).out
+    assert f"│ {layer.name} │ Linear │" in out
+
+
+def test_a_measurement_is_shown_again(run: Run, tmp_path: Path) -> None:
+    # It was told that a cluster has no such field.
+    rows = [Row("cuda:0", "forward", 0, None, 0, 0.0, 2.0), Row("cuda:1", "forward", 1, None, 0, 2.5, 4.5)]
+    made = Measurement("Inference of Net", ("cuda:0", "cuda:1"), tuple(rows), (), ("a note",))
+    assert Measurement.from_json(made.to_json()) == made
+    answer = run("show", "-", stdin=made.to_json())
+    assert "Inference of Net" in answer.out and "2.00 ms" in answer.out and "a note" in answer.out
+    assert run("show", "-", "--json", stdin=made.to_json()).out.strip() == made.to_json()
+    answer = run("show", "-", "--html", tmp_path / "x.html", stdin=made.to_json())
+    assert answer.code == 2 and "holds a measurement" in answer.err
+    answer = run("show", "-", stdin='{"measured": []}')
+    assert answer.code == 2 and "stdin: Measurement.title: is missing" in answer.err
+
+
+def test_a_profile_that_nothing_is_made_of_is_refused(run: Run, chain_file: Path) -> None:
+    answer = run("show", "-", "--profile", chain_file, stdin=run("solve", chain_file).out)
+    assert answer.code == 2 and "say where that goes with --html FILE" in answer.err
+
+
+def test_placements_are_compared_by_the_names_of_their_files_in_the_units_of_their_objective(
+    run: Run, chain_file: Path, tmp_path: Path
+) -> None:
+    # It was "objective   3 | 3", of "first" and "second".
+    here, there = tmp_path / "here.json", tmp_path / "there.json"
+    for file, objective in ((here, "throughput"), (there, "memory")):
+        file.write_text(run("solve", chain_file, "--objective", objective).out)
+    answer = run("compare", here, here)
+    assert f"first       {here}" in answer.out
+    assert "objective   3.00 ms | 3.00 ms, ratio 1.000" in answer.out
+    assert "objective   2.0 MiB | 2.0 MiB, ratio 1.000" in run("compare", there, there).out
 
 
 def test_compare_tells_what_differs(run: Run, chain_file: Path) -> None:
