@@ -13,8 +13,12 @@ from placer.report.units import bytes_text
 
 
 def cache(
-    action: Annotated[str, typer.Argument(help="size: tell the folder and what is in it; clear: remove it")] = "size",
-    folder: Annotated[Path | None, typer.Option(help="another cache than PLACER_CACHE or the user's own")] = None,
+    action: Annotated[
+        str, typer.Argument(metavar="size|clear", help="size: tell the folder and what is in it; clear: remove it")
+    ] = "size",
+    folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="another cache than PLACER_CACHE or the user's own")
+    ] = None,
     older_than: Annotated[
         float, typer.Option(metavar="DAYS", min=0, help="clear only what was measured longer ago")
     ] = 0.0,

@@ -23,8 +23,12 @@ def measure(
     chunks: Annotated[
         int | None, typer.Option(min=1, help="micro-batches; what the placement says if left out")
     ] = None,
-    profile: Annotated[str | None, typer.Option(help="JSON that the placement was solved from: predicts")] = None,
-    trace: Annotated[Path | None, typer.Option(help="write a trace for https://ui.perfetto.dev")] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON that the placement was solved from: predicts")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write a trace for https://ui.perfetto.dev")
+    ] = None,
     output: Output = None,
     json: AsJson = False,
 ) -> None:

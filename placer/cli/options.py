@@ -7,11 +7,16 @@ from typing import Annotated
 import typer
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="package.module:callable, as placer.zoo.resnet:resnet50")]
-Arguments = Annotated[list[str], typer.Option("--arg", metavar="KEY=VALUE", help="an argument of the callable")]
+Arguments = Annotated[
+    list[str], typer.Option("--arg", metavar="KEY=VALUE", help="an argument of the callable; repeatable")
+]
 Inputs = Annotated[
     list[str],
     typer.Option(
-        "--input", "-i", metavar="[NAME=]SHAPE[:DTYPE]", help="an example input, as 8x3x224x224 or ids=2x16:int64"
+        "--input",
+        "-i",
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="an example input, as 8x3x224x224 or ids=2x16:int64; repeatable",
     ),
 ]
 Devices = Annotated[
@@ -23,7 +28,9 @@ Loss = Annotated[
 Target = Annotated[str | None, typer.Option(metavar="SHAPE[:DTYPE]", help="of the loss, for one micro-batch: 8:int64")]
 Memory = Annotated[
     list[str],
-    typer.Option("--memory", metavar="[DEVICE=]SIZE", help="what a placement may use of a device, or of each: 8GiB"),
+    typer.Option(
+        "--memory", metavar="[DEVICE=]SIZE", help="what a placement may use of a device, or of each: 8GiB; repeatable"
+    ),
 ]
 Inference = Annotated[bool, typer.Option("--inference", help="place inference; a training step otherwise")]
 Optimizer = Annotated[str, typer.Option(help="whose state counts in training: adam, sgd, ... or none")]
@@ -32,7 +39,9 @@ CacheFolder = Annotated[
     str | None, typer.Option("--cache", metavar="FOLDER", help="where measurements are kept, and found again")
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="measure everything anew, and keep nothing")]
-Output = Annotated[str | None, typer.Option("--output", "-o", help="write the JSON to this file; - for stdout")]
+Output = Annotated[
+    str | None, typer.Option("--output", "-o", metavar="FILE", help="write the JSON to this file; - for stdout")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on a terminal too")]
 ObjectiveOption = Annotated[
     str, typer.Option("--objective", help="what is made small: throughput, step, latency, memory or devices")
@@ -47,7 +56,9 @@ Sizes = Annotated[
 ]
 AlsoProfiles = Annotated[
     list[str],
-    typer.Option("--also", metavar="FILE", help="objective step: a profile of the same layers at another size"),
+    typer.Option(
+        "--also", metavar="FILE", help="objective step: a profile of the same layers at another size; repeatable"
+    ),
 ]
 ScheduleOption = Annotated[
     str | None,
@@ -68,9 +79,12 @@ StepsOption = Annotated[
 TransfersOption = Annotated[
     str, typer.Option("--transfers", help="added: computes, then transfers; or overlapped: the larger of the two")
 ]
-Pins = Annotated[list[str], typer.Option("--pin", metavar="LAYER=DEVICE", help="the layer must be on the device")]
+Pins = Annotated[
+    list[str], typer.Option("--pin", metavar="LAYER=DEVICE", help="the layer must be on the device; repeatable")
+]
 Forbidden = Annotated[
-    list[str], typer.Option("--forbid", metavar="LAYER=DEVICE", help="the layer must not be there; * for every layer")
+    list[str],
+    typer.Option("--forbid", metavar="LAYER=DEVICE", help="the layer must not be there; * for every layer; repeatable"),
 ]
 MaxDevices = Annotated[int | None, typer.Option(min=1, help="use at most so many devices")]
 MinDevices = Annotated[int | None, typer.Option(min=1, help="use at least so many devices")]
