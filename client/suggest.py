@@ -16,6 +16,7 @@ from placer.errors import (
     SolveLimitError,
     UnreachableError,
 )
+from placer.request_spec import blank_profile
 from placer.schema import (
     Constraints,
     Objective,
@@ -126,6 +127,29 @@ def suggest(
     if (profile is not None or there) and not (loss_fn is None and target is None):
         why = "a server runs no functions" if there else "a profile is given, which was made with a loss or without"
         raise InputError(f"{why}: leave loss_fn and target out, or have the model measured here")
+
+    def request_of(profiles: list[Profile], rules: Constraints) -> PlacementRequest:
+        trains = training and profiles[-1].training
+        return PlacementRequest(
+            profile=profiles[-1],
+            profiles=profiles[:-1],
+            batch_size=batch_size,
+            objective=objective,
+            constraints=rules,
+            training=trains,
+            chunks=chunks,
+            schedule=schedule or ("auto" if objective == "step" else "1f1b"),
+            steps=steps or ("in-a-row" if objective == "step" and trains else "alone"),
+            transfers=transfers,
+            time_limit_s=time_limit_s,
+            work_limit=work_limit,
+            break_ties=break_ties,
+            bottleneck_ms=bottleneck_ms,
+            explain=explain,
+        )
+
+    if profile is None:
+        request_of([blank_profile(training)], Constraints())  # what is wrong of it is told before minutes of measuring
     if there and server:
         with _waiting("measuring on the server", progress):
             profiles = _measure_there(
@@ -161,24 +185,7 @@ def suggest(
         raise InputError(
             "batch_sizes are measured here, and a profile is given; give one or several profiles, or sizes"
         )
-    trains = training and profiles[-1].training
-    request = PlacementRequest(
-        profile=profiles[-1],
-        profiles=profiles[:-1],
-        batch_size=batch_size,
-        objective=objective,
-        constraints=constraints or Constraints(),
-        training=trains,
-        chunks=chunks,
-        schedule=schedule or ("auto" if objective == "step" else "1f1b"),
-        steps=steps or ("in-a-row" if objective == "step" and trains else "alone"),
-        transfers=transfers,
-        time_limit_s=time_limit_s,
-        work_limit=work_limit,
-        break_ties=break_ties,
-        bottleneck_ms=bottleneck_ms,
-        explain=explain,
-    )
+    request = request_of(profiles, constraints or Constraints())
     with _waiting("solving", progress):
         placement = _solve(request, server)
     return _found(placement, time_limit_s)

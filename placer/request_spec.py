@@ -25,7 +25,7 @@ from placer.schema import (
     Transfers,
 )
 
-__all__ = ["check_words", "limited", "request_for", "rules"]
+__all__ = ["blank_profile", "check_words", "limited", "request_for", "rules"]
 
 WORDS: tuple[Recompute, ...] = ("never", "auto", "always")
 """Whether a device recomputes."""
@@ -69,9 +69,20 @@ def check_words(training: bool, limits: Sequence[str], pairs: Sequence[str], *as
         parse_bytes(text.rpartition("=")[2])
     for text in pairs:
         _split(text)
+    blank = blank_profile(training)
+    assert blank.cluster is not None
+    request_for(blank, blank.cluster, *asked)
+
+
+def blank_profile(training: bool) -> Profile:
+    """A profile of one layer and one device, to see whether a request can be made of everything else.
+
+    Args:
+        training: whether it is one of a training step.
+    """
     layer = Layer(name="layer", forward_ms={"any": 1.0}, backward_ms={"any": 1.0})
     cluster = Cluster(devices=(Device(name="device", type="any", memory_bytes=1),))
-    request_for(Profile(layers=(layer,), training=training), cluster, *asked)
+    return Profile(layers=(layer,), cluster=cluster, training=training)
 
 
 def _device(cluster: Cluster, name: str) -> str:

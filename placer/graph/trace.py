@@ -113,7 +113,10 @@ def _run(model: nn.Module, inputs: Structure, tensors: Sequence[Any]) -> Any:
     try:
         return model(*args, **kwargs)
     except Exception as error:
-        raise CaptureError(f"the model fails on the example inputs: {type(error).__name__}: {error}") from error
+        text = f"the model fails on the example inputs: {type(error).__name__}: {error}"
+        if kwargs and isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+            text += "; a dict is one of keyword arguments: where the model takes a dict itself, give it as (inputs,)"
+        raise CaptureError(text) from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import placer
-from placer.errors import InfeasibleError, InputError, SolveLimitError, UnreachableError
+from placer.errors import CaptureError, InfeasibleError, InputError, SolveLimitError, UnreachableError
 from placer.schema import Placement, PlacementRequest, Profile
 from placer_client import suggest as module
 from placer_client.client import Client
@@ -79,6 +79,18 @@ def test_inputs_are_a_tensor_a_tuple_of_arguments_or_a_dict_of_keywords(inputs):
     placement = suggest(Block(), inputs, devices=["cpu:0"], granularity="submodule")
     assert names(placement) == {"first", "second"}
     assert set(placement.layer_devices.values()) == {"cpu:0"}
+
+
+class TakesADict(Block):
+    def forward(self, batch):
+        return super().forward(batch["images"])
+
+
+def test_a_dict_that_the_model_takes_itself_is_given_in_a_tuple_which_the_error_says():
+    batch = {"images": torch.ones(2, 8)}
+    assert suggest(TakesADict(), (batch,), devices=["cpu:0"], cache=False, progress=False).status == "optimal"
+    with pytest.raises(CaptureError, match=r"keyword argument 'images'; a dict is .* give it as \(inputs,\)"):
+        suggest(TakesADict(), batch, devices=["cpu:0"], cache=False, progress=False)
 
 
 @pytest.mark.parametrize("model", [Carrying, CarryingLikeTransformers])
@@ -183,6 +195,14 @@ def test_an_argument_that_cannot_be_used_is_an_input_error_that_names_it(profile
     (name,) = wrong
     with pytest.raises(InputError, match=name):
         suggest(profile=profile, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"chunks": 0}, {"objective": "fun"}, {"time_limit_s": 0}, {"schedule": "fast"}])
+def test_an_argument_that_cannot_be_used_is_told_before_the_model_is_measured(monkeypatch, wrong):
+    # Measuring takes minutes where layers are many; the word was looked at afterwards.
+    monkeypatch.setattr(module, "_measure", lambda *_, **__: pytest.fail("it was measured first"))
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        suggest(Block(), torch.ones(2, 8), **wrong)
 
 
 @pytest.mark.parametrize("given", ["profile.json", {"layers": []}, ["profile.json"], 3])
