@@ -5,5 +5,6 @@
                          └────▶ node (its devices, and graphs to be measured on them) ──▶ workers
 
 ``app`` puts it together, ``serving`` runs it under uvicorn, ``settings`` and ``keys`` are what an operator gives;
-``observe`` is what an operator sees, and ``openapi`` what a client's programmer reads. Every error is a ``problem``.
+``observe`` is what an operator sees, ``alive`` what a health check runs, and ``openapi`` what a client's programmer
+reads. Every error is a ``problem``.
 """
