@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,8 @@ class Update:
     def _step(self, module: nn.Module) -> None:
         if self.scaler is not None:
             self._clip(module)
-            self.scaler.step(self.optimizer)
+            with _overflow_counted_once(self.optimizer):
+                self.scaler.step(self.optimizer)
             self.scaler.update()
             return
         self._clip(module)
@@ -112,3 +114,24 @@ class Update:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self.norm = nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
+
+
+@contextmanager
+def _overflow_counted_once(optimizer: Any) -> Iterator[None]:
+    """Let a fused optimizer skip its step where gradients overflowed on several devices.
+
+    A scaler hands it the number of those devices, and its kernels skip at 1.
+    """
+    hooks = getattr(optimizer, "register_step_pre_hook", None)
+    handle = None if hooks is None else hooks(_at_most_one)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _at_most_one(optimizer: Any, *_: Any) -> None:
+    found = getattr(optimizer, "found_inf", None)
+    if found is not None:
+        optimizer.found_inf = found.clamp(max=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -201,11 +202,22 @@ def test_clipping_is_by_the_norm_over_all_devices(max_norm: float) -> None:
     torch.testing.assert_close(step.update.norm.cpu(), norm, atol=1e-10, rtol=1e-10)
 
 
-def _scaled(infinite: int | None, max_norm: float | None) -> tuple[nn.Module, nn.Module, Any, Any]:
+def _momentum(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+
+
+def _fused(weights: Any) -> torch.optim.Optimizer:
+    """Is given the scale and the overflows, and skips by itself."""
+    return torch.optim.AdamW(weights, lr=0.1, fused=True)
+
+
+def _scaled(
+    infinite: int | None, max_norm: float | None, optimizer: Callable[[Any], torch.optim.Optimizer]
+) -> tuple[nn.Module, nn.Module, Any, Any]:
     """Four steps with a scaler; the loss is infinite at one of them."""
     model = _model().float()
     whole = copy.deepcopy(model)
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    ours, theirs = (optimizer(each.parameters()) for each in (model, whole))
     one, other = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2))
     inputs, target = (tensor.float() for tensor in _batch(8))
 
@@ -229,10 +241,12 @@ def _scaled(infinite: int | None, max_norm: float | None) -> tuple[nn.Module, nn
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("infinite", [None, 1])
+@pytest.mark.parametrize("optimizer", [_momentum, _fused])
 def test_a_grad_scaler_scales_skips_and_grows_as_on_the_unsplit_model(
-    infinite: int | None, max_norm: float | None
+    infinite: int | None, max_norm: float | None, optimizer: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
-    model, whole, one, other = _scaled(infinite, max_norm)
+    # Fused optimizers skip where one device had an overflow: they are told of three.
+    model, whole, one, other = _scaled(infinite, max_norm, optimizer)
     assert one.get_scale() == other.get_scale()
     for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
