@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from placer import devices
+
 _VERSION = attrgetter("_version")
 
 _clock = count(1)
@@ -30,10 +32,10 @@ register_optimizer_step_post_hook(_note)
 
 
 def writes(tensors: Sequence[Tensor]) -> list[int]:
-    """What is another list once one of the tensors was written to, in an optimizer's step or otherwise."""
+    """What is another list once a tensor was written to, in an optimizer's step or otherwise, or has other storage."""
     own = {id(tensor) for tensor in tensors}
     step = max((step for optimizer, step in _latest.items() if _holds(optimizer, own)), default=0)
-    return [step, *map(_VERSION, tensors)]
+    return [step, *map(_VERSION, tensors), *devices.addresses(tensors)]
 
 
 def _holds(optimizer: Optimizer, own: set[int]) -> bool:
