@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.errors import InputError
+from placer.report.units import bytes_text
 from placer.schema.faults import nearest
 
 __all__ = ["load_function", "load_model", "parse_inputs"]
@@ -136,6 +138,12 @@ def _tensor(text: str) -> Tensor:
         shape = []
     if not shape or min(shape) < 1 or not isinstance(dtype, torch.dtype):
         raise InputError(f"{text!r} is no input; write SHAPE or SHAPE:dtype, as in 8x3x224x224 or 2x16:int64")
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype)
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype)
+    except NotImplementedError as error:
+        raise InputError(f"input {text!r}: torch draws no {type_name}; give float32, bfloat16, int64, ...") from error
+    except (RuntimeError, TypeError) as error:
+        size = bytes_text(math.prod(shape) * dtype.itemsize)
+        raise InputError(f"input {text!r} takes {size}, which is not here; give a smaller micro-batch") from error

@@ -16,6 +16,9 @@ DeviceLike = int | str | torch.device
 
 CPU = "cpu"
 
+LAST_INDEX = 127
+"""torch keeps indices in a byte; ``torch.device("cpu:300")`` is cpu:44 without a word."""
+
 
 def parse(device: DeviceLike, kind: str | None = None) -> torch.device:
     """A device from an index, a string or a ``torch.device``, always with an index.
@@ -29,9 +32,13 @@ def parse(device: DeviceLike, kind: str | None = None) -> torch.device:
     """
     if isinstance(device, str) and device.isdecimal():
         device = int(device)
+    if isinstance(device, str) and (index := device.rpartition(":")[2]).isdecimal() and int(index) > LAST_INDEX:
+        raise _too_many(device)
     if isinstance(device, int) and not isinstance(device, bool):
         if device < 0:
             raise InputError(f"device index {device} is negative; the first device is 0")
+        if device > LAST_INDEX:
+            raise _too_many(device)
         return torch.device(kind or default_kind(), device)
     try:
         parsed = torch.device(device)
@@ -40,6 +47,10 @@ def parse(device: DeviceLike, kind: str | None = None) -> torch.device:
     if parsed.type == "meta":
         raise InputError("'meta' holds no data, so no layer can run there; give 'cuda:0' or 'cpu:0'")
     return parsed if parsed.index is not None else torch.device(parsed.type, 0)
+
+
+def _too_many(device: int | str) -> InputError:
+    return InputError(f"device {device!r} is beyond what torch can name: its devices of a kind are 0 to {LAST_INDEX}")
 
 
 def default_kind() -> str:
