@@ -210,7 +210,8 @@ class Dialogue(Sender):
                     f"profile {progress.id} is {progress.status} after {deadline.wait_s:g} s; it goes on: ask again"
                 )
             try:
-                reply = yield from self.send(_waiting("GET", f"/v1/profiles/{progress.id}", deadline))
+                call = _waiting("GET", f"/v1/profiles/{progress.id}", deadline, accepted=True)
+                reply = yield from self.send(call)
             except ServerError as error:
                 if error.status != 404:
                     raise
@@ -234,7 +235,7 @@ class Dialogue(Sender):
             progress = self.read(Progress, reply)
             if deadline.left_s() <= 0:
                 raise _still_running(progress, deadline)
-            reply = yield from self.send(_waiting("GET", _path(progress.id), deadline))
+            reply = yield from self.send(_waiting("GET", _path(progress.id), deadline, accepted=True))
         return self.read(Placement, reply)
 
 
@@ -270,9 +271,11 @@ def _map(where: Map) -> dict[str, str]:
     return dict(where)
 
 
-def _waiting(method: str, path: str, deadline: _Deadline, content: bytes | None = None) -> Call:
+def _waiting(
+    method: str, path: str, deadline: _Deadline, content: bytes | None = None, *, accepted: bool = False
+) -> Call:
     wait_s = max(0.0, min(LONGEST_POLL_S, deadline.left_s()))
-    return Call(method, f"{path}?wait={wait_s:.3f}", content, wait_s, deadline.end_s)
+    return Call(method, f"{path}?wait={wait_s:.3f}", content, wait_s, deadline.end_s, accepted=accepted)
 
 
 def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:

@@ -36,6 +36,9 @@ REFUSED = frozenset({429, 503})
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 60.0
 
+AWAY_RETRIES = 5
+"""So many more where the service was there before: pauses double, so it has half a minute or so to start again."""
+
 NOTHING_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 """Faults on the way before the service can have seen anything."""
 
@@ -51,6 +54,7 @@ class Call:
         wait_s: how long the service may take on purpose before it answers, on top of the client's timeout.
         until_s: by the monotonic clock; a service that asks to wait beyond that is not waited for.
         repeatable: whether asking twice is asking once. What is not is repeated only where nothing can have come of it.
+        accepted: whether the service has said that it works on this; so if nobody answers, it is starting again.
     """
 
     method: str
@@ -59,6 +63,7 @@ class Call:
     wait_s: float = 0.0
     until_s: float = math.inf
     repeatable: bool = True
+    accepted: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,15 +98,18 @@ class Sender:
             TimeoutExceeded: it did not answer in time.
             ServerError: it cannot answer.
         """
-        for attempt in range(self.retries + 1):
+        there = call.accepted
+        for attempt in range(self.most_retries(True) + 1):
             outcome = yield call
             assert outcome is not None
             if isinstance(outcome, httpx.Response) and outcome.is_success:
                 if is_whole(outcome):
                     return outcome
                 outcome = httpx.RemoteProtocolError("half an answer came", request=outcome.request)
-            last = attempt == self.retries or not _may_repeat(call, outcome)
+            away = there and isinstance(outcome, NOTHING_SENT)
+            last = attempt >= self.most_retries(away) or not _may_repeat(call, outcome)
             if isinstance(outcome, httpx.RequestError):
+                there = there or not isinstance(outcome, NOTHING_SENT)
                 if last:
                     raise errors.from_transport(outcome, self.url, attempt + 1, done=_done(call, outcome)) from outcome
                 yield Pause(backoff_s(attempt))
@@ -110,6 +118,14 @@ class Sender:
             else:
                 raise errors.from_reply(outcome)
         raise AssertionError("the last attempt returns or raises")
+
+    def most_retries(self, away: bool) -> int:
+        """How often at most something is asked again.
+
+        Args:
+            away: whether the service was there before and nobody answers now: it may be starting again.
+        """
+        return self.retries + AWAY_RETRIES if away and self.retries else self.retries
 
     def read(self, kind: type[M], reply: httpx.Response) -> M:
         """What a reply holds.

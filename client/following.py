@@ -12,7 +12,7 @@ from placer.errors import PlacerError, ServerError
 from placer.schema import Placement, Progress
 
 from . import errors
-from .exchange import RETRIED, Sender, backoff_s, retry_after_s
+from .exchange import NOTHING_SENT, RETRIED, Sender, backoff_s, retry_after_s
 
 SILENCE_S = 25.0
 """The service sends something every 10 s; after so long without, the connection is gone."""
@@ -35,6 +35,7 @@ class Following:
         self.ended = False
         self._sender = sender
         self._failures = 0
+        self._told = False
         self._fields: dict[str, str] = {}
 
     def line(self, text: str) -> Progress | Placement | None:
@@ -59,7 +60,7 @@ class Following:
             raise self._failed(data)
         if kind != "progress":
             return None
-        self._failures = 0
+        self._failures, self._told = 0, True
         return self._sender.parse(Progress, data)
 
     def _failed(self, data: str) -> PlacerError:
@@ -85,7 +86,8 @@ class Following:
         Raises:
             ServerError: it broke off too often in a row.
         """
-        if self._failures < self._sender.retries and not isinstance(error, httpx.UnsupportedProtocol):
+        away = self._told and isinstance(error, NOTHING_SENT)
+        if self._failures < self._sender.most_retries(away) and not isinstance(error, httpx.UnsupportedProtocol):
             return self._pause_s()
         if error is None:
             raise ServerError(f"the service at {self._sender.url} ended the stream without an answer")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
+
+OWN = ("placer", "placer_client", "placer_server")
 
 
 def blamed(error: BaseException) -> str:
@@ -27,8 +30,14 @@ def _is_users(file: str) -> bool:
     path = Path(file)
     paths = sysconfig.get_paths()
     others = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    others.append(Path(__file__).parents[1])
+    others += [Path(folder) for name in OWN for folder in _folders(name)]
     return path.is_file() and not any(path.is_relative_to(folder) for folder in others)
+
+
+def _folders(name: str) -> list[str]:
+    """Where a package is, installed or in a checkout."""
+    found = find_spec(name)
+    return list(found.submodule_search_locations or ()) if found else []
 
 
 def _short(file: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 from placer.errors import InputError, ServerError, TimeoutExceeded, UnreachableError
 from placer.schema import Cluster, Placement, PlacementRequest
 from placer_client import AsyncClient, Client, exchange
+from placer_client.following import Following
 
 URL = "http://service.test"
 KEY = "0" * 32
@@ -207,6 +208,35 @@ def test_a_call_that_failed_on_the_way_is_repeated(ask, request_, pauses, fault)
     script = Script(fault("reset"), fault("reset"), (200, DONE))
     assert ask(script, "place", request_).status == "optimal"
     assert len(script.calls) == 3
+
+
+def test_a_service_that_starts_again_is_waited_for_half_a_minute(ask, request_, pauses):
+    # Its start takes a second or two, and a client gave up after one and a half: also on what had been accepted.
+    away = [httpx.ConnectError("refused")] * (exchange.AWAY_RETRIES + 3)
+    assert ask(Script((202, RUNNING), *away, (200, DONE)), "place", request_).status == "optimal"
+    assert 12 < sum(pauses) < 26
+    assert ask(Script(httpx.ReadError("killed"), *away, (200, DONE)), "place", request_).status == "optimal"
+
+
+def test_a_service_that_was_never_there_is_not_waited_for(ask, request_, pauses):
+    with pytest.raises(UnreachableError, match="tried 5 times"):
+        ask(Script(httpx.ConnectError("refused")), "place", request_)
+    with pytest.raises(UnreachableError, match=r"refused; start"):
+        ask(Script((202, RUNNING), httpx.ConnectError("refused")), "place", request_, retries=0)
+
+
+def test_a_stream_that_told_something_is_taken_up_again_from_a_service_that_starts_again():
+    def refusals(*lines):
+        following, pauses = Following(exchange.Sender(URL, 4), KEY), []
+        for line in lines:
+            following.line(line)
+        with pytest.raises(UnreachableError):
+            while len(pauses) < 100:
+                pauses.append(following.lost(httpx.ConnectError("refused")))
+        return len(pauses)
+
+    assert refusals() == 4
+    assert refusals("event: progress", f"data: {json.dumps(RUNNING)}", "") == 4 + exchange.AWAY_RETRIES
 
 
 def test_pauses_double(ask, request_, pauses):

@@ -189,6 +189,7 @@ def test_no_placement_within_the_time_limit_is_exit_code_4(
 def test_a_server_that_is_not_there_is_exit_code_5(run: Run, chain_file: Path) -> None:
     answer = run("solve", chain_file, "--server", "http://127.0.0.1:9")
     assert answer.code == 5
+    assert "line" not in answer.err  # the client is no code of the user's
     assert "127.0.0.1:9" in answer.err
     assert "Traceback" not in answer.err
 
