@@ -23,7 +23,7 @@ from placer.devices import Courier, Lane, Mark
 from placer.executor.faults import Place, Trail, raise_explained
 from placer.executor.issued import Issued
 from placer.executor.replicas import Replicas, mutated
-from placer.executor.segments import MicroBatch, Segment, StateLookup, segments
+from placer.executor.segments import MicroBatch, Segment, StateLookup, segments, taken_in_turn
 from placer.executor.weakly import weakly
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
@@ -160,6 +160,7 @@ class InferencePipeline:
         graph: of the model.
         outputs: structure of the model's result.
         stages: in order.
+        in_turn: whether a batch must be through before the next one enters.
         is_known: whether a batch has gone through all stages, so that every value's shape is known.
         trace: a list that collects every pass; None, as it is at first, to collect none.
     """
@@ -179,7 +180,9 @@ class InferencePipeline:
         self.outputs = outputs
         self._target = target
         self._state = Replicas(graph, lookup)
-        self.stages = _stages(graph, segments(graph, places, self._state.lookup))
+        parts = segments(graph, places, self._state.lookup)
+        self.in_turn = taken_in_turn(parts) is not None
+        self.stages = _stages(graph, parts)
         for stage in self.stages:
             lanes.setdefault(stage.device, devices.shared_lane(stage.device))
             stage.open()

@@ -10,7 +10,7 @@ Every device works through what was issued to it, so while segment 1 computes mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from placer import devices
 from placer.errors import InputError
 from placer.executor.faults import Place, raise_explained
-from placer.executor.segments import MicroBatch, Segment
+from placer.executor.segments import MicroBatch, Segment, taken_in_turn
 
 
 def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
@@ -28,6 +28,13 @@ def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
     for tick in range(segments + chunks - 1):
         for segment in reversed(range(max(0, tick - chunks + 1), min(segments, tick + 1))):
             yield segment, tick - segment
+
+
+def _order(parts: Sequence[Segment], chunks: int) -> Iterable[tuple[int, int]]:
+    """As ``clock``; one micro-batch after another where segments use what others change."""
+    if taken_in_turn(parts) is None:
+        return clock(len(parts), chunks)
+    return ((segment, chunk) for chunk in range(chunks) for segment in range(len(parts)))
 
 
 def run(
@@ -45,7 +52,7 @@ def run(
     Raises:
         StageError: a layer failed.
     """
-    for segment, chunk in clock(len(pipeline[0]), len(batches)):
+    for segment, chunk in _order(pipeline[0], len(batches)):
         part, batch = pipeline[chunk][segment], batches[chunk]
         try:
             with gather(segment):

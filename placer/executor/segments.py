@@ -175,6 +175,29 @@ def spread_state(graph: LayerGraph, places: Sequence[torch.device]) -> dict[str,
     return {name: found for name, found in users.items() if len(found) > 1}
 
 
+def taken_in_turn(parts: Sequence[Segment]) -> str | None:
+    """State that a segment changes and another one uses, by name: no micro-batch may begin before the last one's end.
+
+    Else it would find there what later micro-batches left. Statistics of normalisations are no such state: nothing
+    reads them while they change.
+
+    Args:
+        parts: the segments of a graph.
+
+    Returns:
+        The name of one; None where there is none.
+    """
+    names = {name for part in parts for step in part.steps for name in step.layer.mutated}
+    changed = {name for name in names if not name.endswith(_STATISTICS)}
+    if not changed:
+        return None
+    users: dict[str, set[int]] = {}
+    for index, part in enumerate(parts):
+        for name in (name for step in part.steps for name in step.layer.state if name in changed):
+            users.setdefault(name, set()).add(index)
+    return next((name for name, found in users.items() if len(found) > 1), None)
+
+
 def borders(
     parts: Sequence[Segment], outputs: Sequence[str]
 ) -> tuple[list[tuple[str, ...]], list[dict[str, list[int]]]]:

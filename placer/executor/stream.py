@@ -252,7 +252,7 @@ class Streams:
             self._pipelines.let_go(key)  # it may be half recorded
             raise
         self._moving.append(ticket)
-        if not pipeline.is_known:  # the first batch of a shape makes the static tensors as it goes
+        if pipeline.in_turn or not pipeline.is_known:  # the first of a shape makes the static tensors as it goes
             self._drain()
         return ticket
 

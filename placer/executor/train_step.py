@@ -20,6 +20,7 @@ from placer.executor.kept import Kept
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.pipeline import cut, micro_batch_sizes
 from placer.executor.program import Capture
+from placer.executor.segments import segments, taken_in_turn
 from placer.executor.statistics import refuse_uncaptured
 from placer.executor.train import SCHEDULES, Order, Recipe, TrainingPipeline
 from placer.executor.update import Update
@@ -248,8 +249,8 @@ class TrainStep:
         """The stages for batches like this one; None where micro-batches run one after another through the flow.
 
         So they do where there is no capture; where a layer reads a number that another took from a tensor: passes are
-        prepared once, and would keep the number that they were prepared with; and where parameters have hooks, which
-        passes over aliases of them would not run.
+        prepared once, and would keep the number that they were prepared with; where a segment uses what another one
+        changes; and where parameters have hooks, which passes over aliases of them would not run.
         """
         flow = self.flow
         if flow.assignment is not self._placed:
@@ -267,7 +268,7 @@ class TrainStep:
             return None if _hooked(known.weights) else known
         self._pipelines.keep_only(lambda other: other != key and flow.holds(other[0]))
         graph, places = flow.layers(capture)
-        if graph.passes_numbers_on or _hooked(Weights.of(graph)):
+        if graph.passes_numbers_on or _hooked(Weights.of(graph)) or (len(sizes) > 1 and _in_turn(graph, places)):
             return None
         if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
@@ -301,7 +302,7 @@ class TrainStep:
         """A model that could not be captured: micro-batches one after another."""
         module, place = self.flow.module, self.flow.output_device
         if self.flow.deferred_batch_norm and len(sizes) > 1:
-            refuse_uncaptured(module, self.flow.not_captured_because)
+            refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
         kept = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
         kept.save()
         if not keep:
@@ -344,12 +345,18 @@ def _no_pipelines() -> LatestShapes[TrainingPipeline]:
 def _hooked(weights: Weights) -> bool:
     """Whether the user has hooks on a parameter; says so."""
     name = weights.hooked()
-    if name is not None:
-        warnings.warn(
-            f"parameter {name!r} has hooks, which a pipeline would not run: micro-batches run one after another",
-            stacklevel=4,
-        )
-    return name is not None
+    return name is not None and _told(f"parameter {name!r} has hooks, which a pipeline would not run")
+
+
+def _in_turn(graph: LayerGraph, places: list[torch.device]) -> bool:
+    """Whether a micro-batch would find in a buffer what later ones left; says so."""
+    name = taken_in_turn(segments(graph, places, lambda name, _: graph.state[name]))
+    return name is not None and _told(f"buffer {name!r} is changed in one segment and used in another")
+
+
+def _told(why: str) -> bool:
+    warnings.warn(f"{why}: micro-batches run one after another", stacklevel=5)
+    return True
 
 
 def _without_gradients(tensors: list[Any]) -> list[Any]:

@@ -50,6 +50,7 @@ def group(graph: fx.Graph, opened: Opened) -> list[Group]:
     operations = [node for node in graph.nodes if node.op == "call_function"]
     place = {node: index for index, node in enumerate(graph.nodes)}
     units = _units(operations, opened, place)
+    _leave_where_it_is(operations, units)
     ordering, merges = _writes_in_place(operations, units, place)
     merges += [{units[node] for node in inside} for inside in transformed(operations)]
     network = networkx.DiGraph()
@@ -146,6 +147,25 @@ def _writes_in_place(
                 else:
                     merges.append(_makers(relatives, write, units, place) | {units[write], units[reader]})
     return ordering, [members for members in merges if len(members) > 1]
+
+
+def _leave_where_it_is(operations: list[fx.Node], units: dict[fx.Node, str]) -> None:
+    """Let layers write to state that several of them write to, not to what the one before handed on.
+
+    A layer may work on a copy of its state, and hands that on.
+    """
+    writes: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    origin: dict[fx.Node, fx.Node] = {}
+    for node in operations:
+        for target in written(node):
+            state = origin.get(target, target)
+            if state.op == "get_attr" and node.args and node.args[0] is target:
+                writes[state].append(node)
+                origin[node] = state
+    for state, found in writes.items():
+        if len({units[write] for write in found}) > 1:
+            for write in found:
+                write.replace_all_uses_with(state)
 
 
 def _makers(relatives: list[fx.Node], write: fx.Node, units: dict[fx.Node, str], place: dict[fx.Node, int]) -> set[str]:
