@@ -112,7 +112,8 @@ class Dialogue(Sender):
 
     def _awaited(self, key: str, deadline: _Deadline) -> Exchange[Placement | PlacerError]:
         try:
-            return (yield from self.placement(key, max(0.0, deadline.left_s())))
+            reply = yield from self.send(_waiting("GET", _path(key), deadline, accepted=True))
+            return (yield from self._await_placement(reply, deadline))
         except PlacerError as error:
             return error
 
