@@ -28,6 +28,8 @@ def blamed(error: BaseException) -> str:
 def _is_users(file: str) -> bool:
     """Whether a file is neither of Placer nor installed; frames without a file are of generated code."""
     path = Path(file)
+    if {"site-packages", "dist-packages"} & set(path.parts):  # Debian has folders of these beside those of sysconfig
+        return False
     paths = sysconfig.get_paths()
     others = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     others += [Path(folder) for name in OWN for folder in _folders(name)]
