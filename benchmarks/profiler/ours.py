@@ -313,6 +313,7 @@ def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float
             sums["optimizer"][stage] += layer.optimizer_ms.get(kind, 0.0)
     places = range(len(stages))
     forward, backward, weights = (sums[name] for name in ("forward", "backward", "weights"))
+    transfers = _transfers(found, placement, stages, case.training)
     order = plan(
         "zero-bubble",
         places,
@@ -320,9 +321,9 @@ def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float
         forward_ms=forward,
         backward_ms=backward,
         weights_ms=weights,
+        transfers=transfers,
         training=case.training,
     )
-    transfers = _transfers(found, placement, stages, case.training)
     pipeline = Pipeline(tuple(places), tuple(forward), tuple(backward), tuple(weights), transfers)
     return step_ms(pipeline, order) + max(sums["optimizer"])
 

@@ -21,6 +21,7 @@ from placer import devices
 from placer.devices import Courier, Lane, Mark
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.compiled import Backend, compile_stage
+from placer.executor.crossings import crossings
 from placer.executor.faults import Place, raise_explained
 from placer.executor.feed import Feed
 from placer.executor.input_gradients import InputGradients, detached
@@ -250,7 +251,7 @@ class TrainingPipeline:
         self._scaled = scale is not None
 
     def _balanced(self) -> Plan:
-        """The schedule by the stages' own times, where there is room for it."""
+        """The schedule by the stages' own times, and those of what passes between them, where there is room for it."""
         forward, backward, weights = zip(*(stage.pass_ms() for stage in self.stages), strict=True)
         whole = [one + other for one, other in zip(backward, weights, strict=True)]
         found = plan(
@@ -260,6 +261,7 @@ class TrainingPipeline:
             forward_ms=forward,
             backward_ms=whole,
             weights_ms=weights,
+            transfers=crossings(self.stages),
         )
         fits = all(new <= old for new, old in zip(found.in_flight, self.plan.in_flight, strict=True))
         return found if fits else self.plan

@@ -4,7 +4,8 @@ The most urgent is a backward pass (a stage waits for its input half), then a fo
 another micro-batch, then a weight half (nobody waits for it). So unlike stages are balanced as well as they can be
 without foresight. Of several stages of one device, the one that is nearest to the end goes first.
 
-Transfers take no time here: they are the simulation's, and the order is one that does not know of them.
+Transfers take the time that they are said to take, and a stage as many buffers as it has room, as in the simulation: a
+pass is ready when what it reads has come, and that may leave when there is a buffer for it.
 
 Times are counted in whole ticks, so that their sums are exact. Stages of equal layers come to equal times by sums in
 another order; in floating point the order of passes would hang on the last digit of one of them, and who adds up
@@ -20,88 +21,152 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from placer.schedule.passes import Pass, Phase
+from placer.schedule.passes import Pass, Phase, Transfer
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "weights")
+
+URGENT: tuple[Phase, ...] = ("backward", "forward")
 
 TICKS_PER_MS = 2**20
 """About a nanosecond each. As a power of two it leaves no time of few decimals half-way between two ticks."""
 
 
-def greedy(places: Sequence[int], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]) -> list[Pass]:
-    """The passes of a step through a chain of stages, by their start.
+def greedy(
+    places: Sequence[int],
+    times: dict[Phase, Sequence[float]],
+    chunks: int,
+    room: Sequence[int],
+    transfers: Sequence[Transfer] = (),
+) -> list[Pass]:
+    """The passes of a step, by their start.
 
     Args:
         places: by stage, its device.
         times: by phase, then stage, in milliseconds; with phase ``weights`` backward passes are in two halves.
         chunks: micro-batches in a batch, at least 1.
         room: by stage, for how many micro-batches at once, at least 1.
+        transfers: between the stages; if empty they are a chain, and what passes takes no time.
     """
-    return _Greedy(places, times, chunks, room).run()
+    return _Greedy(places, times, chunks, room, transfers or _chain(len(places))).run()
+
+
+def _ticks(time_ms: float) -> int:
+    return round(time_ms * TICKS_PER_MS)
 
 
 class _Greedy:
     def __init__(
-        self, places: Sequence[int], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]
+        self,
+        places: Sequence[int],
+        times: dict[Phase, Sequence[float]],
+        chunks: int,
+        room: Sequence[int],
+        transfers: Sequence[Transfer],
     ) -> None:
         number: dict[int, int] = {}  # by first stage: of devices that are ready at once, which goes first is no chance
         self._places = [number.setdefault(place, len(number)) for place in places]
-        self._room = room
-        self._ticks = {phase: [round(time_ms * TICKS_PER_MS) for time_ms in each] for phase, each in times.items()}
+        self._chunks, self._room = chunks, room
+        self._times = {phase: [_ticks(time_ms) for time_ms in each] for phase, each in times.items()}
         self._split = "weights" in times
-        self._done: dict[Phase, list[int]] = {phase: [0] * len(places) for phase in PHASES}
-        self._through = self._done["weights" if self._split else "backward"]
-        self._there: dict[Phase, list[list[int]]] = {phase: [[] for _ in places] for phase in PHASES}
-        self._there["forward"][0] = [0] * chunks
+        self._ends: dict[Phase, list[list[int]]] = {phase: [[] for _ in places] for phase in PHASES}
+        self._through = self._ends["weights" if self._split else "backward"]
+        # When a micro-batch's values have come, and its gradients.
+        self._ready: dict[Phase, list[list[int]]] = {phase: [[] for _ in places] for phase in PHASES}
+        self._inputs: list[list[tuple[int, int, int | None]]] = [[] for _ in places]
+        self._targets: list[list[int]] = [[] for _ in places]
+        self._senders = [0] * len(places)  # how many send gradients back
+        self._lanes: dict[tuple[int, int, Phase], int] = {}
+        self._arrived: dict[tuple[int, int], list[int]] = {}
+        for source, target, there_ms, back_ms in transfers:
+            self._inputs[target].append((source, _ticks(there_ms), None if back_ms is None else _ticks(back_ms)))
+            self._targets[source].append(target)
+            self._senders[source] += back_ms is not None
         self._stages: dict[int, list[int]] = {}
         for stage in reversed(range(len(places))):
             self._stages.setdefault(self._places[stage], []).append(stage)
+        self._wake: list[tuple[int, int]] = []
 
     def run(self) -> list[Pass]:
         """Play the step."""
         free = dict.fromkeys(self._stages, 0)
-        wake = [(0, device) for device in free]
-        heapq.heapify(wake)
+        self._wake = [(0, device) for device in free]
+        heapq.heapify(self._wake)
+        for stage in range(len(self._places)):
+            self._bring_values(stage)
         begun: list[tuple[int, int, Pass]] = []
-        while wake:
-            now, device = heapq.heappop(wake)
+        while self._wake:
+            now, device = heapq.heappop(self._wake)
             chosen = self._most_urgent(device, now) if now >= free[device] else None
             if chosen is None:
                 continue
-            stage, phase, _ = chosen
-            end = free[device] = now + self._ticks[phase][stage]
-            self._done[phase][stage] += 1
+            stage, phase, number = chosen
+            end = free[device] = now + self._times[phase][stage]
+            self._ends[phase][stage].append(end)
             begun.append((now, end, chosen))
-            heapq.heappush(wake, (end, device))
-            for woken in self._hand_on(stage, phase, end):
-                heapq.heappush(wake, woken)
+            heapq.heappush(self._wake, (end, device))
+            self._hand_on(stage, phase, number, end)
         return [item for _, _, item in sorted(begun, key=lambda task: task[:2])]
 
     def _most_urgent(self, device: int, now: int) -> Pass | None:
         stages = self._stages[device]
-        arrivals, done = self._there["backward"], self._done["backward"]
-        for stage in stages:
-            number = done[stage]
-            if number < len(arrivals[stage]) and arrivals[stage][number] <= now:
-                return Pass(stage, "backward", number)
-        arrivals, done = self._there["forward"], self._done["forward"]
-        for stage in stages:
-            number = done[stage]
-            if number < len(arrivals[stage]) and arrivals[stage][number] <= now:
-                if number - self._through[stage] < self._room[stage]:
-                    return Pass(stage, "forward", number)
+        for phase in URGENT:
+            ready, ends = self._ready[phase], self._ends[phase]
+            for stage in stages:
+                number = len(ends[stage])
+                if number < len(ready[stage]) and ready[stage][number] <= now:
+                    return Pass(stage, phase, number)
         for stage in stages if self._split else ():
-            number = self._done["weights"][stage]
-            if number < self._done["backward"][stage]:
+            number = len(self._ends["weights"][stage])
+            if number < len(self._ends["backward"][stage]):
                 return Pass(stage, "weights", number)
         return None
 
-    def _hand_on(self, stage: int, phase: Phase, end: int) -> list[tuple[int, int]]:
-        """Tell the stage that waits for a pass; when to look at its device."""
-        last = len(self._places) - 1
-        if phase == "weights" or (phase == "backward" and stage == 0):
-            return []
-        goal = min(stage + 1, last) if phase == "forward" else stage - 1
-        kind: Phase = "backward" if phase == "backward" or stage == last else "forward"
-        self._there[kind][goal].append(end)
-        return [(end, self._places[goal])]
+    def _hand_on(self, stage: int, phase: Phase, number: int, end: int) -> None:
+        """Tell who waits for a pass."""
+        if phase == "forward":
+            for target in self._targets[stage]:
+                self._bring_values(target)
+            if stage == len(self._places) - 1:  # what gets no gradients waits for the loss
+                for other, senders in enumerate(self._senders):
+                    if not senders:
+                        self._note("backward", other, end)
+        elif phase == "backward":
+            self._bring_gradients(stage, number, end)
+        if self._through is self._ends[phase]:
+            self._bring_values(stage)
+
+    def _bring_values(self, stage: int) -> None:
+        """Let the values of the next micro-batches come, as far as they are made and there is room."""
+        ends, through = self._ends["forward"], self._through[stage]
+        for number in range(len(self._ready["forward"][stage]), self._chunks):
+            before = number - self._room[stage]
+            if before >= len(through) or any(number >= len(ends[source]) for source, _, _ in self._inputs[stage]):
+                return
+            room = came = through[before] if before >= 0 else 0
+            for source, ticks, _ in self._inputs[stage]:
+                came = max(came, self._carry((source, stage, "forward"), max(room, ends[source][number]), ticks))
+            self._note("forward", stage, came)
+
+    def _bring_gradients(self, stage: int, number: int, end: int) -> None:
+        """Send gradients back."""
+        for source, _, ticks in self._inputs[stage]:
+            if ticks is None:
+                continue
+            arrived = self._arrived.setdefault((source, number), [])
+            arrived.append(self._carry((stage, source, "backward"), end, ticks))
+            if len(arrived) == self._senders[source]:
+                self._note("backward", source, max(arrived))
+
+    def _carry(self, lane: tuple[int, int, Phase], ready: int, ticks: int) -> int:
+        """When a transfer that may leave at some time has come."""
+        self._lanes[lane] = max(ready, self._lanes.get(lane, 0)) + ticks
+        return self._lanes[lane]
+
+    def _note(self, phase: Phase, stage: int, ready: int) -> None:
+        """The next micro-batch of a stage is, or will be, ready for a pass."""
+        self._ready[phase][stage].append(ready)
+        heapq.heappush(self._wake, (ready, self._places[stage]))
+
+
+def _chain(stages: int) -> list[Transfer]:
+    return [Transfer(stage, stage + 1, 0.0, 0.0) for stage in range(stages - 1)]

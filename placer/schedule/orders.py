@@ -6,8 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from placer.errors import InputError
 from placer.schedule.greedy import greedy
-from placer.schedule.passes import Pass, Phase, Plan, most_held
+from placer.schedule.passes import Pass, Phase, Pipeline, Plan, Transfer, most_held
+from placer.schedule.simulate import step_ms
 from placer.schema import Schedule, ScheduleChoice
+
+SHORTER = 1e-6
+"""An order must save this share of a step: sums in another order, as the referee's, choose the same."""
 
 
 def in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) -> int:
@@ -36,6 +40,7 @@ def plan(
     forward_ms: Sequence[float] | None = None,
     backward_ms: Sequence[float] | None = None,
     weights_ms: Sequence[float] | None = None,
+    transfers: Sequence[Transfer] = (),
     training: bool = True,
 ) -> Plan:
     """Which pass follows which on each device.
@@ -52,6 +57,8 @@ def plan(
             if left out.
         backward_ms: by stage, both halves; twice the forward pass if left out.
         weights_ms: by stage, the weight half; half of the backward pass if left out.
+        transfers: between the stages, for ``zero-bubble``: of an order that knows of them and one that does not, that
+            with the shorter step is taken. None if left out.
         training: without it there are forward passes alone, in the order of micro-batches.
 
     Raises:
@@ -75,9 +82,8 @@ def plan(
         return Plan(places, chunks, tuple(passes), (1,) * count, training=False)
     alone = len(set(places)) == count
     if schedule == "zero-bubble" and alone:
-        room = [in_flight(schedule, count, stage, chunks) for stage in range(count)]
-        inputs = [whole - half for whole, half in zip(backward, weights, strict=True)]
-        return _greedy(places, {"forward": forward, "backward": inputs, "weights": weights}, chunks, room)
+        pipeline = Pipeline(places, tuple(forward), tuple(backward), tuple(weights), tuple(transfers))
+        return _zero_bubble(pipeline, chunks)
     if schedule == "interleaved" and not alone:
         return _interleaved(places, {"forward": forward, "backward": backward}, chunks)
     if schedule == "fill-drain" or not alone:
@@ -85,6 +91,23 @@ def plan(
         passes += [Pass(count - 1 - s, "backward", m) for s, m in _clock(count, chunks)]
         return Plan(places, chunks, tuple(passes), (chunks,) * count)
     return _one_forward_one_backward(places, chunks)
+
+
+def _zero_bubble(pipeline: Pipeline, chunks: int) -> Plan:
+    """Of an order that knows of transfers and one that does not, that with the shorter step."""
+    count = len(pipeline.places)
+    room = [in_flight("zero-bubble", count, stage, chunks) for stage in range(count)]
+    inputs = [whole - half for whole, half in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)]
+    times: dict[Phase, Sequence[float]] = {
+        "forward": pipeline.forward_ms,
+        "backward": inputs,
+        "weights": pipeline.weights_ms,
+    }
+    found = _greedy(pipeline.places, times, chunks, room)
+    if not pipeline.transfers:
+        return found
+    told = _greedy(pipeline.places, times, chunks, room, pipeline.transfers)
+    return told if step_ms(pipeline, told) < (1 - SHORTER) * step_ms(pipeline, found) else found
 
 
 def _one_forward_one_backward(places: tuple[int, ...], chunks: int) -> Plan:
@@ -109,9 +132,15 @@ def _clock(stages: int, chunks: int) -> Iterator[tuple[int, int]]:
             yield stage, tick - stage
 
 
-def _greedy(places: tuple[int, ...], times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]) -> Plan:
+def _greedy(
+    places: tuple[int, ...],
+    times: dict[Phase, Sequence[float]],
+    chunks: int,
+    room: Sequence[int],
+    transfers: Sequence[Transfer] = (),
+) -> Plan:
     split = "weights" in times
-    return Plan(places, chunks, tuple(greedy(places, times, chunks, room)), tuple(room), split=split)
+    return Plan(places, chunks, tuple(greedy(places, times, chunks, room, transfers)), tuple(room), split=split)
 
 
 def _interleaved(places: tuple[int, ...], times: dict[Phase, Sequence[float]], chunks: int) -> Plan:

@@ -14,7 +14,7 @@ from graphlib import TopologicalSorter
 from math import inf
 from typing import Any
 
-from placer.schedule import Plan, plan
+from placer.schedule import Plan, Transfer, plan
 from placer.schema import Edge, Placement, PlacementRequest
 from placer.solver import check_in_a_row, check_recompute
 from placer.solver.check_claims import equal, near, require
@@ -65,8 +65,8 @@ class StepReading:
         self._links = {(link.source, link.target): link for link in request.placed_on.links}
         self.stage_of, self._devices = self._stages(stages)
         self._passes = {kind: self._sums(kind) for kind in ("forward", "backward", "weights")}
-        self.plan = self._plan()
         self._values, self._gradients = self._crossings()
+        self.plan = self._plan()
         self._optimizer_ms: dict[str, float] = defaultdict(float)
         for layer in request.profile.layers if request.is_training else ():
             device = where[layer.name]
@@ -100,7 +100,10 @@ class StepReading:
         assert schedule != "auto"
         times = {f"{kind}_ms": total for kind, total in self._passes.items()}
         places = [names.index(device) for device in self._devices]
-        return plan(schedule, places, self._request.chunks, training=self._request.is_training, **times)
+        crossings = [Transfer(*pair, there, self._gradients.get(pair)) for pair, there in sorted(self._values.items())]
+        return plan(
+            schedule, places, self._request.chunks, training=self._request.is_training, transfers=crossings, **times
+        )
 
     def _crossings(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
         """By maker's and first reader's stage, how long values take, and their gradients back."""

@@ -73,6 +73,7 @@ def plan_of(problem: Problem, pipeline: Pipeline) -> Plan:
         forward_ms=pipeline.forward_ms,
         backward_ms=pipeline.backward_ms,
         weights_ms=pipeline.weights_ms,
+        transfers=pipeline.transfers,
     )
 
 

@@ -174,6 +174,7 @@ class Steps:
                 stage_of = {name: stage for stage, (_, names) in enumerate(runs) for name in names}
             pipeline = self.pipeline(every, where, stages, stage_of, again)
             times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+            times["transfers"] = pipeline.transfers
             found = plan(
                 every.request.schedule, pipeline.places, every.request.chunks, training=every.training, **times
             )

@@ -1,11 +1,15 @@
 """Orders against what a schedule must be."""
 
+from collections import defaultdict
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from placer.errors import InputError
-from placer.schedule import Pass, in_flight, merged, plan
+from placer.schedule import Pass, Pipeline, Plan, Transfer, in_flight, merged, plan, simulate
+from placer.schedule.greedy import greedy
 
 SCHEDULES = st.sampled_from(["fill-drain", "1f1b", "zero-bubble", "interleaved"])
 ONE_EACH = st.sampled_from(["fill-drain", "1f1b", "zero-bubble"])
@@ -49,6 +53,64 @@ def test_no_stage_begins_a_micro_batch_that_it_has_no_room_for(schedule, places,
 def test_with_one_stage_a_device_there_is_the_room_that_memory_is_reckoned_by(schedule, stages, chunks):
     wanted = tuple(in_flight(schedule, stages, stage, chunks) for stage in range(stages))
     assert plan(schedule, range(stages), chunks).in_flight == wanted
+
+
+@settings(max_examples=200, deadline=None)
+@given(chunks=st.integers(1, 9), data=st.data())
+def test_an_order_that_knows_of_transfers_makes_no_step_longer(chunks, data, strategies, clock):
+    pipeline = data.draw(strategies.pipelines(alone=True))
+    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    blind = plan("zero-bubble", pipeline.places, chunks, **times)
+    told = plan("zero-bubble", pipeline.places, chunks, **times, transfers=pipeline.transfers)
+    assert clock(pipeline, told) <= clock(pipeline, blind)
+    assert told.in_flight == blind.in_flight
+
+
+def test_an_order_that_knows_of_transfers_hides_them(clock):
+    # Buffers are few: values can leave for one only when the weight half of the micro-batch that had it is done.
+    halves = (2.7, 2.8), (0.8, 0.72)
+    backward = tuple(map(sum, zip(*halves, strict=True)))
+    pipeline = Pipeline((0, 1), (1.9, 1.9), backward, halves[1], (Transfer(0, 1, 0.3, 0.3),))
+    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    blind, told = (
+        clock(pipeline, plan("zero-bubble", (0, 1), 8, **times, transfers=known)) for known in ((), pipeline.transfers)
+    )
+    assert told < 0.98 * blind
+
+
+@settings(max_examples=200, deadline=None)
+@given(chunks=st.integers(1, 6), data=st.data())
+def test_no_weight_half_begins_where_another_pass_is_ready(chunks, data, strategies):
+    drawn = data.draw(strategies.pipelines(alone=True))
+    longer = {name: tuple(time + 1 for time in getattr(drawn, name)) for name in ("forward_ms", "weights_ms")}
+    longer["transfers"] = tuple(one._replace(forward_ms=one.forward_ms + 1) for one in drawn.transfers)
+    pipeline = replace(drawn, backward_ms=tuple(time + 2 for time in drawn.backward_ms), **longer)
+    count = len(pipeline.places)
+    assume(pipeline.transfers)
+    room = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+    inputs = [whole - half for whole, half in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)]
+    times = {"forward": pipeline.forward_ms, "backward": inputs, "weights": pipeline.weights_ms}
+    order = greedy(pipeline.places, times, chunks, room, pipeline.transfers)
+    shown = simulate(pipeline, Plan(pipeline.places, chunks, tuple(order), tuple(room), split=True))
+    ends = {(task.stage, task.phase, task.micro_batch): task.end_ms for task in shown.tasks}
+    came = defaultdict(list)
+    for one in shown.transfers:
+        came[one.target, one.phase, one.micro_batch].append(one.end_ms)
+
+    def ready(stage, phase, m):
+        times = list(came[stage, phase, m])
+        if phase == "backward":
+            return max(times or [ends[count - 1, "forward", m]])
+        if m >= room[stage]:
+            times.append(ends[stage, "weights", m - room[stage]])
+        return max(times, default=0)
+
+    for half in (task for task in shown.tasks if task.phase == "weights"):
+        for phase in ("forward", "backward"):
+            later = [t for t in shown.tasks if (t.stage, t.phase) == (half.stage, phase) and t.start_ms >= half.end_ms]
+            if later:
+                number = min(task.micro_batch for task in later)
+                assert ready(half.stage, phase, number) > half.start_ms
 
 
 def test_1f1b_holds_fewer_micro_batches_the_later_the_stage():

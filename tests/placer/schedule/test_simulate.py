@@ -32,8 +32,9 @@ def test_a_clock_agrees(schedule, chunks, training, data, strategies, clock):
 @given(schedule=st.sampled_from(["1f1b", "zero-bubble"]), chunks=SIZES, data=st.data())
 def test_a_clock_agrees_where_every_device_has_one_stage(schedule, chunks, data, strategies, clock):
     pipeline = data.draw(strategies.pipelines(alone=True))
-    found = planned(pipeline, schedule, chunks)
-    assert step_ms(pipeline, found) == clock(pipeline, found)
+    for known in ((), pipeline.transfers):
+        found = planned(pipeline, schedule, chunks, transfers=known)
+        assert step_ms(pipeline, found) == clock(pipeline, found)
 
 
 @settings(max_examples=200, deadline=None)
