@@ -18,7 +18,7 @@ from placer.schema.graph import ProfileRequest
 
 from ..jobs.question import Question
 from ..problem import Problem, invalid_body
-from ..workers.worker import CONTEXT, starting_processes
+from ..workers.worker import CONTEXT, end_with_parent, starting_processes
 
 INLINE_BYTES = 192 * 1024
 """Larger bodies are checked in another process: parsing holds the interpreter, thread or not, for 2 ms per 100 KB."""
@@ -89,7 +89,7 @@ class Checker:
 
     async def _run_elsewhere(self, work: Callable[[bytes], T], body: bytes) -> T:
         if self._processes is None:
-            self._processes = ProcessPoolExecutor(1, mp_context=CONTEXT)
+            self._processes = ProcessPoolExecutor(1, mp_context=CONTEXT, initializer=end_with_parent)
         pool = self._processes
         try:
             future = await asyncio.to_thread(_submit, pool, work, body)

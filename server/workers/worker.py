@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -241,6 +242,21 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
         send("failed", f"{type(error).__name__}: {error}"[:1000])
     else:
         send("done", result)
+
+
+def end_with_parent() -> None:
+    """Let this process end when the one that started it has, even where that was killed.
+
+    A process of a pool waits for work at a pipe of which it holds both ends, so nothing tells it that none will come.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+def _end_after(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _await_stop(pipe: Connection, stop: threading.Event) -> None:
