@@ -17,8 +17,9 @@ from placer.schema import DeviceLoad, Layer, Placement, Profile
 
 __all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "comparison_table"]
 
-_NOTABLE = 0.05
 _WHICH = ("first", "second")
+
+_NOTABLE = 0.05
 """A change by a larger share than this is marked, if it is also larger than the timings' own spread."""
 
 _SETTINGS = ("model", "training", "optimizer", "with_loss", "batch_size", "granularity", "graph_hash")
@@ -233,9 +234,14 @@ def comparison_table(found: Comparison, names: tuple[str, str] | None = None) ->
     """
     settings = [] if names is None else [f"{which:<10}  {name}" for which, name in zip(_WHICH, names, strict=True)]
     settings += [f"{name}: {first} | {second}" for name, (first, second) in found.settings.items()]
-    parts: list[RenderableType] = [Text("\n".join(settings))] if settings else []
+    parts: list[RenderableType] = [_unbroken(settings)] if settings else []
     parts += _profile_tables(found) if isinstance(found, ProfileComparison) else _placement_tables(found)
     return Group(*parts)
+
+
+def _unbroken(lines: Sequence[str]) -> Text:
+    """Lines with names of files: these are copied, so they stay whole."""
+    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
 
 
 def _profile_tables(found: ProfileComparison) -> list[RenderableType]:
