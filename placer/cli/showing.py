@@ -70,7 +70,7 @@ def compare(
     if json:
         print(found.model_dump_json(indent=1))
     else:
-        people().print(comparison_table(found, (first, second)))
+        people().print(comparison_table(found, (first, second)), crop=False)
 
 
 def _without_request(subject: object) -> object:
