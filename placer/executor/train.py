@@ -261,7 +261,7 @@ class TrainingPipeline:
             forward_ms=forward,
             backward_ms=whole,
             weights_ms=weights,
-            transfers=crossings(self.stages),
+            transfers=crossings(self.stages) if self.plan.split else (),
         )
         fits = all(new <= old for new, old in zip(found.in_flight, self.plan.in_flight, strict=True))
         return found if fits else self.plan
