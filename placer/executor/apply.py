@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ class Home:
     def __init__(self, module: nn.Module) -> None:
         self._places = {name: devices.location(tensor) for name, tensor in named_state(module).items()}
         for name, place in list(self._places.items()):
-            while name:
-                name = name.rpartition(".")[0]
-                self._places.setdefault(name, place)
+            for around in _surroundings(name):
+                self._places.setdefault(around, place)
         self._gradients = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
     def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -33,9 +32,14 @@ class Home:
                 parameter.requires_grad_(self._gradients[name])
 
     def _place_of(self, name: str) -> torch.device | None:
-        while name and name not in self._places:
-            name = name.rpartition(".")[0]
-        return self._places.get(name)
+        return next((self._places[known] for known in (name, *_surroundings(name)) if known in self._places), None)
+
+
+def _surroundings(name: str) -> Iterator[str]:
+    """The modules around what has this name, the innermost first; the model itself is last, and has no name."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def move_state(

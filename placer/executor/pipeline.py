@@ -32,7 +32,7 @@ def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
 
 def _order(parts: Sequence[Segment], chunks: int) -> Iterable[tuple[int, int]]:
     """As ``clock``; one micro-batch after another where segments use what others change."""
-    if taken_in_turn(parts) is None:
+    if chunks == 1 or taken_in_turn(parts) is None:
         return clock(len(parts), chunks)
     return ((segment, chunk) for chunk in range(chunks) for segment in range(len(parts)))
 

@@ -54,7 +54,8 @@ class RepeatedCalls:
         Returns:
             The flattened results of each. None if the call is not recorded, or the model is another now.
         """
-        if (tuple(captures), tuple(weights), autocast.state()) not in self._seen - self._refused:
+        call = _call(captures, weights)
+        if call in self._refused or call not in self._seen:
             return None
         try:
             with inference():
@@ -77,7 +78,7 @@ class RepeatedCalls:
             and is not tried again: there was no memory for the recordings, or a layer failed, which an eager run names
             better.
         """
-        call = tuple(captures), tuple(weights), autocast.state()
+        call = _call(captures, weights)
         if call in self._refused:
             return None
         if call not in self._seen:
@@ -96,3 +97,8 @@ class RepeatedCalls:
                     stacklevel=2,
                 )
             return None
+
+
+def _call(captures: Sequence[Capture], weights: Sequence[int]) -> _Call:
+    """What tells a call from others."""
+    return tuple(captures), tuple(weights), autocast.state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from placer.errors import InputError
 from placer.schedule.greedy import greedy
@@ -62,7 +63,7 @@ def plan(
         training: without it there are forward passes alone, in the order of micro-batches.
 
     Raises:
-        InputError: no stages, no micro-batches, or times for another number of stages.
+        InputError: no stages, no micro-batches, times for another number of stages, or what is no time.
 
     Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019; Narayanan et al., "Efficient
     Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2; Qi et al., ICLR 2024.
@@ -77,6 +78,8 @@ def plan(
     for name, times in (("forward_ms", forward), ("backward_ms", backward), ("weights_ms", weights)):
         if len(times) != count:
             raise InputError(f"{name} has {len(times)} entries for {count} stages")
+        _refuse_no_times(name, times)
+    _refuse_no_times("transfers", [time for one in transfers for time in one[2:] if time is not None])
     if not training:
         passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]
         return Plan(places, chunks, tuple(passes), (1,) * count, training=False)
@@ -91,6 +94,12 @@ def plan(
         passes += [Pass(count - 1 - s, "backward", m) for s, m in _clock(count, chunks)]
         return Plan(places, chunks, tuple(passes), (chunks,) * count)
     return _one_forward_one_backward(places, chunks)
+
+
+def _refuse_no_times(name: str, times: Sequence[float]) -> None:
+    for time in times:
+        if not 0 <= time < inf:
+            raise InputError(f"{name} has {time}: give finite times of 0 or more, in milliseconds")
 
 
 def _zero_bubble(pipeline: Pipeline, chunks: int) -> Plan:

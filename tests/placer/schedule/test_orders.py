@@ -166,6 +166,13 @@ def test_times_of_another_number_of_stages_are_refused():
         plan("zero-bubble", [0, 1], 4, weights_ms=[1.0])
 
 
+@pytest.mark.parametrize("time", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_time_is_refused(time):
+    for wrong in ({"forward_ms": [time, 1.0]}, {"transfers": [Transfer(0, 1, 1.0, time)]}):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} has {time}: give finite times of 0 or more"):
+            plan("zero-bubble", [0, 1], 4, **wrong)
+
+
 def test_passes_that_wait_for_each_other_are_refused():
     with pytest.raises(InputError, match="stage 0 waits for ever: the input of backward 0"):
         merged([[Pass(0, "backward", 0), Pass(0, "forward", 0)], [Pass(1, "forward", 0), Pass(1, "backward", 0)]])
