@@ -26,6 +26,7 @@ from placer.executor.dataflow import DataFlow
 from placer.executor.segments import MicroBatch, Segment, segments
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_loss, refuse_no_module
+from placer.graph.layers import tensor_bytes
 from placer.graph.losses import LossFunction
 from placer.graph.structure import flatten
 from placer.profiler import inputs
@@ -79,8 +80,8 @@ def refine(
         The best placement that was measured, the corrected profile, and every round's prediction and measurement.
 
     Raises:
-        InputError: there is no placement, or rounds or repeats are below 1; the profile is of other layers or another
-            batch; or a target is given without a loss.
+        InputError: there is no placement, or rounds or repeats are below 1; the profile is of other layers, another
+            model or another batch; or a target is given without a loss.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
@@ -101,7 +102,7 @@ def refine(
         request = request.model_copy(update={"profile": profile})
     request = _of_one_size(request, placement)
     _refuse_unlike(request.profile, placement, example_inputs)
-    stages = _Stages(model, example_inputs, loss_fn, target, repeats, timer or device_times)
+    stages = _Stages(model, example_inputs, loss_fn, target, repeats, timer or device_times, request.profile)
     return improve(placement, request, stages.measure, solve, rounds, tolerance)
 
 
@@ -145,8 +146,10 @@ class _Stages:
         target: Any,
         repeats: int,
         timer: Timer,
+        profile: Profile,
     ) -> None:
         self._model = model
+        self._param_bytes = sum(layer.param_bytes for layer in profile.layers) if profile.graph_hash else None
         args, kwargs = inputs.split(example_inputs)
         tensors, structure = inputs.trackable(args, kwargs)
         self._args, self._kwargs = structure.unflatten(tensors)
@@ -163,7 +166,7 @@ class _Stages:
             flow = DataFlow(model, places)
             try:
                 flow.update_flow(placement)
-                self._refuse_uncaptured(flow)
+                self._refuse_others(flow)
                 return self._train(flow) if placement.training else self._infer(flow)
             finally:
                 flow.undo()
@@ -251,11 +254,21 @@ class _Stages:
                 passes = devices.record(passes, device)
         return self._timer(passes, device, self._repeats)
 
-    def _refuse_uncaptured(self, flow: DataFlow) -> None:
-        if flow.captured(*flatten((self._args, self._kwargs))) is None:
+    def _refuse_others(self, flow: DataFlow) -> None:
+        """A model without stages, or one whose layers are called like the profile's and are not the profile's."""
+        capture = flow.captured(*flatten((self._args, self._kwargs)))
+        if capture is None:
             raise ProfilingError(
                 f"{type(self._model).__name__} runs through hooks, so its stages cannot be measured apart: "
                 f"{flow.not_captured_because}"
+            )
+        graph, _ = flow.layers(capture)
+        used = {id(state): state for layer in graph.layers for state in map(graph.state.__getitem__, layer.state)}
+        param_bytes = sum(tensor_bytes(state) for state in used.values() if isinstance(state, nn.Parameter))
+        if self._param_bytes not in (None, param_bytes):
+            raise InputError(
+                f"the layers of {type(self._model).__name__} have {param_bytes} bytes of parameters, those of the "
+                f"profile {self._param_bytes}; give the model that was profiled, made with the same arguments"
             )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.errors import PlacerError, StageError
+from placer.graph import arguments
 
 
 class StageMemoryError(StageError, torch.OutOfMemoryError):
@@ -88,7 +89,7 @@ def explain(error: BaseException, place: Place) -> BaseException:
     if not isinstance(error, Exception) or isinstance(error, PlacerError):
         error.add_note(f"while {place.unit} {place.micro_batch} was in {place}")
         return error
-    kind, help = StageError, ""
+    kind, help = StageError, arguments.advice(error)
     if isinstance(error, torch.OutOfMemoryError):
         kind = StageMemoryError
         help = "; place fewer layers there, or cut the batch into more micro-batches"

@@ -55,7 +55,8 @@ def measure_step(
         for _ in range(WARM_UPS):
             pipeline.run(tensors, goals)
         rows = _traced([pipeline], pipeline.courier, [], lambda: pipeline.run(tensors, goals))
-    title = f"Training step of {pipeline.graph.model}: {pipeline.chunks} micro-batches, {step.schedule}"
+    cut = "one micro-batch" if pipeline.chunks == 1 else f"{pipeline.chunks} micro-batches"
+    title = f"Training step of {pipeline.graph.model}: {cut}, {step.schedule}"
     return _measurement(title, pipeline.stages, rows, pipeline.plan, profile, pipeline.sizes[0])
 
 
@@ -85,6 +86,7 @@ def measure_stream(
             pass
 
     if flow.captured(flatten(parts[0])[0], structure) is None:
+        run()  # where the inputs are wrong, the layer that cannot take them tells
         raise _not_captured(flow)
     for _ in range(WARM_UPS):
         run()

@@ -30,7 +30,7 @@ from placer.executor.inference import InferencePipeline, Passage
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.program import Capture, shapes
 from placer.executor.segments import StateLookup
-from placer.graph import autocast
+from placer.graph import arguments, autocast
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
 
@@ -226,7 +226,7 @@ class Streams:
             with _inference():
                 return self._enter(batch, number)
         except Exception as error:
-            error.add_note(f"in batch {number} of the stream")
+            error.add_note(f"in batch {number} of the stream{arguments.advice(error)}")
             return _Ticket(error=error)
 
     def _enter(self, batch: Any, number: int) -> _Ticket:

@@ -32,3 +32,10 @@ def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str,
     if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
         return inputs, {}
     return (inputs,), {}
+
+
+def advice(error: BaseException) -> str:
+    """What helps where a model refuses keyword arguments that were one dict; empty for other errors."""
+    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        return "; a dict is one of keyword arguments: where the model takes a dict itself, give it as (inputs,)"
+    return ""

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
 from placer.errors import CaptureError
-from placer.graph import chance
+from placer.graph import arguments, chance
 from placer.graph import granularity as granularities
 from placer.graph.alignment import Alignment
 from placer.graph.attributes import is_torchs
@@ -113,10 +113,8 @@ def _run(model: nn.Module, inputs: Structure, tensors: Sequence[Any]) -> Any:
     try:
         return model(*args, **kwargs)
     except Exception as error:
-        text = f"the model fails on the example inputs: {type(error).__name__}: {error}"
-        if kwargs and isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
-            text += "; a dict is one of keyword arguments: where the model takes a dict itself, give it as (inputs,)"
-        raise CaptureError(text) from error
+        help = arguments.advice(error) if kwargs else ""
+        raise CaptureError(f"the model fails on the example inputs: {type(error).__name__}: {error}{help}") from error
 
 
 @contextmanager

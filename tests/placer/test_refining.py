@@ -217,6 +217,7 @@ def test_a_placement_of_nothing_is_refused() -> None:
         ({"request": "request.json"}, "request is a str; give a PlacementRequest"),
         ({"rounds": "3"}, "rounds is '3' and repeats 7; both must be at least 1"),
         ({"target": TOKENS}, "target is given without loss_fn"),
+        ({"model": zoo.gpt(3, 16, 2, 16, 50)}, r"GPT have \d+ bytes of parameters, those of the profile \d+"),
         ({"loss_fn": nn.CrossEntropyLoss, "target": TOKENS}, r"such as CrossEntropyLoss\(\)"),
         ({"example_inputs": TOKENS[:1]}, "a micro-batch of 1, and the profile is of one of 2"),
         ({"placement": {"layer_devices": {"0": "cpu:0"}}}, "a layer '0', and the profile has none"),

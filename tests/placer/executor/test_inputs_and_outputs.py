@@ -12,6 +12,7 @@ from splitting import assert_same, assert_split_equals_unsplit, scatter_layers, 
 from torch import Tensor, nn
 
 from placer import DataFlow
+from placer.errors import StageError
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
@@ -261,3 +262,24 @@ def test_outputs_are_on_the_output_device() -> None:
         result = flow(X)
         places = {tensor.device for tensor in (result["heads"]["main"][0], result["layers"][0])}
         assert places == {torch.device("cpu:2")}
+
+
+class _OfADict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.layer(batch["x"])
+
+
+@pytest.mark.parametrize("way", ["step", "stream"])
+def test_a_dict_that_is_itself_the_argument_is_told_how_to_be_given(way: str) -> None:
+    flow = DataFlow(_OfADict(), ["cpu:0", "cpu:1"])
+    flow.update_flow()
+    batch, target = {"x": torch.randn(2, 4)}, torch.randn(2, 2)
+    with pytest.raises((TypeError, StageError)) as caught:
+        flow.train_step(nn.MSELoss())(batch, target) if way == "step" else list(flow.stream([batch]))
+    told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "where the model takes a dict itself, give it as (inputs,)" in told
+    assert flow.train_step(nn.MSELoss())((batch,), target) > 0

@@ -213,3 +213,9 @@ def test_a_model_that_cannot_be_captured_is_refused_with_the_reason() -> None:
     flow.update_flow()
     with pytest.raises(InputError, match="runs through hooks, so it has no segments to measure"):
         flow.measure(torch.randn(2, 4))
+
+
+def test_inputs_that_a_layer_cannot_take_are_told_as_the_layer_tells_them() -> None:
+    model, inputs, _, profile = _case(training=False)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        _placed(model, profile).measure(inputs[:, :-1], chunks=2)
