@@ -4,6 +4,9 @@ The most urgent is a backward pass (a stage waits for its input half), then a fo
 another micro-batch, then a weight half (nobody waits for it). So unlike stages are balanced as well as they can be
 without foresight. Of several stages of one device, the one that is nearest to the end goes first.
 
+Where no stage waits for gradients, as none does for the first one's, a weight half goes before a backward pass: it
+makes room for a micro-batch, and while it runs gradients may come later than they are said to.
+
 Transfers take the time that they are said to take, and a stage as many buffers as it has room, as in the simulation: a
 pass is ready when what it reads has come, and that may leave when there is a buffer for it.
 
@@ -25,7 +28,10 @@ from placer.schedule.passes import Pass, Phase, Transfer
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "weights")
 
-URGENT: tuple[Phase, ...] = ("backward", "forward")
+URGENT: tuple[Phase, ...] = ("backward", "forward", "weights")
+
+URGENT_AT_THE_END: tuple[Phase, ...] = ("forward", "weights", "backward")
+"""Where gradients come to their end."""
 
 TICKS_PER_MS = 2**20
 """About a nanosecond each. As a power of two it leaves no time of few decimals half-way between two ticks."""
@@ -70,7 +76,7 @@ class _Greedy:
         self._split = "weights" in times
         self._ends: dict[Phase, list[list[int]]] = {phase: [[] for _ in places] for phase in PHASES}
         self._through = self._ends["weights" if self._split else "backward"]
-        # When a micro-batch's values have come, and its gradients.
+        # When a micro-batch's values have come, and its gradients, and when its weight half may run.
         self._ready: dict[Phase, list[list[int]]] = {phase: [[] for _ in places] for phase in PHASES}
         self._inputs: list[list[tuple[int, int, int | None]]] = [[] for _ in places]
         self._targets: list[list[int]] = [[] for _ in places]
@@ -84,7 +90,12 @@ class _Greedy:
         self._stages: dict[int, list[int]] = {}
         for stage in reversed(range(len(places))):
             self._stages.setdefault(self._places[stage], []).append(stage)
+        self._urgent = {device: self._most_urgent_first(stages) for device, stages in self._stages.items()}
         self._wake: list[tuple[int, int]] = []
+
+    def _most_urgent_first(self, stages: Sequence[int]) -> tuple[Phase, ...]:
+        sends = any(back is not None for stage in stages for _, _, back in self._inputs[stage])
+        return URGENT if sends or not self._split else URGENT_AT_THE_END
 
     def run(self) -> list[Pass]:
         """Play the step."""
@@ -109,16 +120,12 @@ class _Greedy:
 
     def _most_urgent(self, device: int, now: int) -> Pass | None:
         stages = self._stages[device]
-        for phase in URGENT:
+        for phase in self._urgent[device]:
             ready, ends = self._ready[phase], self._ends[phase]
             for stage in stages:
                 number = len(ends[stage])
                 if number < len(ready[stage]) and ready[stage][number] <= now:
                     return Pass(stage, phase, number)
-        for stage in stages if self._split else ():
-            number = len(self._ends["weights"][stage])
-            if number < len(self._ends["backward"][stage]):
-                return Pass(stage, "weights", number)
         return None
 
     def _hand_on(self, stage: int, phase: Phase, number: int, end: int) -> None:
@@ -132,6 +139,8 @@ class _Greedy:
                         self._note("backward", other, end)
         elif phase == "backward":
             self._bring_gradients(stage, number, end)
+            if self._split:
+                self._ready["weights"][stage].append(end)
         if self._through is self._ends[phase]:
             self._bring_values(stage)
 

@@ -80,7 +80,7 @@ def test_an_order_that_knows_of_transfers_hides_them(clock):
 
 @settings(max_examples=200, deadline=None)
 @given(chunks=st.integers(1, 6), data=st.data())
-def test_no_weight_half_begins_where_another_pass_is_ready(chunks, data, strategies):
+def test_no_pass_begins_where_one_that_somebody_waits_for_is_ready(chunks, data, strategies):
     drawn = data.draw(strategies.pipelines(alone=True))
     longer = {name: tuple(time + 1 for time in getattr(drawn, name)) for name in ("forward_ms", "weights_ms")}
     longer["transfers"] = tuple(one._replace(forward_ms=one.forward_ms + 1) for one in drawn.transfers)
@@ -99,18 +99,22 @@ def test_no_weight_half_begins_where_another_pass_is_ready(chunks, data, strateg
 
     def ready(stage, phase, m):
         times = list(came[stage, phase, m])
+        if phase == "weights":
+            return ends[stage, "backward", m]
         if phase == "backward":
             return max(times or [ends[count - 1, "forward", m]])
         if m >= room[stage]:
             times.append(ends[stage, "weights", m - room[stage]])
         return max(times, default=0)
 
-    for half in (task for task in shown.tasks if task.phase == "weights"):
-        for phase in ("forward", "backward"):
-            later = [t for t in shown.tasks if (t.stage, t.phase) == (half.stage, phase) and t.start_ms >= half.end_ms]
+    for task in shown.tasks:
+        waited_for = any(one.target == task.stage and one.gradient_ms is not None for one in pipeline.transfers)
+        urgency = ["backward", "forward", "weights"] if waited_for else ["forward", "weights", "backward"]
+        for phase in urgency[: urgency.index(task.phase)]:
+            later = [t for t in shown.tasks if (t.stage, t.phase) == (task.stage, phase) and t.start_ms >= task.end_ms]
             if later:
-                number = min(task.micro_batch for task in later)
-                assert ready(half.stage, phase, number) > half.start_ms
+                number = min(other.micro_batch for other in later)
+                assert ready(task.stage, phase, number) > task.start_ms
 
 
 def test_1f1b_holds_fewer_micro_batches_the_later_the_stage():
