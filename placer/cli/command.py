@@ -13,7 +13,7 @@ import placer
 from placer import errors
 from placer.cli import caching, machine, measuring, profiling, refining, serving, showing, solving
 from placer.cli.blame import blamed
-from placer.cli.terminal import err
+from placer.cli.terminal import ended_by_interrupts, err
 from placer.errors import PlacerError
 
 EXIT_CODES = (
@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
     """
     try:
         try:
-            app(args=arguments)
+            with ended_by_interrupts():
+                app(args=arguments)
         finally:
             sys.stdout.flush()  # here, where a reader that has left can still be told
     except PlacerError as error:

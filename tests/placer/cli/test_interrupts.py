@@ -1,0 +1,47 @@
+"""Ctrl-C ends a command, whatever it is doing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SWALLOWING = """
+import contextlib, io, os, signal
+from placer.cli.terminal import ended_by_interrupts
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with {guard}:
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            import time
+            time.sleep(5)
+        except:
+            pass
+print("it ran on", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def _run(guard: str) -> subprocess.CompletedProcess[str]:
+    code = SWALLOWING.format(guard=guard)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_code_that_catches_everything_does_not_run_on() -> None:
+    ended = _run("ended_by_interrupts()")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "Aborted.\n")
+
+
+def test_an_exception_would_be_lost_there() -> None:
+    assert _run("contextlib.nullcontext()").stdout == "it ran on True\n"
+
+
+def test_the_handler_of_others_is_left_alone() -> None:
+    code = (
+        "import signal\nfrom placer.cli.terminal import ended_by_interrupts\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "with ended_by_interrupts():\n    signal.raise_signal(signal.SIGINT)\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "True\n"
