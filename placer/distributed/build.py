@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from placer.distributed.head import Head
 from placer.distributed.line import Line, line
 from placer.distributed.pipeline import Pipeline, Shape
 from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
+from placer.distributed.reach import Flows
 from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.tree import Names, plant
 from placer.distributed.weights import Sharing, Weights
@@ -63,8 +65,8 @@ def build(
         The stages, the schedule, and ``step``, which runs both.
 
     Raises:
-        InputError: no process group was made; chunks or the schedule are not possible; the processes' models differ; or
-            there is nothing to train.
+        InputError: no process group was made; chunks or the schedule are not possible; the processes' models differ;
+            there is nothing to train; or another process could not build its part.
         PlacementError: the placement does not fit the model or the processes.
         CaptureError: the model cannot be captured, so that it cannot be cut apart.
     """
@@ -72,18 +74,37 @@ def build(
         raise InputError("start with torchrun, and call torch.distributed.init_process_group() before build()")
     if dist.get_rank(group) < 0:
         raise InputError(f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone")
-    refuse_no_module(model)
-    placed = _Placed.of(placement, chunks, schedule, recompute)
-    if loss_fn is not None:
-        _refuse_untrained(model, loss_fn)
-    exported = _captured(model, example_inputs)
-    refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
-    graph = layer_graph(exported, model, tuple(placed.layer_devices))
-    cut = line(graph, _places(graph, placed.layer_devices))
-    schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
-    if unknown := placed.recompute - set(cut.devices):
-        raise InputError(f"recompute names {min(unknown)!r}, which has no layers; there are {', '.join(cut.devices)}")
-    return _assemble(model, exported, graph, cut, placed, loss_fn, group)
+    with _together(group):
+        refuse_no_module(model)
+        placed = _Placed.of(placement, chunks, schedule, recompute)
+        if loss_fn is not None:
+            _refuse_untrained(model, loss_fn)
+        exported = _captured(model, example_inputs)
+        refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
+        graph = layer_graph(exported, model, tuple(placed.layer_devices))
+        cut = line(graph, _places(graph, placed.layer_devices))
+        schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
+        if unknown := placed.recompute - set(cut.devices):
+            raise InputError(
+                f"recompute names {min(unknown)!r}, which has no layers; there are {', '.join(cut.devices)}"
+            )
+        sharing = Sharing.of(graph, cut, placed.chunks)
+    found = _seats(cut, graph, placed.how(loss_fn is not None), group)
+    with _together(group):
+        return _assemble(model, exported, graph, cut, placed, loss_fn, sharing, found, group)
+
+
+@contextmanager
+def _together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Where something fails in one process alone, the others are told so: they would wait for it for ever."""
+    try:
+        yield
+    except Exception as error:  # whatever comes of a user's model and memory
+        _gathered(f"{type(error).__name__}: {error}", group)
+        raise
+    for rank, message in enumerate(_gathered(None, group)):
+        if message is not None:
+            raise InputError(f"process {rank} could not build its part: {message}")
 
 
 @dataclass(frozen=True)
@@ -163,19 +184,20 @@ def _assemble(
     cut: Line,
     placed: _Placed,
     loss_fn: LossFunction | None,
+    sharing: Sharing,
+    seated: Sequence[Seat],
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
     here = dist.get_rank(group)
-    seated = _seats(cut, graph, placed.how(loss_fn is not None), group)
     ranks = [next(rank for rank, seat in enumerate(seated) if seat.device == device) for device in cut.devices]
     position = ranks.index(here)
     device = _local(seated[here])
     _warm_up(device, group)
-    sharing = Sharing.of(graph, _positions(cut))
     everywhere = tuple(rank if group is None else dist.get_global_rank(group, rank) for rank in ranks)
-    weights = Weights(graph, sharing, position, everywhere, device, group)
     names = Names.of(model)
+    weights = Weights(graph, sharing, position, everywhere, device, group, names.transient)
     training = loss_fn is not None
+    flows = Flows.of(graph, exported.module.graph) if training else Flows({})
     modules = {
         index: StageModule(
             graph,
@@ -185,7 +207,7 @@ def _assemble(
             weights.get,
             names,
             device,
-            training=training,
+            flows=flows,
             copied=cut.reordered,
             split=training and schedules.splits(placed.schedule),
             recomputes=training and stage.device in placed.recompute,
@@ -201,19 +223,12 @@ def _assemble(
     return Pipeline(stages, schedule, owned, device, weights, head, _shape(exported, graph, placed), names, group)
 
 
-def _positions(cut: Line) -> list[int]:
-    """For each layer, in execution order, where in the line its device stands."""
-    where = {layer: cut.devices.index(stage.device) for stage in cut.stages for layer in stage.layers}
-    return [where[layer] for layer in range(len(where))]
-
-
 def _seats(cut: Line, graph: LayerGraph, how: str, group: dist.ProcessGroup | None) -> list[Seat]:
     """The device of every process, once all of them are seen to have cut the same model, to run it in the same way."""
     process = Process.here(dist.get_rank(group))
-    here = (process, _gpus(), how, graph.hash, [(stage.device, stage.layers) for stage in cut.stages])
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    with _on_its_own_gpu(process):
-        dist.all_gather_object(everyone, here, group=group)
+    trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
+    here = (process, _gpus(), how, graph.hash, trained, [(stage.device, stage.layers) for stage in cut.stages])
+    everyone = _gathered(here, group)
     for rank, (_, _, how_there, *found) in enumerate(everyone):
         if how_there != everyone[0][2]:
             raise InputError(
@@ -223,11 +238,19 @@ def _seats(cut: Line, graph: LayerGraph, how: str, group: dist.ProcessGroup | No
         if found != list(everyone[0][3:]):
             raise InputError(
                 f"process {rank} has captured another model, or was given another placement, than process 0; "
-                "give every process the same model, placement and shape of example"
+                "give every process the same model, with the same parameters to train, placement and shape of example"
             )
     found_seats = seats(cut.devices, [process for process, *_ in everyone])
     refuse_missing_gpus(found_seats, [count for _, count, *_ in everyone])
     return found_seats
+
+
+def _gathered(here: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What every process has to say."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    with _on_its_own_gpu(Process.here(dist.get_rank(group))):
+        dist.all_gather_object(everyone, here, group=group)
+    return everyone
 
 
 def _on_its_own_gpu(process: Process) -> Any:
@@ -263,8 +286,8 @@ def _stage(
         index,
         count,
         plan.device,
-        input_args=_given(module) if plan.is_first else examples(plan.arrives, training),
-        output_args=_returned(module) if plan.is_last else examples(plan.leaves, training),
+        input_args=_given(module) if plan.is_first else examples(plan.arrives, plan.marks_in, training),
+        output_args=_returned(module) if plan.is_last else examples(plan.leaves, bool(plan.marks_out), training),
         group=group,
         dw_builder=weight_pass(module) if plan.deferred is not None else None,
     )

@@ -20,15 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from placer.distributed import optimizer_state
 from placer.errors import InputError
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_OPTIMIZER = "optimizer."
 
 
 def gather(
@@ -99,9 +96,9 @@ def save(
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_FLAT)
+        state["optimizer"] = optimizer_state.flat(module, optimizer)
     with _explained("written", path):
-        state_dict_saver.save(state, checkpoint_id=path, process_group=group)
+        state_dict_saver.save(_filled(state), checkpoint_id=path, process_group=group)
 
 
 def load(
@@ -113,16 +110,23 @@ def load(
     """Read what this process holds.
 
     Raises:
-        InputError: there is none, or it is of another model.
+        InputError: there is none, or it is of another model or optimizer.
     """
     state: dict[str, Any] = {"model": module.state_dict()}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(module, optimizer, options=_FLAT)
     with _explained("read", path):
-        state_dict_loader.load(state, checkpoint_id=path, process_group=group)
+        if optimizer is not None:
+            there = FileSystemReader(path).read_metadata().state_dict_metadata
+            kept = {key.removeprefix(_OPTIMIZER): item for key, item in there.items() if key.startswith(_OPTIMIZER)}
+            state["optimizer"] = optimizer_state.places(module, optimizer, kept)
+        state_dict_loader.load(_filled(state), checkpoint_id=path, process_group=group)
     module.load_state_dict(state["model"])
     if optimizer is not None:
-        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=_FLAT)
+        optimizer_state.put(module, optimizer, state["optimizer"])
+
+
+def _filled(state: dict[str, Any]) -> dict[str, Any]:
+    """Without what is empty, as all is of a process without parameters: torch would look for that, too."""
+    return {key: part for key, part in state.items() if part}
 
 
 @contextmanager
@@ -130,8 +134,8 @@ def _explained(done: str, path: str | PathLike[str]) -> Iterator[None]:
     """Say in one line what every process is told when one of them fails."""
     try:
         yield
-    except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
+    except (CheckpointException, OSError) as error:
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         line = (str(reason).splitlines() or [""])[0]
         raise InputError(
             f"the checkpoint {str(path)!r} cannot be {done}: {type(reason).__name__}: {line}; give a folder that all "

@@ -38,9 +38,9 @@ class Parcel:
     _number: Any = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, value: Value, training: bool) -> Parcel:
-        """The parcel of a value; without training no gradient flows."""
-        return cls(value, training and value.requires_grad and value.dtype is not None)
+    def of(cls, value: Value, flows: bool) -> Parcel:
+        """The parcel of a value, through which a gradient flows back or not."""
+        return cls(value, flows and value.requires_grad and value.dtype is not None)
 
     def example(self, requires_grad: bool) -> Tensor:
         """A tensor on meta like the one that crosses."""
@@ -73,7 +73,8 @@ class Parcel:
         """The value again."""
         dtype = self.value.dtype
         if dtype is None:
-            if self._number is None:  # shapes stay, so the numbers that come from them do, and the host waits but once
+            # Shapes stay, so the numbers that come from them do, and the host waits but once.
+            if self._number is None or self.value.from_values:
                 self._number = _decode(bytes(crossed.detach().cpu().view(torch.uint8).tolist()))
             return self._number
         if self.flows:

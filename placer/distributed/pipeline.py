@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -81,6 +82,8 @@ class Pipeline:
         self.chunks = shape.chunks
         self._weights, self._head, self._shape = weights, head, shape
         self._names, self._group = names, group
+        self._frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        self._failed = False
 
     @property
     def stage(self) -> PipelineStage:
@@ -117,19 +120,21 @@ class Pipeline:
             The mean loss over the batch, detached, where ``is_last``; else None.
 
         Raises:
-            InputError: the pipeline was built without a loss; the batch is not like the example; or the loss is no
-                number.
+            InputError: the pipeline was built without a loss; the batch is not like the example, or requires a
+                gradient; a parameter trains that did not when the pipeline was built; the loss is no number; or an
+                earlier step failed.
             StageError: the loss failed.
         """
         if self.schedule._loss_fn is None:
             raise InputError("this pipeline was built without a loss: give build(..., loss_fn=...) to train")
-        self._refuse_empty()
+        self._refuse_unready()
         arguments = self._arguments(inputs)
+        self._refuse_untold(arguments)
         losses: list[Tensor] = []
         goal = self._goals(target)
         self._weights.refresh()
         self._weights.begin()
-        with self._allocated(), torch.enable_grad():
+        with self._noted_failure(), self._allocated(), torch.enable_grad():
             self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
         self._weights.reduce()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
@@ -145,18 +150,20 @@ class Pipeline:
             What the model returns, where ``is_last``; else None.
 
         Raises:
-            InputError: the pipeline was built for training; or the batch is not like the example.
+            InputError: the pipeline was built for training; the batch is not like the example; or an earlier call
+                failed.
         """
         if self.schedule._loss_fn is not None:
             raise InputError("this pipeline was built to train: build another without loss_fn to run forwards alone")
-        self._refuse_empty()
+        self._refuse_unready()
         arguments = self._arguments(inputs)
         self._weights.refresh()
         made: list[Any] = []
         last = self.stages[-1].submod
         watch = last.register_forward_hook(lambda *call: made.append(_own(call[2], last)))
         try:
-            self.schedule.step(*arguments, return_outputs=False)
+            with self._noted_failure():
+                self.schedule.step(*arguments, return_outputs=False)
         finally:
             watch.remove()
         return self._head.join(made, self._shape.samples) if self.is_last else None
@@ -172,7 +179,7 @@ class Pipeline:
             The norm before, on this process's device.
         """
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        norms = [gradient.detach().double().square().sum() for gradient in gradients]
+        norms = [_square(gradient.detach()) for gradient in gradients]
         total = torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
@@ -226,11 +233,44 @@ class Pipeline:
         checkpoint.load(self.module, path, optimizer, self._group)
         self._weights.empty = False
 
-    def _refuse_empty(self) -> None:
+    def _refuse_unready(self) -> None:
+        if self._failed:
+            raise InputError(
+                "a step of this pipeline failed, and what the processes sent one another for it would be taken for the "
+                "next one's: end all processes, and start them again from a checkpoint"
+            )
         if self._weights.empty:
             raise InputError(
                 "the model was on meta and has no values here yet: call load(...) or load_state_dict(...) first"
             )
+        if unset := self._weights.unset():
+            raise InputError(
+                f"buffer {unset!r} was on meta and is part of no state_dict, so that it has no values: give it some "
+                f"with pipeline.module.get_buffer({unset!r}).copy_(...) in this process"
+            )
+
+    def _refuse_untold(self, arguments: Sequence[Tensor]) -> None:
+        """Gradients that would not come, as the stages were built without them."""
+        if any(tensor.requires_grad for tensor in arguments):
+            raise InputError(
+                "an input requires a gradient, and a pipeline over several processes gives inputs none: detach() it"
+            )
+        for name in self._frozen:
+            if self.module.get_parameter(name).requires_grad:
+                raise InputError(
+                    f"parameter {name!r} required no gradient when the pipeline was built, so that none would come "
+                    "back to it: build another pipeline from the model as it is now"
+                )
+
+    @contextmanager
+    def _noted_failure(self) -> Iterator[None]:
+        """After a failure there are messages under way that nobody has waited for."""
+        try:
+            yield
+        except BaseException:
+            self._failed = dist.get_world_size(self._group) > 1
+            self._weights.restore()
+            raise
 
     def _arguments(self, inputs: Any) -> tuple[Tensor, ...]:
         """The flat batch, for the library to cut along the first dimension."""
@@ -276,15 +316,16 @@ class Pipeline:
         queues = [stage.submod.plan.deferred for stage in self.stages if isinstance(stage.submod, StageModule)]
         reached = set[int]()
 
-        def note(parameter: Tensor) -> None:
-            reached.add(id(parameter))
+        def note(key: int, gradient: Tensor | None) -> None:
+            if gradient is not None:  # the loss may not depend on it
+                reached.add(key)
 
         for stage, queue in zip(self.stages, queues, strict=True):
             if queue is not None:
                 queue.reached.clear()
                 parameters = stage.submod.parameters()
                 made |= {id(item): item for item in parameters if item.requires_grad and item.grad is None}
-        watches = [item.register_post_accumulate_grad_hook(note) for item in made.values()]  # type: ignore[no-untyped-call]
+        watches = [item.register_hook(partial(note, key)) for key, item in made.items()]  # type: ignore[no-untyped-call]
         for item in made.values():
             item.grad = torch.zeros_like(item)
         try:
@@ -295,6 +336,12 @@ class Pipeline:
         reached.update(*(queue.reached for queue in queues if queue is not None))
         for key in made.keys() - reached:
             made[key].grad = None
+
+
+def _square(gradient: Tensor) -> Tensor:
+    """The sum of squares."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return (torch.view_as_real(values) if values.is_complex() else values).double().square().sum()
 
 
 def _own(output: Any, stage: nn.Module) -> Any:

@@ -15,6 +15,7 @@ from placer import devices
 from placer.distributed.gates import enter, leave
 from placer.distributed.line import LineStage
 from placer.distributed.parcels import Parcel
+from placer.distributed.reach import Flows
 from placer.distributed.recompute import StateTable, recomputed
 from placer.distributed.tree import Names, plant, slot
 from placer.graph.deferred import Addition, DeferWeights, Queue
@@ -54,7 +55,9 @@ class Plan:
     Attributes:
         works: its layers in execution order.
         arrives: what it is sent; of the first stage, the model's inputs.
+        marks_in: whether marks arrive behind that, by which it tells what the loss depends on.
         leaves: what it sends; of the last stage, the model's outputs.
+        marks_out: the positions of those whose gradients it is told of by marks that it sends behind; none without.
         is_first: whether it is given the batch.
         is_last: whether it makes the model's outputs.
         copied: whether what is sent is copied as soon as it is made.
@@ -65,7 +68,9 @@ class Plan:
 
     works: tuple[Work, ...]
     arrives: tuple[Parcel, ...]
+    marks_in: bool
     leaves: tuple[Parcel, ...]
+    marks_out: tuple[int, ...]
     is_first: bool
     is_last: bool
     copied: bool
@@ -85,7 +90,7 @@ class StageModule(nn.Module):
         lookup: the tensors that are used here, by name.
         names: of the model's tensors.
         device: where it runs.
-        training: whether gradients flow.
+        flows: the values that gradients flow back through; none without training.
         copied: whether what is sent is copied as soon as it is made.
         split: whether weight gradients are a pass of their own.
         recomputes: whether it keeps of a micro-batch only what entered it; then no weight gradient is left for later.
@@ -101,7 +106,7 @@ class StageModule(nn.Module):
         names: Names,
         device: torch.device,
         *,
-        training: bool,
+        flows: Flows,
         copied: bool,
         split: bool,
         recomputes: bool = False,
@@ -119,8 +124,10 @@ class StageModule(nn.Module):
         # One attribute for everything: a child module of the model may have any name.
         self._plan = Plan(
             works=tuple(Work(*parts) for parts in zip(layers, state, forget, strict=True)),  # type: ignore[arg-type]
-            arrives=tuple(Parcel.of(graph.values[name], training) for name in stage.arrives),
-            leaves=tuple(Parcel.of(graph.values[name], training) for name in stage.leaves),
+            arrives=tuple(Parcel.of(graph.values[name], flows.through(name)) for name in stage.arrives),
+            marks_in=index > 0 and flows.depend(stage.arrives),
+            leaves=tuple(Parcel.of(graph.values[name], flows.through(name)) for name in stage.leaves),
+            marks_out=_marked(stage.leaves, flows) if index < count - 1 else (),
             is_first=index == 0,
             is_last=index == count - 1,
             copied=copied,
@@ -175,11 +182,19 @@ def weight_pass(stage: StageModule) -> Callable[[], Callable[..., None]]:
     return build
 
 
-def examples(parcels: Sequence[Parcel], training: bool) -> tuple[Tensor, ...]:
-    """Tensors on meta like those that cross between two stages, so that the library need not run the stages to know."""
-    if not parcels:
-        return (torch.empty(1, device="meta", requires_grad=training),)
-    return tuple(parcel.example(training) for parcel in parcels)
+def examples(parcels: Sequence[Parcel], marked: bool, training: bool) -> tuple[Tensor, ...]:
+    """Tensors on meta like those that cross between two stages, so that the library need not run the stages to know.
+
+    Args:
+        parcels: the values that cross.
+        marked: whether marks cross behind them.
+        training: whether the library is to wait for gradients of them.
+    """
+    crossing = [parcel.example(training) for parcel in parcels]
+    if marked or not crossing:
+        count = sum(parcel.flows for parcel in parcels) if marked else 1
+        crossing.append(torch.empty(count, device="meta", requires_grad=training))
+    return tuple(crossing)
 
 
 def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
@@ -188,8 +203,9 @@ def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]
         # Parts of one batch count their changes together; a layer that writes in place would spoil the other parts'.
         inputs = [tensor.data if shape else tensor.data[0] for tensor, shape in zip(arrived, wanted, strict=True)]
         return torch.zeros((), device=plan.device), [tensor.to(plan.device) for tensor in inputs]
-    flows = [parcel.flows for parcel in plan.arrives] or [False]
-    token, inside = enter(arrived, flows)
+    flows = [parcel.flows for parcel in plan.arrives]
+    flows += [False] * (len(arrived) - len(flows))  # marks, or what is sent where nothing crosses
+    token, inside = enter(arrived, flows, plan.marks_in)
     return token, [parcel.unpack(tensor) for parcel, tensor in zip(plan.arrives, inside, strict=False)]
 
 
@@ -243,7 +259,9 @@ def _run(work: Work, values: dict[str, Any], plan: Plan, kept: dict[str, Any]) -
 def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
     if not plan.is_last:
         packed = [parcel.pack(value, plan.device) for parcel, value in zip(plan.leaves, made, strict=True)]
-        return tuple(leave(token, packed or [torch.zeros(1, device=plan.device)]))
+        if plan.marks_out or not packed:
+            packed.append(torch.zeros(max(1, len(plan.marks_out)), device=plan.device))
+        return tuple(leave(token, packed, plan.marks_out))
     # In the type that was agreed, as between stages: some versions of the library insist where autocast made another.
     outputs = [
         value.to(parcel.value.dtype).contiguous() if isinstance(value, Tensor) else parcel.pack(value, plan.device)
@@ -252,6 +270,11 @@ def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
     # Each by itself: one that the loss does not use lets nothing flow back to what made it.
     outputs = [leave(token, [value])[0] if value.requires_grad else value for value in outputs]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _marked(names: Sequence[str], flows: Flows) -> tuple[int, ...]:
+    """The positions of the values that marks speak of."""
+    return tuple(index for index, name in enumerate(names) if flows.through(name)) if flows.depend(names) else ()
 
 
 def _clone(value: Any) -> Any:

@@ -48,19 +48,27 @@ def plant(root: nn.Module, tensors: Mapping[str, Tensor], names: Names) -> None:
         tensors: by their first names.
         names: of the model.
     """
-    for first, tensor in tensors.items():
-        for name in names.aliases[first]:
-            *path, leaf = name.split(".")
-            module = root
-            for step in path:
-                # Straight into the table: add_module refuses names that are attributes of every module, as "half".
-                module = module._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
-            if isinstance(tensor, nn.Parameter):
-                module._parameters[leaf] = tensor
-            else:
-                module._buffers[leaf] = tensor
-                if name in names.transient:
-                    module._non_persistent_buffers_set.add(leaf)
+    # In the model's order, other names behind all first ones, so that those are first here too.
+    planted = [(first, others) for first, (_, *others) in names.aliases.items() if first in tensors]
+    for first, _ in planted:
+        _plant(root, first, tensors[first], first in names.transient)
+    for first, others in planted:
+        for name in others:
+            _plant(root, name, tensors[first], name in names.transient)
+
+
+def _plant(root: nn.Module, name: str, tensor: Tensor, transient: bool) -> None:
+    *path, leaf = name.split(".")
+    module = root
+    for step in path:
+        # Straight into the table: add_module refuses names that are attributes of every module, as "half".
+        module = module._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[leaf] = tensor
+    else:
+        module._buffers[leaf] = tensor
+        if transient:
+            module._non_persistent_buffers_set.add(leaf)
 
 
 def slot(root: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:

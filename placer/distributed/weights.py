@@ -9,7 +9,7 @@ optimizer knows the owner's alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from placer import devices
+from placer.distributed.line import Line
 from placer.errors import PlacementError
 from placer.executor.apply import relocate
 from placer.graph.layers import LayerGraph
@@ -33,29 +34,42 @@ class Sharing:
     users: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, graph: LayerGraph, position_of: Iterable[int]) -> Sharing:
+    def of(cls, graph: LayerGraph, cut: Line, chunks: int) -> Sharing:
         """Who uses what; what no layer uses belongs to the first device.
 
         Args:
             graph: the layers.
-            position_of: of each layer's device in the line.
+            cut: the stages that they run in.
+            chunks: micro-batches in a batch.
 
         Raises:
-            PlacementError: layers on several devices use a buffer that one of them changes.
+            PlacementError: layers on several devices use a buffer that one of them changes; or layers in several
+                stages of one device do, where the next micro-batch is in the first while one is on its way to the last.
         """
+        stage_of = {layer: index for index, stage in enumerate(cut.stages) for layer in stage.layers}
         users: dict[str, dict[int, str]] = {name: {} for name in graph.state if name not in graph.constants}
         mutated = {name for layer in graph.layers for name in layer.mutated}
-        for layer, position in zip(graph.layers, position_of, strict=True):
+        for index, layer in enumerate(graph.layers):
             for name in layer.state:
                 if name in users:
-                    users[name].setdefault(position, layer.name)
-        for name in mutated & users.keys():
-            if len(users[name]) > 1:
+                    users[name].setdefault(stage_of[index], layer.name)
+        there = {
+            name: tuple(dict.fromkeys(stage % len(cut.devices) for stage in stages)) for name, stages in users.items()
+        }
+        for name in sorted(mutated & users.keys()):
+            layers = ", ".join(map(repr, users[name].values()))
+            if len(there[name]) > 1:
                 raise PlacementError(
-                    f"layers {', '.join(map(repr, users[name].values()))} use the buffer {name!r}, which the model "
-                    "changes while it runs; place them on one device"
+                    f"layers {layers} use the buffer {name!r}, which the model changes while it runs; place them on "
+                    "one device"
                 )
-        return cls({name: tuple(there) or (0,) for name, there in users.items()})
+            if len(users[name]) > 1 and chunks > 1:
+                raise PlacementError(
+                    f"layers {layers} use the buffer {name!r}, which the model changes while it runs, and other "
+                    f"devices run layers between them, so that {chunks} micro-batches would change it in another "
+                    f"order; place those on {cut.devices[there[name][0]]} too, or give chunks=1"
+                )
+        return cls({name: positions or (0,) for name, positions in there.items()})
 
     def owned(self, position: int) -> list[str]:
         """What belongs to a device."""
@@ -76,6 +90,7 @@ class Weights:
         ranks: global rank of each position.
         device: of this process.
         group: the processes of the pipeline.
+        lost: the names of buffers that are part of no state_dict.
 
     Attributes:
         own: tensors by the model's names for them, moved here; the same objects, unless the model was on meta.
@@ -91,10 +106,12 @@ class Weights:
         ranks: tuple[int, ...],
         device: torch.device,
         group: dist.ProcessGroup | None,
+        lost: Collection[str] = (),
     ) -> None:
         self._position, self._ranks, self._group = position, ranks, group
         self.own = {name: _settle(graph.state[name], device) for name in sharing.owned(position)}
         self.empty = any(graph.state[name].is_meta for name in self.own)
+        self._unset = {name: self.own[name]._version for name in self.own if graph.state[name].is_meta and name in lost}
         self._shared = {
             name: users for name, users in sharing.shared().items() if isinstance(graph.state[name], nn.Parameter)
         }
@@ -103,11 +120,16 @@ class Weights:
             for name, users in self._shared.items()
             if position in users and users[0] != position
         }
+        self._trained = [name for name in self._shared if graph.state[name].requires_grad]
         self._before: dict[str, Tensor | None] = {}
 
     def get(self, name: str) -> Tensor:
         """The tensor of that name, or the copy of it, that is used here."""
         return self.own[name] if name in self.own else self.copies[name]
+
+    def unset(self) -> str | None:
+        """A buffer that was on meta, that no state_dict has, and that nobody has written to since."""
+        return next((name for name, version in self._unset.items() if self.own[name]._version == version), None)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -123,37 +145,49 @@ class Weights:
 
     def begin(self) -> None:
         """Set gradients apart that earlier steps left: only this step's are sent."""
-        for name, copy in self.copies.items():
-            copy.grad = torch.zeros_like(copy) if self._trains(name) else None
-        self._before = {}
-        for name in self._shared:
-            if name in self.own and self._trains(name):
-                self._before[name], self.own[name].grad = self.own[name].grad, None
+        for copy in self.copies.values():
+            copy.grad = None
+        self._before = {name: self.own[name].grad for name in self._trained if name in self.own}
+        for name in self._before:
+            self.own[name].grad = None
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Add the gradients of copies to the owner's, and to what earlier steps left."""
-        operations, arrived = [], []
-        for name, (owner, *others) in self._shared.items():
-            if not self._trains(name):
-                continue
+        operations = []
+        arrived: list[tuple[str, Tensor, Tensor]] = []
+        for name in self._trained:
+            owner, *others = self._shared[name]
             if owner == self._position:
                 for other in others:
-                    arrived.append((name, torch.zeros_like(self.own[name], memory_format=torch.contiguous_format)))
-                    operations.append(self._operation(dist.irecv, arrived[-1][1], other))
+                    like = torch.zeros_like(self.own[name], memory_format=torch.contiguous_format)
+                    arrived.append((name, like, torch.zeros(1, device=like.device)))
+                    operations += [self._operation(dist.irecv, tensor, other) for tensor in arrived[-1][1:]]
             elif self._position in others:
-                gradient = self.copies[name].grad
-                assert gradient is not None
-                operations.append(self._operation(dist.isend, gradient.contiguous(), owner))
+                operations += [self._operation(dist.isend, tensor, owner) for tensor in _told(self.copies[name])]
         _run(operations)
-        for name, gradient in [*arrived, *self._before.items()]:
+        for name, gradient, came in arrived:
+            # The device is asked where there is no other gradient alone: zeros would be one, and it would wait for us.
+            other = self.own[name].grad is not None or self._before[name] is not None
+            if self.own[name].requires_grad and (other or came.item()):
+                self._add(name, gradient)
+        self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give back the gradients that earlier steps left."""
+        for name, gradient in self._before.items():
             if gradient is not None:
-                parameter = self.own[name]
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                self._add(name, gradient)
         self._before = {}
 
-    def _trains(self, name: str) -> bool:
-        return name in self._shared and (name in self.own or name in self.copies) and self.get(name).requires_grad
+    def _add(self, name: str, gradient: Tensor) -> None:
+        parameter = self.own[name]
+        if parameter.grad is None or parameter.grad.is_sparse:
+            gradient = gradient if parameter.grad is None else gradient + parameter.grad
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
 
     def _operation(self, kind: object, tensor: Tensor, position: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self._ranks[position], self._group)  # type: ignore[arg-type]
@@ -179,6 +213,15 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     copied.copy_(tensor.detach())
     return nn.Parameter(copied, tensor.requires_grad)
+
+
+def _told(copy: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of a copy, and whether there is one."""
+    gradient = copy.grad
+    if gradient is None:
+        return torch.zeros_like(copy, memory_format=torch.contiguous_format), torch.zeros(1, device=copy.device)
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.contiguous(), torch.ones(1, device=copy.device)
 
 
 def _run(operations: list[dist.P2POp]) -> None:

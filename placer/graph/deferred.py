@@ -149,15 +149,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queue: Queue, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.queue, ctx.bias = queue, bias
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         result: Tensor = LINEAR(x, *_like(x, weight, bias))
         # As a view of the product, which it may be, nobody could write to it: it comes from a function of its own.
         return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:  # the loss does not depend on the result
+            return (None,) * 4
         x, weight = ctx.saved_tensors
-        gradient = gradients[0]
         weights = (weight,) if ctx.bias is None else (weight, ctx.bias)
         ctx.queue.put(Addition(partial(_add_linear, weight=weight, bias=ctx.bias), x, gradient, weights))
         into_x = gradient.matmul(weight.to(gradient.dtype)) if ctx.needs_input_grad[1] else None
@@ -198,15 +200,18 @@ class _Convolution(torch.autograd.Function):
         defaults: tuple[Any, ...] = (None, 1, 0, 1, 1)
         bias, stride, padding, dilation, groups = (*rest, *defaults[len(rest) :])
         ctx.queue, ctx.bias = queue, bias
+        ctx.set_materialize_grads(False)
         ctx.shape = (_each(stride, count), _each(padding, count), _each(dilation, count), groups)
         ctx.save_for_backward(x, weight)
         result: Tensor = function(x, *_like(x, weight, bias), *rest[1:])
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         x, weight = ctx.saved_tensors
-        gradient, bias, shape = gradients[0], ctx.bias, ctx.shape
+        bias, shape = ctx.bias, ctx.shape
         weights = (weight,) if bias is None else (weight, bias)
         ctx.queue.put(Addition(partial(_add_convolution, weight=weight, bias=bias, shape=shape), x, gradient, weights))
         into_x = None

@@ -28,7 +28,7 @@ DTYPES = [
 def parcel(like: Any, flows: bool = False) -> Parcel:
     tensor = isinstance(like, torch.Tensor)
     value = Value("v", tuple(like.shape) if tensor else (), like.dtype if tensor else None, 0, None, flows, "layer")
-    return Parcel.of(value, training=True)
+    return Parcel.of(value, flows=True)
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 2**32))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from placer.distributed.line import line
+from placer.distributed.reach import Flows
 from placer.distributed.stage import StageModule, weight_pass
 from placer.distributed.tree import Names, plant, slot
 from placer.graph.capture import capture
@@ -20,6 +21,7 @@ def stages(
     graph = capture(model, example, granularity="submodule")
     cut = line(graph, places)
     names = Names.of(model)
+    flows = Flows({name: frozenset() for name, value in graph.values.items() if value.requires_grad})
     return [
         StageModule(
             graph,
@@ -29,7 +31,7 @@ def stages(
             graph.state.__getitem__,
             names,
             CPU,
-            training=True,
+            flows=flows,
             copied=cut.reordered,
             split=split,
             recomputes=recomputes,
@@ -99,6 +101,22 @@ def test_planted_tensors_have_the_models_keys() -> None:
     assert dict(root.named_buffers()).keys() == dict(model.named_buffers()).keys()
     table, key = slot(root, "body.weight")
     assert table[key] is model.body.weight
+
+
+class Crossed(nn.Module):
+    """Two pairs of tied weights, whose second names come in another order than their first ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.ModuleDict({"p": nn.Linear(2, 2), "q": nn.Linear(2, 2)}) for _ in range(3))
+        self.c["p"].weight = self.a["p"].weight
+        self.c["q"].weight = self.b["q"].weight
+
+
+def test_planted_parameters_go_by_the_first_names_that_the_model_has_for_them() -> None:
+    model, root = Crossed(), nn.Module()
+    plant(root, dict(reversed(list(model.named_parameters()))), Names.of(model))
+    assert [name for name, _ in root.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
 class Noisy(nn.Module):

@@ -1,0 +1,230 @@
+"""Training, checkpoints and failures of placer.distributed, as the processes of a pool run them; sent by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from ranked import Make, built, call, gradients, micro_batches
+from torch import Tensor, nn
+
+from placer import distributed
+from placer.distributed import Pipeline
+from placer.errors import PlacerError
+
+OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, fused=True),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, foreach=True),
+}
+
+
+def optimizer_of(pipeline: Pipeline, kind: str) -> torch.optim.Optimizer:
+    """One over this process's parameters, of which there may be none."""
+    return OPTIMIZERS[kind]([{"params": list(pipeline.parameters())}])
+
+
+def members(places: Mapping[str, str]) -> dist.ProcessGroup | None:
+    """The group of as many processes as there are devices; None in the others."""
+    ranks = list(range(len(set(places.values()))))
+    group = dist.new_group(ranks)
+    return group if dist.get_rank() in ranks else None  # type: ignore[return-value]
+
+
+def targets_of(target: Tensor, steps: int) -> list[Tensor]:
+    """A target for each step; the second is large."""
+    return [target + 1000 if step == 1 else target for step in range(steps)]
+
+
+def unsplit_steps(make: Make, chunks: int, kind: str, steps: int) -> dict[str, Any]:
+    """Losses, the first step's gradients and the parameters after all steps of the unsplit model."""
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    losses: list[float] = []
+    first: dict[str, Tensor | None] = {}
+    for goal in targets_of(target, steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for part, wanted in zip(micro_batches(inputs, chunks), micro_batches(goal, chunks), strict=True):
+            loss = loss_fn(call(model, part), wanted) / chunks
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        first = first or {name: copy.deepcopy(item.grad) for name, item in model.named_parameters()}
+        optimizer.step()
+    return {"losses": losses, "gradients": first, "parameters": _values(model)}
+
+
+def split_steps(
+    make: Make, places: Mapping[str, str], chunks: int, kind: str, steps: int, schedule: str, recompute: tuple[str, ...]
+) -> dict[str, Any] | None:
+    """This process's part of the same."""
+    group = members(places)
+    if group is None:
+        return None
+    pipeline, inputs, target, _ = built(make, places, chunks, group, schedule=schedule, recompute=recompute)
+    optimizer = optimizer_of(pipeline, kind)
+    losses: list[float] = []
+    first: dict[str, Tensor | None] | None = None
+    for goal in targets_of(target, steps):
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, goal)
+        losses += [] if loss is None else [loss.item()]
+        first = copy.deepcopy(gradients(pipeline)) if first is None else first
+        optimizer.step()
+    return {"losses": losses, "gradients": first, "parameters": _values(pipeline.module)}
+
+
+def resumed(make: Make, places: Mapping[str, str], others: Mapping[str, str], kind: str, path: str) -> Any:
+    """Losses of two more steps after two: of the pipeline that took them, and of one elsewhere, from a checkpoint."""
+    group, second = members(places), members(others)
+    found: list[list[float]] = [[], []]
+    if group is not None:
+        pipeline, inputs, target, _ = built(make, places, 2, group)
+        optimizer = optimizer_of(pipeline, kind)
+        _steps(pipeline, optimizer, inputs, target)
+        pipeline.save(path, optimizer)
+        found[0] = _steps(pipeline, optimizer, inputs, target)
+    dist.barrier()
+    if second is not None:
+        pipeline, inputs, target, _ = built(make, others, 2, second)
+        for parameter in pipeline.parameters():
+            nn.init.constant_(parameter, 0.5)
+        optimizer = optimizer_of(pipeline, kind)
+        pipeline.load(path, optimizer)
+        found[1] = _steps(pipeline, optimizer, inputs, target)
+    return found
+
+
+def _steps(pipeline: Pipeline, optimizer: torch.optim.Optimizer, inputs: Any, target: Any) -> list[float]:
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, target)
+        optimizer.step()
+        losses += [] if loss is None else [loss.item()]
+    return losses
+
+
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def told(run: Callable[[], Any]) -> str:
+    """The error that Placer tells the user, if any."""
+    try:
+        run()
+    except PlacerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def refusal(make: Make, places: Mapping[str, str]) -> str:
+    """The error of a build that as many processes as there are devices refuse."""
+    group = members(places)
+    return "" if group is None else told(lambda: built(make, places, 2, group))
+
+
+def other_optimizer(make: Make, places: Mapping[str, str], path: str) -> list[str]:
+    """The errors of checkpoints that have no optimizer, or another one."""
+    pipeline, inputs, target, _ = built(make, places, 2)
+    sgd, adamw = optimizer_of(pipeline, "sgd"), optimizer_of(pipeline, "adamw")
+    pipeline.save(path + "/bare")
+    found = [told(lambda: pipeline.load(path + "/bare", sgd))]
+    pipeline.step(inputs, target)
+    sgd.step()
+    pipeline.save(path + "/sgd", sgd)
+    return [*found, told(lambda: pipeline.load(path + "/sgd", adamw))]
+
+
+def meta_buffer(make: Make, places: Mapping[str, str]) -> tuple[str, float | None] | None:
+    """The error of a buffer on meta that no state has, where it is, and the loss once it has values."""
+    group = members(places)
+    if group is None:
+        return None
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    state, buffers = copy.deepcopy(model.state_dict()), dict(model.named_buffers())
+    pipeline = distributed.build(model.to("meta"), places, micro_batches(inputs, 2)[0], loss_fn, chunks=2, group=group)
+    pipeline.load_state_dict(state)
+    here = dict(pipeline.module.named_buffers())
+    message = told(lambda: pipeline.step(inputs, target)) if here else ""
+    for name, buffer in here.items():
+        buffer.copy_(buffers[name])
+    loss = pipeline.step(inputs, target)
+    return message, None if loss is None else loss.item()
+
+
+def frozen_later(make: Make, places: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Gradients of three steps; in the second a parameter is frozen."""
+    pipeline, inputs, target, _ = built(make, places, 2)
+    steps = []
+    for step in range(3):
+        for own, parameter in pipeline.named_parameters():
+            parameter.grad = None
+            if own == name:
+                parameter.requires_grad_(step != 1)
+        pipeline.step(inputs, target)
+        steps.append(copy.deepcopy(gradients(pipeline)))
+    return {f"{step}": found for step, found in enumerate(steps)}
+
+
+def thawed(make: Make, places: Mapping[str, str]) -> list[str]:
+    """The errors where something trains that did not, or an input is to have a gradient; nobody waits for others."""
+    pipeline, inputs, target, _ = built(make, places, 2)
+    found = []
+    if pipeline.is_first:
+        found.append(told(lambda: pipeline.step(inputs.clone().requires_grad_(), target)))
+    for parameter in pipeline.parameters():
+        if not parameter.requires_grad:
+            parameter.requires_grad_()
+            found.append(told(lambda: pipeline.step(inputs, target)))
+            parameter.requires_grad_(False)
+    return found
+
+
+def failed_alone(make: Make, places: Mapping[str, str], at: str) -> str:
+    """What each process is told where one alone fails while the pipeline is built."""
+    torch.manual_seed(0)
+    model, inputs, _, loss_fn = make()
+    alone = dist.get_rank() == 2
+    given: Any = nn.MSELoss if at == "arguments" and alone else loss_fn
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("no room left"))
+    try:
+        with mock.patch("placer.distributed.build.Weights", full) if at == "memory" and alone else nullcontext():
+            distributed.build(model, places, micro_batches(inputs, 2)[0], given, chunks=2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing failed"
+
+
+def after_a_failure(make: Make, places: Mapping[str, str]) -> tuple[bool, str]:
+    """Whether a step that fails leaves the gradients of those before, and what is told of a step after that."""
+    pipeline, inputs, target, _ = built(make, places, 2)
+    pipeline.step(inputs, target)
+    before = copy.deepcopy(gradients(pipeline))
+    with mock.patch.object(pipeline.schedule, "step", side_effect=ValueError("spoilt sample")):
+        try:
+            pipeline.step(inputs, target)
+        except ValueError:
+            after = gradients(pipeline)
+    same = all(torch.equal(cast(Tensor, after[name]), cast(Tensor, gradient)) for name, gradient in before.items())
+    return same, told(lambda: pipeline.step(inputs, target))
+
+
+def clipped_norm(make: Make, places: Mapping[str, str], max_norm: float) -> dict[str, Any] | None:
+    """The norm before gradients were clipped, and the gradients."""
+    group = members(places)
+    if group is None:
+        return None
+    pipeline, inputs, target, _ = built(make, places, 2, group)
+    pipeline.step(inputs, target)
+    norm = pipeline.clip_grad_norm_(max_norm).item()
+    return {"norm": norm, "gradients": gradients(pipeline)}

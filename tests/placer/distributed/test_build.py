@@ -1,0 +1,33 @@
+"""What one process alone cannot do is told in all of them; what failed half-way is not gone on with."""
+
+from __future__ import annotations
+
+import pytest
+import ranked_models as models
+import ranked_training as training
+from rank_pool import RankPool
+
+CHAIN = {str(index): f"cpu:{index // 2}" for index in range(8)}
+TIED = {
+    "token_embedding": "cpu:0", "position_embedding": "cpu:0", "drop": "cpu:0", "blocks.0": "cpu:0",
+    "blocks.1": "cpu:1", "blocks.2": "cpu:2", "blocks.3": "cpu:3", "norm": "cpu:3", "head": "cpu:3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("at", "error"),
+    [
+        ("arguments", "InputError: loss_fn is the class MSELoss; give an instance, such as MSELoss()"),
+        ("memory", "OutOfMemoryError: no room left"),
+    ],
+)
+def test_a_process_that_cannot_build_its_part_tells_the_others(ranks: RankPool, at: str, error: str) -> None:
+    told = ranks.run(training.failed_alone, models.chain, CHAIN, at)
+    assert told.pop(2) == error
+    assert told == [f"InputError: process 2 could not build its part: {error}"] * 3
+
+
+def test_after_a_step_that_failed_nothing_is_taken_for_the_next_one(ranks: RankPool) -> None:
+    for same, message in ranks.run(training.after_a_failure, models.tied_gpt, TIED):
+        assert same
+        assert "a step of this pipeline failed, and what the processes sent one another" in message
