@@ -1,4 +1,7 @@
-"""What a model's code is looked at in: all of its state on one device, whatever the caller has set."""
+"""What a model's code is looked at in: all of its state on one device, under the caller's autocast and nothing else.
+
+A model's code may ask of what type a result is, and do otherwise for another; of what type it is autocast decides.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from placer import devices
+from placer.graph import autocast
 
 
 def capture_device(module: nn.Module, tensors: Sequence[Any]) -> torch.device:
-    """Where the state is, if it is in one place; else the CPU."""
+    """Where the state is, if it is in one place; else the CPU, or, for an autocast of GPUs, one of them."""
     places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if not places:
         places = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
-    return places.pop() if len(places) == 1 else torch.device("cpu")
+    place = places.pop() if len(places) == 1 else torch.device("cpu")
+    kind = devices.default_kind()
+    if place.type != kind and torch.is_autocast_enabled(kind):
+        return torch.device(kind, 0)
+    return place
 
 
 def example(tensor: Any, device: torch.device) -> Any:
@@ -33,14 +41,14 @@ def example(tensor: Any, device: torch.device) -> Any:
 
 @contextmanager
 def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """State in one place, gradients on, autocast off: what is captured must not depend on the surroundings."""
+    """State in one place, gradients on, the caller's autocast where it is one of this kind of device."""
     with ExitStack() as stack:
         stack.enter_context(devices.unobserved())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in {"cpu", devices.default_kind()}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(autocast.uncached(device) if kind == device.type else torch.autocast(kind, enabled=False))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(_quiet())
@@ -63,7 +71,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Stand uninitialised twins in for state that is elsewhere: export needs shapes, and all on one device."""
+    """Stand twins without data in for state that is elsewhere: export needs shapes, and all on one device."""
     undo: list[tuple[dict[str, Any], str, Tensor]] = []
     twins: dict[int, Tensor] = {}
     for child in module.modules():
@@ -73,7 +81,7 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
                 if tensor is None or tensor.device == device:
                     continue
                 if id(tensor) not in twins:
-                    twin = torch.empty_like(tensor, device=device)
+                    twin = _without_data(tensor, device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
                 undo.append((table, name, tensor))
@@ -84,3 +92,11 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for table, name, tensor in undo:
             table[name] = tensor
+
+
+def _without_data(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape and strides that takes no memory if it is strided; it cannot be read."""
+    twin = torch.empty_like(tensor, device=device)
+    if twin.layout == torch.strided:
+        twin.untyped_storage().resize_(0)
+    return twin

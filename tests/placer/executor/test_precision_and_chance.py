@@ -17,7 +17,7 @@ SCHEDULES: tuple[Order, ...] = ("1f1b", "fill-drain", "zero-bubble")
 
 
 class _Mixed(nn.Module):
-    """A convolution, norms and linear layers: what autocast casts, and what it does not."""
+    """A convolution, norms and linear layers: what autocast casts, and what it does not; and a look at what it did."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,6 +28,7 @@ class _Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.conv(x)))
         x = self.wide(self.scale(self.narrow(x.flatten(1)[:, :16])))
+        x = x if x.dtype == torch.float32 else 2 * x
         result: Tensor = self.last(torch.tanh(x))
         return result
 
