@@ -21,6 +21,12 @@ def state() -> Hashable:
     return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in _KINDS)
 
 
+def dtype() -> torch.dtype | None:
+    """The type that the caller's autocast casts to, of GPUs if it is on for both; None where it is off."""
+    kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    return torch.get_autocast_dtype(kinds[-1]) if kinds else None
+
+
 def uncached(device: torch.device) -> AbstractContextManager[Any]:
     """The caller's autocast on a device, without its cache."""
     if not torch.is_autocast_enabled(device.type):

@@ -48,7 +48,9 @@ def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in {"cpu", devices.default_kind()}:
-            stack.enter_context(autocast.uncached(device) if kind == device.type else torch.autocast(kind, enabled=False))
+            stack.enter_context(
+                autocast.uncached(device) if kind == device.type else torch.autocast(kind, enabled=False)
+            )
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(_quiet())

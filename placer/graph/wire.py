@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.errors import CaptureError
+from placer.graph import autocast
 from placer.graph.layers import Layer, LayerGraph, Value
 from placer.graph.regions import enter, leave
 from placer.schema.graph import DType, Graph, GraphLayer, GraphState, GraphValue, MemoryFormat, Operation
@@ -42,8 +43,10 @@ _DTYPES: dict[torch.dtype, DType] = {getattr(torch, name): name for name in get_
 def to_wire(graph: LayerGraph) -> Graph:
     """Describe a captured graph: no weights, no values of inputs, no code.
 
+    Each layer runs there under the caller's autocast.
+
     Args:
-        graph: from ``capture``, of the model in the mode that is to be profiled.
+        graph: from ``capture``, of the model in the mode that is to be profiled, under the same autocast.
 
     Raises:
         CaptureError: an operation or a tensor cannot be described; profile the model where its code is.
@@ -118,6 +121,10 @@ def _layer(layer: Layer) -> GraphLayer:
     if layer.program is None:
         raise CaptureError(f"layer {layer.name!r} calls modules, not operations, so it cannot be sent")
     operations, results = _Program(layer).written()
+    dtype = autocast.dtype()
+    if dtype is not None:
+        region = ("autocast", "device", {"dtype": _dtype(dtype, "torch.autocast")}, True, False)
+        operations = [Operation(op=ENTER, out="around", args=region), *operations, Operation(op=LEAVE, out="end")]
     return GraphLayer(
         name=layer.name,
         modules=layer.modules,

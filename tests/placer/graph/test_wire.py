@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -61,14 +63,17 @@ def sent(graph):
     return Graph.model_validate_json(to_wire(graph).model_dump_json(exclude_defaults=True))
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_layer_computes_after_the_journey_what_it_computed_before(name, training):
+def test_each_layer_computes_after_the_journey_what_it_computed_before(name, training, half):
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     model, x = make().train(training), inputs()
-    graph = capture(model, (x,), granularity="fine")
-    again = rebuild(sent(graph))
+    around = partial(torch.autocast, "cpu", torch.bfloat16, enabled=half, cache_enabled=False)
+    with around():
+        graph = capture(model, (x,), granularity="fine")
+        again = rebuild(sent(graph))
     values = dict(zip(graph.inputs, [x], strict=True))
     device = torch.device("cpu")
     for layer, copy in zip(graph.layers, again.layers, strict=True):
@@ -77,7 +82,8 @@ def test_each_layer_computes_after_the_journey_what_it_computed_before(name, tra
             state = [graph.state[name].detach().clone() for name in layer.state]
             torch.manual_seed(1)
             reads = [item.clone() if isinstance(item, torch.Tensor) else item for item in map(values.get, layer.reads)]
-            results.append((one.function(device, state, reads), state))
+            with around() if one is layer else nullcontext():  # what is sent brings its autocast with it
+                results.append((one.function(device, state, reads), state))
         (before, state), (after, state_after) = results
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(state_after, state, rtol=0, atol=0)
