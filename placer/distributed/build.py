@@ -314,6 +314,7 @@ def _shape(exported: Exported, graph: LayerGraph, placed: _Placed) -> Shape:
     return Shape(
         inputs=exported.inputs,
         shapes=tuple(value.shape for value in inputs),
+        batched=tuple(value.batch_dim == 0 for value in inputs),
         dtypes=tuple(value.dtype for value in inputs),
         samples=graph.batch_size,
         chunks=placed.chunks,

@@ -11,7 +11,7 @@ from torch import Tensor
 from placer.distributed.parcels import Parcel
 from placer.executor.faults import Place, explain
 from placer.executor.pipeline import gather
-from placer.graph.losses import LossFunction, refuse_no_number
+from placer.graph.losses import LossFunction, refuse_no_number, refuse_untrained
 from placer.graph.structure import Structure
 
 
@@ -49,7 +49,7 @@ class Head:
             target: the number of the micro-batch, or, where a user drives the schedule, its part of the target.
 
         Raises:
-            InputError: the loss is no number.
+            InputError: the loss is no number, or no gradient comes from it.
             StageError: it failed.
         """
         assert self._loss_fn is not None
@@ -59,6 +59,7 @@ class Head:
         except Exception as error:  # whatever a user's function raises
             raise explain(error, Place(number, "forward", 0, 0, self._device, "(loss)")) from error
         refuse_no_number(loss)
+        refuse_untrained(loss)
         return loss / self._chunks
 
     def result(self, output: Any) -> Any:
@@ -74,7 +75,7 @@ class Head:
         """
         columns = zip(*(self._leaves(output) for output in outputs), strict=True)
         joined = [
-            gather(parts, parcel.value.shape[:1] == (weight,), [weight] * len(parts), path)
+            gather(parts, parcel.value.batch_dim == 0, [weight] * len(parts), path, "give build(..., chunks=1)")
             for parts, parcel, path in zip(columns, self._parcels, self._outputs.paths, strict=True)
         ]
         return self._outputs.unflatten(joined)

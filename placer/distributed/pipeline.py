@@ -19,7 +19,7 @@ from placer.distributed.head import Head
 from placer.distributed.schedules import LibrarySchedule
 from placer.distributed.stage import StageModule
 from placer.distributed.tree import Names
-from placer.distributed.weights import Weights
+from placer.distributed.weights import Weights, is_hooked
 from placer.errors import InputError
 from placer.executor.pipeline import scatter
 from placer.graph import arguments
@@ -39,6 +39,7 @@ class Shape:
     Attributes:
         inputs: the structure of the model's arguments.
         shapes: of the flat inputs of one micro-batch.
+        batched: whether the first dimension of each is the batch.
         dtypes: of the same.
         samples: in a micro-batch.
         chunks: micro-batches in a batch.
@@ -46,6 +47,7 @@ class Shape:
 
     inputs: Structure
     shapes: tuple[tuple[int, ...], ...]
+    batched: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
     samples: int
     chunks: int
@@ -250,7 +252,8 @@ class Pipeline:
             )
 
     def _refuse_untold(self, arguments: Sequence[Tensor]) -> None:
-        """Gradients that would not come, as the stages were built without them."""
+        """Gradients that would not come, as the stages were built without them, or in parts."""
+        self._weights.refuse_hooks()
         if any(tensor.requires_grad for tensor in arguments):
             raise InputError(
                 "an input requires a gradient, and a pipeline over several processes gives inputs none: detach() it"
@@ -284,15 +287,15 @@ class Pipeline:
         for tensor, dtype in zip(tensors, self._shape.dtypes, strict=True):
             if tensor.dtype != dtype:  # what is sent on is received as what the example was
                 raise InputError(f"an input is of {tensor.dtype}, and the example's was of {dtype}; give both alike")
-        return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, strict=True))
+        return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, self._shape.batched, strict=True))
 
-    def _cut(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _cut(self, tensor: Tensor, shape: tuple[int, ...], batched: bool) -> Tensor:
         """A batch, laid out as the library expects it; what is no batch, as often as there are micro-batches."""
         if shape and tuple(tensor.shape) == (shape[0] * self.chunks, *shape[1:]):
             return tensor.contiguous()
-        if tuple(tensor.shape) == shape and shape[:1] != (self._shape.samples,):
+        if tuple(tensor.shape) == shape and not batched:
             return tensor.expand(self.chunks, *shape).reshape(-1, *shape[1:])
-        wanted = (self._shape.samples * self.chunks, *shape[1:]) if shape[:1] == (self._shape.samples,) else shape
+        wanted = (self._shape.samples * self.chunks, *shape[1:]) if batched else shape
         raise InputError(
             f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the example make {wanted}"
             f"; {_OTHER}"
@@ -323,7 +326,8 @@ class Pipeline:
         for stage, queue in zip(self.stages, queues, strict=True):
             if queue is not None:
                 queue.reached.clear()
-                parameters = stage.submod.parameters()
+                parameters = list(stage.submod.parameters())
+                queue.idle = any(is_hooked(item) for item in parameters)
                 made |= {id(item): item for item in parameters if item.requires_grad and item.grad is None}
         watches = [item.register_hook(partial(note, key)) for key, item in made.items()]  # type: ignore[no-untyped-call]
         for item in made.values():

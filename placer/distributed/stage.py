@@ -27,11 +27,13 @@ class Deferred(Queue):
 
     Attributes:
         reached: the identities of all weights that a backward pass has reached.
+        idle: whether nothing is left for later, as hooks are to see the gradients when they come.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reached: set[int] = set()
+        self.idle = False
 
     def put(self, addition: Addition) -> None:
         """Leave something for later."""
@@ -215,7 +217,7 @@ def _computed(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
     values = dict(zip(names, inputs, strict=True))
     kept = _kept(plan, values, names)
     deferred = None if plan.recomputes else plan.deferred
-    with DeferWeights(deferred) if deferred is not None else nullcontext():
+    with DeferWeights(deferred) if deferred is not None and not deferred.idle else nullcontext():
         for work in plan.works:
             _run(work, values, plan, kept)
     return [kept.get(parcel.value.name, values.get(parcel.value.name)) for parcel in plan.leaves]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.distributed.line import Line
-from placer.errors import PlacementError
+from placer.errors import InputError, PlacementError
 from placer.executor.apply import relocate
 from placer.graph.layers import LayerGraph
 
@@ -121,11 +121,16 @@ class Weights:
             if position in users and users[0] != position
         }
         self._trained = [name for name in self._shared if graph.state[name].requires_grad]
+        _refuse_hooks({name: graph.state[name] for name in self._trained})
         self._before: dict[str, Tensor | None] = {}
 
     def get(self, name: str) -> Tensor:
         """The tensor of that name, or the copy of it, that is used here."""
         return self.own[name] if name in self.own else self.copies[name]
+
+    def refuse_hooks(self) -> None:
+        """Refuse hooks on weights that several processes use."""
+        _refuse_hooks({name: self.own[name] for name in self._trained if name in self.own})
 
     def unset(self) -> str | None:
         """A buffer that was on meta, that no state_dict has, and that nobody has written to since."""
@@ -213,6 +218,25 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     copied.copy_(tensor.detach())
     return nn.Parameter(copied, tensor.requires_grad)
+
+
+def is_hooked(tensor: Tensor) -> bool:
+    """Whether something watches the gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def _refuse_hooks(shared: Mapping[str, Tensor]) -> None:
+    """Refuse hooks on weights that several processes use.
+
+    Raises:
+        InputError: there is one: each process would show it its own part of the gradient.
+    """
+    for name, tensor in shared.items():
+        if is_hooked(tensor):
+            raise InputError(
+                f"parameter {name!r} has a hook on its gradient, and layers on several devices use it, each of which "
+                "has a part of that; place them on one device, or change parameter.grad after pipeline.step()"
+            )
 
 
 def _told(copy: Tensor) -> tuple[Tensor, Tensor]:

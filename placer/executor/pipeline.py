@@ -105,7 +105,13 @@ def cut(tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
     return [[column[index] for column in columns] for index in range(len(sizes))]  # a row each, also of no tensors
 
 
-def gather(parts: Sequence[Any], is_batched: bool, weights: Sequence[int], path: str) -> Any:
+def gather(
+    parts: Sequence[Any],
+    is_batched: bool,
+    weights: Sequence[int],
+    path: str,
+    way_out: str = "call the flow with chunks=1",
+) -> Any:
     """Join one output of all micro-batches.
 
     Args:
@@ -113,6 +119,7 @@ def gather(parts: Sequence[Any], is_batched: bool, weights: Sequence[int], path:
         is_batched: whether its first dimension is the batch: then they are concatenated.
         weights: samples in each micro-batch; numbers are averaged by them, as a loss that is a mean over samples is.
         path: where the output stands in the result, for messages.
+        way_out: for messages.
 
     Raises:
         InputError: the output belongs to a micro-batch as a whole and is no number.
@@ -129,7 +136,7 @@ def gather(parts: Sequence[Any], is_batched: bool, weights: Sequence[int], path:
         return first
     raise InputError(
         f"output {path or '(the result)'} has no batch dimension, so the micro-batches' results cannot be joined; "
-        "call the flow with chunks=1"
+        f"{way_out}"
     )
 
 

@@ -200,3 +200,22 @@ class Waves(nn.Module):
 
 def waves() -> Case:
     return Waves(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+
+
+class Mixed(nn.Module):
+    """An input and a result have no batch, but as many rows as a micro-batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.back = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        front = torch.tanh(self.front(x))
+        return self.back(front + (self.weight @ table[:3]).sum()), self.weight * 2
+
+
+def mixed() -> Case:
+    inputs = (torch.randn(8, 6).double(), torch.randn(4, 4).double())
+    return Mixed().double(), inputs, torch.randn(8, 6).double(), _of_first

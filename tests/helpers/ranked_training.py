@@ -219,6 +219,44 @@ def after_a_failure(make: Make, places: Mapping[str, str]) -> tuple[bool, str]:
     return same, told(lambda: pipeline.step(inputs, target))
 
 
+def hooked(make: Make, places: Mapping[str, str], schedule: str) -> Any:
+    """Gradients under hooks that cut them off; or what a build with such hooks is told, and a step with new ones."""
+    group = members(places)
+    if group is None:
+        return None
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    example = micro_batches(inputs, 2)[0]
+    bare = distributed.build(model, places, example, loss_fn, chunks=2, schedule=schedule, group=group)
+    for parameter in model.parameters():
+        parameter.register_hook(cut_off)
+    options: dict[str, Any] = {"chunks": 2, "schedule": schedule, "group": group}
+    message = told(lambda: distributed.build(model, places, example, loss_fn, **options))
+    shared = message != "nothing was refused"
+    if shared:
+        owns = any(name == "embedding.weight" for name, _ in bare.named_parameters())
+        return message, told(lambda: bare.step(inputs, target)) if owns else ""
+    bare.step(inputs, target)
+    return gradients(bare)
+
+
+def cut_off(gradient: Tensor) -> Tensor:
+    """A hook that is not linear: of parts of a gradient it makes something else than of the whole."""
+    return gradient.clamp(-0.001, 0.001)
+
+
+def results(make: Make, places: Mapping[str, str]) -> Any:
+    """The error of results that cannot be joined, where they are."""
+    group = members(places)
+    if group is None:
+        return None
+    torch.manual_seed(0)
+    model, inputs, _, _ = make()
+    example = (inputs[0][:4], *inputs[1:])
+    pipeline = distributed.build(model.eval(), places, example, chunks=2, group=group)
+    return told(lambda: pipeline(inputs))
+
+
 def clipped_norm(make: Make, places: Mapping[str, str], max_norm: float) -> dict[str, Any] | None:
     """The norm before gradients were clipped, and the gradients."""
     group = members(places)

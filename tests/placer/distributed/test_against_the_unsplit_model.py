@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ranked_models as models
 import ranked_oddities as oddities
+import ranked_training as training
 import torch
 from rank_pool import RankPool
 from ranked import joined, split_step, split_step_held_to_its_layout, unsplit_step
@@ -175,3 +176,10 @@ def test_an_input_without_a_batch_goes_to_every_micro_batch(ranks: RankPool) -> 
 
 def test_one_process_runs_the_whole_model(ranks: RankPool) -> None:
     check(ranks, models.chain, dict.fromkeys(spread(models.chain), "cpu:0"), 4, "1f1b")
+
+
+def test_what_has_as_many_rows_as_samples_by_chance_is_no_batch(ranks: RankPool) -> None:
+    places = {"front": "cpu:0", "back": "cpu:1"}
+    check(ranks, oddities.mixed, places, 2, "1f1b")
+    _, told, *_ = ranks.run(training.results, oddities.mixed, places)
+    assert "output [1] has no batch dimension" in told and "give build(..., chunks=1)" in told

@@ -242,6 +242,7 @@ def test_what_cannot_be_trained_is_refused_everywhere(ranks: RankPool, what: str
     ("what", "message"),
     [
         ("vector", r"InputError: loss_fn gave a tensor of shape \(4, 6\); let it give one number"),
+        ("nothing to learn", "InputError: loss_fn gave a number that no gradient comes from"),
         ("failure", r"StageError: micro-batch 0 failed in the forward pass on cpu, layer '\(loss\)': KeyError: 'late'"),
     ],
 )

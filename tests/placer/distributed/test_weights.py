@@ -76,3 +76,29 @@ def test_complex_gradients_count_whole_in_the_norm(ranks: RankPool) -> None:
     found = joined(parts, "gradients")
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_hooks_see_the_gradient_of_each_micro_batch(ranks: RankPool, schedule: str) -> None:
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = models.bare()
+    for parameter in model.parameters():
+        parameter.register_hook(training.cut_off)
+    for part, goal in zip(inputs.chunk(2), target.chunk(2), strict=True):
+        (loss_fn(model(part), goal) / 2).backward()
+    found: dict[str, torch.Tensor] = {}
+    for part in ranks.run(
+        training.hooked, models.bare, {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"}, schedule
+    ):
+        found |= part or {}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+def test_hooks_on_weights_of_several_processes_are_refused(ranks: RankPool) -> None:
+    places = {"embedding": "cpu:0", "mix": "cpu:1", "head": "cpu:2"}
+    parts = ranks.run(training.hooked, ranked_models.tied_tokens, places, "1f1b")
+    refused = (
+        "InputError: parameter 'embedding.weight' has a hook on its gradient, and layers on several devices use it"
+    )
+    assert all(at_build.startswith(refused) for at_build, _ in parts[:3]) and parts[0][1].startswith(refused)
