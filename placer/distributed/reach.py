@@ -84,8 +84,11 @@ def _differentiable(node: fx.Node) -> bool:
 
 
 def _storages(nodes: Sequence[fx.Node]) -> tuple[dict[Any, list[fx.Node]], dict[fx.Node, list[Any]]]:
-    """The nodes that may share each storage, and the storages of each node; one of the state goes by its name."""
-    roots = storage_roots([node for node in nodes if node.op == "call_function"])
+    """The nodes that may share each storage, and the storages of each node; one of the state goes by its name.
+
+    What is detached has a storage of its own: no gradient goes from one to the other.
+    """
+    roots = storage_roots([node for node in nodes if _differentiable(node)])
     shared: dict[Any, list[fx.Node]] = {}
     homes: dict[fx.Node, list[Any]] = {}
     for node in nodes:

@@ -121,6 +121,24 @@ def written_in() -> Case:
     return _case(WrittenIn(), _of_first)
 
 
+class WrittenAndDetached(Linears):
+    """What was written in place is taken without its gradient, stages after the one that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.join = Detached()
+
+    def forward(self, x: Tensor) -> Tensor:
+        front, aside = torch.tanh(self.front(x)), self.aside(x)
+        whole = aside + 0
+        whole.add_(front)
+        return self.back(self.join(torch.tanh(self.middle(front)), whole))
+
+
+def written_and_detached() -> Case:
+    return _case(WrittenAndDetached())
+
+
 class Counted(Linears):
     """Numbers that are taken from tensors cross: another one in every micro-batch."""
 

@@ -81,6 +81,10 @@ def test_gradients_come_back_through_what_is_written_in_place(ranks: RankPool) -
     assert check(ranks, models.written_in, places)["aside.weight"] is not None
 
 
+def test_what_is_written_in_place_and_detached_later_gives_nothing_back(ranks: RankPool) -> None:
+    assert check(ranks, models.written_and_detached, LATE)["aside.weight"] is None
+
+
 def flows_of(make: Any) -> tuple[Any, Flows]:
     torch.manual_seed(0)
     model, inputs, *_ = make()
