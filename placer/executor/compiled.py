@@ -2,16 +2,20 @@
 
 It fuses what a layer border would keep apart. What it gains is measured against the same segment without it, on the
 device; where it gains nothing, or cannot compile the segment, the segment stays as it was and the reason is told.
+
+Where weight gradients are a pass of their own they stay one: see ``placer.graph.opened``. A segment that cannot be
+compiled so is compiled with whole backward passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +26,9 @@ from placer.executor.checkpointed import CheckpointedSegment
 from placer.executor.recomputed import RecomputedStage
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.stage import Stage
+from placer.graph import autocast
+from placer.graph.deferred import Queue
+from placer.graph.opened import OpenedFunction, Product, opened
 
 Backend = str | Callable[..., Any]
 _REPEATS = 5
@@ -52,7 +59,7 @@ def backend_of(compile: bool | Backend | None) -> Backend | None:
 
 @dataclass
 class CompiledSegment(Segment):
-    """A segment as one compiled function.
+    """A segment as one compiled function, its backward passes whole.
 
     Attributes:
         reads: names of the values that it is given.
@@ -60,10 +67,9 @@ class CompiledSegment(Segment):
         function: ``function(reads, states) -> writes``.
     """
 
-    is_opaque: ClassVar[bool] = True
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    function: Callable[[list[Any], list[list[Tensor]]], tuple[Any, ...]] = lambda reads, states: ()
+    function: Callable[..., Any] = lambda *given: ()
 
     @classmethod
     def of(cls, segment: Segment, reads: Sequence[str], writes: Sequence[str], backend: Backend) -> CompiledSegment:
@@ -78,13 +84,130 @@ class CompiledSegment(Segment):
         own = _own_code(_function(segment, tuple(reads), tuple(writes)))
         return cls(segment.device, segment.steps, tuple(reads), tuple(writes), torch.compile(own, backend=backend))
 
+    def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
+        """Nothing is left for later."""
+        return nullcontext()
+
     def run(self, values: MicroBatch) -> None:
         """Compute the segment for one micro-batch."""
         values.trail.enter(f"{self.steps[0].layer.name} to {self.steps[-1].layer.name}, compiled")
         reads = [values.read(name, self.device) for name in self.reads]
         with devices.current(self.device):
-            writes = self.function(reads, [step.state for step in self.steps])
+            writes = self._computed(reads, [step.state for step in self.steps])
         values.write(self.writes, writes)
+
+    def _computed(self, reads: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
+        writes: tuple[Any, ...] = self.function(reads, states)
+        return writes
+
+
+@dataclass
+class OpenedSegment(CompiledSegment):
+    """A segment as one compiled function, whose backward passes leave the weight gradients of products for later.
+
+    Attributes:
+        function: ``function(reads, states, openings) -> (writes, given)``, the latter two by layer and product.
+        as_written: the same, not compiled.
+        products: by layer.
+    """
+
+    as_written: Callable[..., Any] = lambda *given: ()
+    products: list[tuple[Product, ...]] = field(default_factory=list)
+    _queue: Queue | None = None
+    _zeros: dict[Hashable, list[list[Tensor]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, segment: Segment, reads: Sequence[str], writes: Sequence[str], backend: Backend) -> OpenedSegment:
+        """Compile a segment; see ``CompiledSegment``."""
+        layers = [opened(step.layer, step.state) for step in segment.steps]
+        own = _own_code(_opened_function(segment, [run for run, _ in layers], tuple(reads), tuple(writes)))
+        made = torch.compile(own, backend=backend)
+        products = [products for _, products in layers]
+        return cls(segment.device, segment.steps, tuple(reads), tuple(writes), made, own, products)
+
+    @contextmanager
+    def deferring(self, queue: Queue) -> Iterator[None]:
+        """Leave to the queue what ``products`` tells."""
+        self._queue = queue
+        try:
+            yield
+        finally:
+            self._queue = None
+
+    def _computed(self, reads: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
+        assert self._queue is not None
+        zeros = self._openings(reads, states)
+        anchor = torch.zeros((), requires_grad=True)  # what comes from it requires a gradient
+        left = [
+            [_Left(self._queue, step.layer.name, product, state) for product in products]
+            for step, products, state in zip(self.steps, self.products, states, strict=True)
+        ]
+        openings = [
+            [_Opening.apply(anchor, zero, later) for zero, later in zip(*row, strict=True)]  # type: ignore[no-untyped-call]
+            for row in zip(zeros, left, strict=True)
+        ]
+        writes: tuple[Any, ...]
+        writes, given = self.function(reads, states, openings)
+        for row, items in zip(left, given, strict=True):
+            for later, x in zip(row, items, strict=True):
+                later.x = x
+        return writes
+
+    @torch.no_grad()
+    def _openings(self, reads: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """By layer, a zero as large as each product's result; they take no memory."""
+        key = tuple(read.shape if isinstance(read, Tensor) else read for read in reads)
+        if key not in self._zeros:
+            copies = [
+                [
+                    tensor.clone() if name in step.layer.mutated else tensor
+                    for name, tensor in zip(step.layer.state, state, strict=True)
+                ]
+                for step, state in zip(self.steps, states, strict=True)
+            ]
+            closed = [[None] * len(products) for products in self.products]
+            with devices.keep_random_state([self.device]):
+                _, given = self.as_written(reads, copies, closed)
+            self._zeros[key] = [
+                [
+                    torch.zeros((), dtype=x.dtype, device=x.device).expand(product.shape(x, state))
+                    for product, x in zip(products, items, strict=True)
+                ]
+                for products, items, state in zip(self.products, given, states, strict=True)
+            ]
+        return self._zeros[key]
+
+
+@dataclass
+class _Left:
+    """What a product of a micro-batch leaves for later."""
+
+    queue: Queue
+    layer: str
+    product: Product
+    state: Sequence[Tensor]
+    x: Tensor | None = None
+
+    def put(self, gradient: Tensor) -> None:
+        """The gradient of the product's result is there."""
+        assert self.x is not None
+        self.queue.put(replace(self.product.left(self.x, gradient, self.state), layer=self.layer))
+
+
+class _Opening(torch.autograd.Function):
+    """Zeros whose gradient is that of a product's result."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, zeros: Tensor, later: _Left) -> Tensor:
+        ctx.later = later
+        ctx.set_materialize_grads(False)
+        return zeros
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if gradients[0] is not None:
+            ctx.later.put(gradients[0])
+        return None, None, None
 
 
 def compile_stage(stage: Stage, backend: Backend) -> None:
@@ -103,18 +226,22 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
     except devices.NotRecordable as error:
         stage.not_compiled_because = f"it runs without CUDA graphs: {error}"
         return
-    try:
-        stage.split, stage.reuses = False, True  # compiled backward passes write to what the forward pass left
-        stage.segment = CompiledSegment.of(plain, stage.reads, _wanted(stage), backend)
-        after_ms = _trial_ms(stage)
-    except Exception as error:  # whatever a compiler may raise: the segment runs without it
-        stage.not_compiled_because = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    else:
+    why_whole = ""
+    for kind in (OpenedSegment, CompiledSegment) if split and not autocast.dtype() else (CompiledSegment,):
+        stage.split, stage.reuses = kind is OpenedSegment, True  # such passes write to what the forward pass left
+        try:
+            stage.segment = kind.of(plain, stage.reads, _wanted(stage), backend)
+            after_ms = _trial_ms(stage)
+        except Exception as error:  # whatever a compiler may raise: the segment runs without it
+            why_whole = stage.not_compiled_because = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            continue
         times = f"{after_ms:.3g} ms forwards and backwards, {before_ms:.3g} ms without"
         if after_ms < before_ms:
-            stage.compiled = times
+            stage.compiled = times + (f"; backward passes are whole: {why_whole}" if why_whole else "")
+            stage.not_compiled_because = ""
             return
         stage.not_compiled_because = f"it is no faster: {times}"
+        break
     stage.segment, stage.split, stage.reuses = plain, split, False
 
 
@@ -158,7 +285,7 @@ def _trial_ms(stage: Stage) -> float:
 def _function(
     segment: Segment, reads: tuple[str, ...], writes: tuple[str, ...]
 ) -> Callable[[list[Any], list[list[Tensor]]], tuple[Any, ...]]:
-    device, layers = segment.device, [step.layer for step in segment.steps]
+    device, layers = _known_to_compilers(segment.device), [step.layer for step in segment.steps]
 
     def run(given: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
         values: Mapping[str, Any] = dict(zip(reads, given))  # noqa: B905 - the compiler reads this
@@ -168,6 +295,29 @@ def _function(
         return tuple([values[name] for name in writes])
 
     return run
+
+
+def _opened_function(
+    segment: Segment, layers: Sequence[OpenedFunction], reads: tuple[str, ...], writes: tuple[str, ...]
+) -> Callable[[list[Any], list[list[Tensor]], list[list[Any]]], tuple[Any, list[Any]]]:
+    device = _known_to_compilers(segment.device)
+    steps = [(step.layer.reads, step.layer.writes) for step in segment.steps]
+
+    def run(given: list[Any], states: list[list[Tensor]], openings: list[list[Any]]) -> tuple[Any, list[Any]]:
+        values: Mapping[str, Any] = dict(zip(reads, given))  # noqa: B905 - the compiler reads this
+        kept = []
+        for layer, (read, written), state, own in zip(layers, steps, states, openings):  # noqa: B905
+            made, items = layer(device, state, [values[name] for name in read], own)
+            values = {**values, **dict(zip(written, made))}  # noqa: B905
+            kept.append(items)
+        return tuple([values[name] for name in writes]), kept
+
+    return run
+
+
+def _known_to_compilers(device: torch.device) -> torch.device:
+    """The device; of a stand-in the CPU, beside which a numbered one would be another to a compiler."""
+    return torch.device(devices.CPU) if device.type == devices.CPU else device
 
 
 def _own_code(function: Any) -> Any:

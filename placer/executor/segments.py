@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer import devices
 from placer.executor.faults import Trail
+from placer.graph.deferred import DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
 
 StateLookup = Callable[[str, torch.device], Tensor]
@@ -73,12 +75,14 @@ class Segment:
     Attributes:
         device: where they run.
         steps: the layers.
-        is_opaque: whether its operations are out of sight, so that no gradients of weights can be told apart.
     """
 
     device: torch.device
     steps: list[Step] = field(default_factory=list)
-    is_opaque: ClassVar[bool] = False
+
+    def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
+        """While it runs in this, its backward pass leaves what gradients of weights it can to a queue."""
+        return DeferWeights(queue)
 
     def run(self, values: MicroBatch) -> None:
         """Compute the segment for one micro-batch."""

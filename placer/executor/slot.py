@@ -102,7 +102,7 @@ class NamedQueue(Queue):
 
     def put(self, addition: Addition) -> None:
         """Leave something for later; see ``Queue``."""
-        self.append(replace(addition, layer=self._trail.layer))
+        self.append(replace(addition, layer=addition.layer or self._trail.layer))
         self._reached(addition.weights)
 
     def _reached(self, weights: Iterable[Tensor]) -> None:

@@ -25,7 +25,7 @@ from placer.executor.segments import MicroBatch, Segment
 from placer.executor.slot import AtOnce, Head, Key, NamedQueue, Slot
 from placer.executor.weakly import weakly
 from placer.graph import autocast
-from placer.graph.deferred import Addition, DeferWeights
+from placer.graph.deferred import Addition
 from placer.graph.losses import refuse_no_number, refuse_untrained
 
 LOSS = "(loss)"
@@ -293,7 +293,7 @@ class Stage:
         batch = _Entered(slot.inputs, leaves, self.trail)
         slot.deferred.clear()
         with autocast.uncached(self.device):
-            with nullcontext() if segment.is_opaque else DeferWeights(slot.deferred):
+            with segment.deferring(slot.deferred):
                 segment.run(batch)
             slot.outputs = {name: _apart(batch.read(name, self.device), slot.inputs.values()) for name in self.writes}
             if self.head is not None:

@@ -10,7 +10,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -160,8 +160,7 @@ class _Linear(torch.autograd.Function):
         if gradient is None:  # the loss does not depend on the result
             return (None,) * 4
         x, weight = ctx.saved_tensors
-        weights = (weight,) if ctx.bias is None else (weight, ctx.bias)
-        ctx.queue.put(Addition(partial(_add_linear, weight=weight, bias=ctx.bias), x, gradient, weights))
+        ctx.queue.put(left_for_later(LINEAR, x, gradient, weight, ctx.bias))
         into_x = gradient.matmul(weight.to(gradient.dtype)) if ctx.needs_input_grad[1] else None
         return None, into_x, None, None
 
@@ -196,14 +195,11 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queue: Queue, function: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        count = CONVOLUTIONS[function]
-        defaults: tuple[Any, ...] = (None, 1, 0, 1, 1)
-        bias, stride, padding, dilation, groups = (*rest, *defaults[len(rest) :])
-        ctx.queue, ctx.bias = queue, bias
+        ctx.queue, ctx.bias = queue, rest[0] if rest else None
+        ctx.function, ctx.rest = function, rest[1:]
         ctx.set_materialize_grads(False)
-        ctx.shape = (_each(stride, count), _each(padding, count), _each(dilation, count), groups)
         ctx.save_for_backward(x, weight)
-        result: Tensor = function(x, *_like(x, weight, bias), *rest[1:])
+        result: Tensor = function(x, *_like(x, weight, ctx.bias), *rest[1:])
         return result
 
     @staticmethod
@@ -211,12 +207,11 @@ class _Convolution(torch.autograd.Function):
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         x, weight = ctx.saved_tensors
-        bias, shape = ctx.bias, ctx.shape
-        weights = (weight,) if bias is None else (weight, bias)
-        ctx.queue.put(Addition(partial(_add_convolution, weight=weight, bias=bias, shape=shape), x, gradient, weights))
+        ctx.queue.put(left_for_later(ctx.function, x, gradient, weight, ctx.bias, ctx.rest))
         into_x = None
         if ctx.needs_input_grad[2]:
-            into_x = _convolution_backward(gradient, x, weight, bias, shape, (True, False, False))[0]
+            shape = shape_of(ctx.function, ctx.rest)
+            into_x = convolution_backward(gradient, x, weight, ctx.bias, shape, (True, False, False))[0]
         nothing: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
         return (None, None, into_x, *nothing)
 
@@ -225,20 +220,53 @@ def _add_convolution(
     queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, shape: Any
 ) -> None:
     has_bias = bias is not None and queue.gradient(bias) is not None
-    _, into_weight, into_bias = _convolution_backward(gradient, x, weight, bias, shape, (False, True, has_bias))
+    _, into_weight, into_bias = convolution_backward(gradient, x, weight, bias, shape, (False, True, has_bias))
     queue.accumulate(weight, into_weight)
     if bias is not None and has_bias:
         queue.accumulate(bias, into_bias)
 
 
-def _convolution_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Any, wanted: tuple[bool, bool, bool]
+def convolution_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape, wanted: tuple[bool, bool, bool]
 ) -> Any:
+    """Gradients of what a convolution was given, of its weight and of its bias; those that are not wanted are None."""
     stride, padding, dilation, groups = shape
     sizes = None if bias is None else list(bias.shape)
     return torch.ops.aten.convolution_backward(
         gradient, x, weight.to(x.dtype), sizes, stride, padding, dilation, False, [0] * len(stride), groups, wanted
     )
+
+
+Shape = tuple[list[int], list[int], list[int], int]
+"""Stride, padding and dilation of a convolution in each dimension, and its groups."""
+
+
+def shape_of(function: Any, rest: Sequence[Any]) -> Shape:
+    """A convolution's shape, from what ATen is given behind the bias."""
+    count = CONVOLUTIONS[function]
+    defaults: list[Any] = [1, 0, 1, 1]
+    stride, padding, dilation, groups = [*rest, *defaults[len(rest) :]]
+    return _each(stride, count), _each(padding, count), _each(dilation, count), groups
+
+
+def left_for_later(
+    function: Any, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any] = ()
+) -> Addition:
+    """The weight gradients of a linear layer or a convolution.
+
+    Args:
+        function: which of them.
+        x: what it was given.
+        gradient: of its result.
+        weight: whose gradient is added to.
+        bias: likewise.
+        rest: what the function was given behind the bias.
+    """
+    weights = (weight,) if bias is None else (weight, bias)
+    if function is LINEAR:
+        return Addition(partial(_add_linear, weight=weight, bias=bias), x, gradient, weights)
+    add = partial(_add_convolution, weight=weight, bias=bias, shape=shape_of(function, rest))
+    return Addition(add, x, gradient, weights)
 
 
 def _each(value: Any, count: int) -> list[int]:
@@ -247,4 +275,13 @@ def _each(value: Any, count: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-__all__ = ["Addition", "AtOnce", "DeferWeights", "Queue", "whole"]
+__all__ = [
+    "Addition",
+    "AtOnce",
+    "DeferWeights",
+    "Queue",
+    "convolution_backward",
+    "left_for_later",
+    "shape_of",
+    "whole",
+]

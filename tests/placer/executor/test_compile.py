@@ -13,6 +13,7 @@ from torch.nn import functional
 from placer import DataFlow
 from placer.errors import InputError
 from placer.executor import compiled
+from placer.executor.compiled import OpenedSegment
 from placer.executor.train import Order
 from placer.executor.train_step import TrainStep
 from placer.testing import logical_devices
@@ -21,16 +22,18 @@ CHUNKS = 4
 
 
 class _Model(nn.Module):
-    """A skip from device to device, running statistics, and several layers a segment."""
+    """A skip from device to device, running statistics, a write in place, and several layers a segment."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.act = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU()
+        self.blur, self.relu = nn.Conv1d(1, 2, 3, padding=1), nn.ReLU(inplace=True)
         self.middle, self.tanh = nn.Linear(8, 8), nn.Tanh()
         self.last = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.act(self.norm(self.first(x)))
+        y = self.relu(self.blur(y[:, None])).sum(1)
         result: Tensor = self.last(self.tanh(self.middle(y)) + y)
         return result
 
@@ -96,7 +99,49 @@ def test_compiled_segments_train_as_the_unsplit_model(schedule: Order, size: int
     assert step.not_compiled_because == {}
     assert list(step.compiled) == ["segment 0 of 2 on cpu:0", "segment 1 of 2 on cpu:1"]
     assert step.compiled["segment 0 of 2 on cpu:0"] == "999 ms forwards and backwards, 1e+03 ms without"
+    for stage in step.pipelines[0].stages:  # a pass of their own under zero-bubble alone
+        assert stage.split is isinstance(stage.segment, OpenedSegment) is (schedule == "zero-bubble")
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_products_of_compiled_segments_leave_their_weight_gradients_for_later() -> None:
+    step = _train("zero-bubble", "aot_eager")
+    found = []
+    for stage in step.pipelines[0].stages:
+        slot = stage.slots[0]
+        slot.forward()
+        slot.backward()
+        found += [addition.layer for addition in slot.deferred]
+        slot.weights()
+        assert not slot.deferred
+    assert sorted(found, key=str) == ["blur", "first", "last", "middle"]
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_what_cannot_be_compiled_so_has_whole_backward_passes_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: Any) -> OpenedSegment:
+        raise NotImplementedError("no openings")
+
+    monkeypatch.setattr(OpenedSegment, "of", refused)
+    step = _train("zero-bubble", "aot_eager")
     assert step.not_compiled_because == {}
+    told = "backward passes are whole: NotImplementedError: no openings"
+    assert all(told in gain for gain in step.compiled.values()) and len(step.compiled) == 2
+    assert not any(stage.split for stage in step.pipelines[0].stages)
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_under_autocast_compiled_segments_have_whole_backward_passes() -> None:
+    model, whole = (copy.deepcopy(made).float() for made in [_Model()] * 2)
+    inputs, target = (tensor.float() for tensor in _batch())
+    step = _flow(model).train_step(functional.mse_loss, None, "zero-bubble", compile="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        step(inputs, target, chunks=1)
+        expected = functional.mse_loss(whole(inputs), target)
+    expected.backward()
+    assert step.compiled and not any(stage.split for stage in step.pipelines[0].stages)
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-2, rtol=1e-2)
 
 
 def test_a_segment_that_gains_nothing_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

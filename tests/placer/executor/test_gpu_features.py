@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import StageError
+from placer.executor import compiled
 from placer.executor.train import Order
 
 pytestmark = pytest.mark.gpu
@@ -126,10 +127,14 @@ def test_recomputed_stages_train_as_the_unsplit_model(schedule: Order, sizes: li
     assert step.not_recorded_because == {}
 
 
-def test_compiled_segments_train_as_the_unsplit_model() -> None:
-    step = _train([4] * 8, compile=True)
-    assert step.compiled or step.not_compiled_because
-    print(step.compiled, step.not_compiled_because)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_compiled_segments_train_as_the_unsplit_model(schedule: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(1000, 0, -1))
+    trial = compiled._trial_ms
+    monkeypatch.setattr(compiled, "_trial_ms", lambda stage: trial(stage) and float(next(times)))  # always faster
+    step = _train([4] * 8, schedule, compile=True)
+    assert step.compiled and not step.not_compiled_because and not step.not_recorded_because
+    assert not any("whole" in gain for gain in step.compiled.values())
 
 
 @pytest.mark.parametrize(
