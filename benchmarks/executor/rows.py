@@ -39,13 +39,20 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
     made += _switching(of_case(samples, switching.CASE))
     made += _overhead(of_case(samples, overhead.CASE))
     made += _large(of_case(samples, large.CASE))
-    made += _compiled(of_case(samples, compiling.CASE))
+    for name in compiling.NAMES:
+        made += _compiled(name, of_case(samples, compiling.PREFIX + name))
     made += _tutorial(of_case(samples, tutorial_resnet50.CASE))
     return made
 
 
+def _compiled_label(name: str) -> str:
+    return f"compile=True, {cases.training(name).label}"
+
+
 def belongs(case: str, name: str) -> bool:
     """Whether a row's case is one of the case that is selected by this name."""
+    if name.startswith(compiling.PREFIX):
+        return case.startswith(_compiled_label(name.removeprefix(compiling.PREFIX)))
     if name.startswith(stream.PREFIX):
         return case.startswith(f"inference stream, {cases.training(name.removeprefix(stream.PREFIX)).label}")
     return case.startswith(cases.training(name).label if name in cases.FULL else name)
@@ -120,10 +127,9 @@ def _large(samples: Sequence[Sample]) -> Iterator[Row]:
     yield from failures(large.CASE, samples)
 
 
-def _compiled(samples: Sequence[Sample]) -> Iterator[Row]:
+def _compiled(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     """What the compiler gains, and how many segments it was kept for."""
-    model = "tiny GPT" if cases.is_small() else "GPT, 8 layers, d=2048, 16 x 1024 tokens, bf16"
-    case = f"{compiling.CASE}, {model}, {compiling.DEVICES} devices"
+    case = f"{_compiled_label(name)}, {compiling.DEVICES} devices"
     plain, compiled = (best(samples, engine, compiling.DEVICES) for engine in ("ours", "compiled"))
     if plain is not None and compiled is not None:
         before, times = time_of(plain), compiled.values["step_ms"]

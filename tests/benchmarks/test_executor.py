@@ -349,14 +349,23 @@ def test_overheads_are_over_the_median_of_the_model_alone(part, monkeypatch):
 def test_the_compilers_gain_is_shown_where_a_segment_was_kept_compiled(part):
     sample = part("sample").Sample
     for kept, measures in ((1.0, {"speed-up"}), (0.0, set())):
-        compiled = sample("compile", "compiled", 2, 4, {"step_ms": [5.0], "compiled_segments": [kept]})
-        rows = part("rows").rows([sample("compile", "ours", 2, 4, {"step_ms": [10.0]}), compiled])
+        compiled = sample("compile-gpt", "compiled", 2, 4, {"step_ms": [5.0], "compiled_segments": [kept]})
+        rows = part("rows").rows([sample("compile-gpt", "ours", 2, 4, {"step_ms": [10.0]}), compiled])
         gains = [row for row in rows if row["measure"].endswith("speed-up")]
         assert {"speed-up" for row in gains if row["value"] == 2.0} == measures
         assert len(gains) == len(measures)
+        assert all(part("rows").belongs(row["case"], "compile-gpt") for row in rows)
 
 
-@pytest.mark.parametrize("name", ["switching", "overhead", "large", "tutorial_resnet50", "compiling"])
+def test_the_compiler_at_its_tiny_size_gives_values_and_rows(part):
+    part("cases").prepare()
+    samples = list(part("compiling").measure(part("cases").training("gpt")))
+    assert [sample.failed for sample in samples] == [""] * 2
+    rows = part("rows").rows(samples)
+    assert rows and all(row["value"] is not None for row in rows)
+
+
+@pytest.mark.parametrize("name", ["switching", "overhead", "large", "tutorial_resnet50"])
 def test_a_case_at_its_tiny_size_gives_values_and_rows(part, name):
     part("cases").prepare()
     samples = list(part(name).measure())

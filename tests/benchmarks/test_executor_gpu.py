@@ -22,7 +22,7 @@ JOBS = [
     "unet:tutorial",
     "unet:torch.distributed",
     "unet:placer.distributed",
-    "compile",
+    "compile-gpt",
 ]
 
 
