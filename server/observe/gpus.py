@@ -6,7 +6,10 @@ import asyncio
 import csv
 import io
 import logging
+import os
 import shutil
+import signal
+from contextlib import suppress
 
 from .metrics import Metrics
 
@@ -35,14 +38,16 @@ async def watch_gpus(metrics: Metrics) -> None:
 async def _ask(program: str) -> str:
     command = (program, f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits")
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, start_new_session=True
     )
     try:
         async with asyncio.timeout(TIMEOUT_S):
             said, _ = await process.communicate()
     finally:
         if process.returncode is None:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it started, which holds the pipe open
+            await process.communicate()  # else the pipe would outlive the loop where the service ends meanwhile
     if process.returncode:
         raise OSError(f"nvidia-smi ended with {process.returncode}")
     return said.decode(errors="replace")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import stat
+import time
 
 import pytest
 
@@ -82,6 +85,17 @@ def test_an_nvidia_smi_that_fails_leaves_no_old_state(program, caplog):
     metrics = Metrics()
     note(metrics, SAID)
     asyncio.run(watch(metrics, lambda: "GPU-1" not in metrics.render().decode()))
+
+
+def test_one_that_is_asked_while_the_service_ends_leaves_nothing_behind(program, tmp_path):
+    program(f"echo $$ > {tmp_path}/asked; sleep 60")
+    asyncio.run(watch(Metrics(), lambda: (tmp_path / "asked").exists() and (tmp_path / "asked").read_text()))
+    gc.collect()  # a pipe that outlived its loop would complain
+    deadline = time.monotonic() + 20
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:  # what was killed is there until somebody has asked how it ended
+            os.killpg(int((tmp_path / "asked").read_text()), 0)
+            time.sleep(0.01)
 
 
 def test_gaps_and_measured_graphs_are_counted(serve, request_body):
