@@ -1,0 +1,233 @@
+"""Segments as one compiled function: what ``torch.compile`` is given, and how a micro-batch runs through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.executor.segments import MicroBatch, Segment
+from placer.graph.deferred import Queue
+from placer.graph.opened import OpenedFunction, Product, opened
+
+Backend = str | Callable[..., Any]
+"""What ``torch.compile`` takes as one."""
+
+
+@dataclass(frozen=True)
+class Border:
+    """What a segment is given and what it makes for others, by name.
+
+    Attributes:
+        reads: what it is given.
+        writes: what others read.
+        unawaited: of these, what no gradient comes for: a compiled backward pass would take zeros for it.
+    """
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    unawaited: frozenset[str] = frozenset()
+
+    def written(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What others read, of all values."""
+        return tuple([self._apart(name, values[name]) for name in self.writes])  # a list: the compiler reads this
+
+    def _apart(self, name: str, value: Any) -> Any:
+        return value.detach() if name in self.unawaited and isinstance(value, Tensor) else value
+
+
+@dataclass
+class CompiledSegment(Segment):
+    """A segment as one compiled function, its backward passes whole.
+
+    Attributes:
+        border: what it is given and makes.
+        function: ``function(reads, states) -> writes``.
+    """
+
+    border: Border = field(default_factory=Border)
+    function: Callable[..., Any] = lambda *given: ()
+
+    @classmethod
+    def of(cls, segment: Segment, border: Border, backend: Backend) -> CompiledSegment:
+        """Compile a segment; the compiler runs when it first runs.
+
+        Args:
+            segment: what to compile.
+            border: what it is given and makes.
+            backend: of ``torch.compile``.
+        """
+        made = torch.compile(_own_code(_function(segment, border)), backend=backend)
+        return cls(segment.device, segment.steps, border, made)
+
+    def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
+        """Nothing is left for later."""
+        return nullcontext()
+
+    def run(self, values: MicroBatch) -> None:
+        """Compute the segment for one micro-batch."""
+        values.trail.enter(f"{self.steps[0].layer.name} to {self.steps[-1].layer.name}, compiled")
+        reads = [values.read(name, self.device) for name in self.border.reads]
+        with devices.current(self.device):
+            writes = self._computed(reads, [step.state for step in self.steps])
+        values.write(self.border.writes, writes)
+
+    def _computed(self, reads: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
+        writes: tuple[Any, ...] = self.function(reads, states)
+        return writes
+
+
+@dataclass
+class OpenedSegment(CompiledSegment):
+    """A segment as one compiled function, whose backward passes leave the weight gradients of products for later.
+
+    Attributes:
+        function: ``function(reads, states, openings) -> (writes, given)``, the latter two by layer and product.
+        as_written: the same, not compiled.
+        products: by layer.
+    """
+
+    as_written: Callable[..., Any] = lambda *given: ()
+    products: list[tuple[Product, ...]] = field(default_factory=list)
+    _queue: Queue | None = None
+    _zeros: dict[Hashable, list[list[Tensor]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, segment: Segment, border: Border, backend: Backend) -> OpenedSegment:
+        """Compile a segment; see ``CompiledSegment``."""
+        layers = [opened(step.layer, step.state) for step in segment.steps]
+        own = _own_code(_opened_function(segment, border, [run for run, _ in layers]))
+        made = torch.compile(own, backend=backend)
+        return cls(segment.device, segment.steps, border, made, own, [products for _, products in layers])
+
+    @contextmanager
+    def deferring(self, queue: Queue) -> Iterator[None]:
+        """Leave to the queue what ``products`` tells."""
+        self._queue = queue
+        try:
+            yield
+        finally:
+            self._queue = None
+
+    def _computed(self, reads: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
+        assert self._queue is not None
+        zeros = self._openings(reads, states)
+        anchor = torch.zeros((), requires_grad=True)  # what comes from it requires a gradient
+        left = [
+            [_Left(self._queue, step.layer.name, product, state) for product in products]
+            for step, products, state in zip(self.steps, self.products, states, strict=True)
+        ]
+        openings = [
+            [_Opening.apply(anchor, zero, later) for zero, later in zip(*row, strict=True)]  # type: ignore[no-untyped-call]
+            for row in zip(zeros, left, strict=True)
+        ]
+        writes: tuple[Any, ...]
+        writes, given = self.function(reads, states, openings)
+        for row, items in zip(left, given, strict=True):
+            for later, x in zip(row, items, strict=True):
+                later.x = x
+        return writes
+
+    @torch.no_grad()
+    def _openings(self, reads: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """By layer, a zero as large as each product's result; they take no memory."""
+        key = tuple(read.shape if isinstance(read, Tensor) else read for read in reads)
+        if key not in self._zeros:
+            copies = [
+                [
+                    tensor.clone() if name in step.layer.mutated else tensor
+                    for name, tensor in zip(step.layer.state, state, strict=True)
+                ]
+                for step, state in zip(self.steps, states, strict=True)
+            ]
+            closed = [[None] * len(products) for products in self.products]
+            with devices.keep_random_state([self.device]):
+                _, given = self.as_written(reads, copies, closed)
+            self._zeros[key] = [
+                [
+                    torch.zeros((), dtype=x.dtype, device=x.device).expand(product.shape(x, state))
+                    for product, x in zip(products, items, strict=True)
+                ]
+                for products, items, state in zip(self.products, given, states, strict=True)
+            ]
+        return self._zeros[key]
+
+
+@dataclass
+class _Left:
+    """What a product of a micro-batch leaves for later."""
+
+    queue: Queue
+    layer: str
+    product: Product
+    state: Sequence[Tensor]
+    x: Tensor | None = None
+
+    def put(self, gradient: Tensor) -> None:
+        """The gradient of the product's result is there."""
+        assert self.x is not None
+        self.queue.put(replace(self.product.left(self.x, gradient, self.state), layer=self.layer))
+
+
+class _Opening(torch.autograd.Function):
+    """Zeros whose gradient is that of a product's result."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, zeros: Tensor, later: _Left) -> Tensor:
+        ctx.later = later
+        ctx.set_materialize_grads(False)
+        return zeros
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if gradients[0] is not None:
+            ctx.later.put(gradients[0])
+        return None, None, None
+
+
+def _function(segment: Segment, border: Border) -> Callable[[list[Any], list[list[Tensor]]], tuple[Any, ...]]:
+    device, layers = _known_to_compilers(segment.device), [step.layer for step in segment.steps]
+
+    def run(given: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
+        values: Mapping[str, Any] = dict(zip(border.reads, given))  # noqa: B905 - the compiler reads this
+        for layer, state in zip(layers, states):  # noqa: B905
+            made = layer.function(device, state, [values[name] for name in layer.reads])
+            values = {**values, **dict(zip(layer.writes, made))}  # noqa: B905
+        return border.written(values)
+
+    return run
+
+
+def _opened_function(
+    segment: Segment, border: Border, layers: Sequence[OpenedFunction]
+) -> Callable[[list[Any], list[list[Tensor]], list[list[Any]]], tuple[Any, list[Any]]]:
+    device = _known_to_compilers(segment.device)
+    names = [(step.layer.reads, step.layer.writes) for step in segment.steps]
+
+    def run(given: list[Any], states: list[list[Tensor]], openings: list[list[Any]]) -> tuple[Any, list[Any]]:
+        values: Mapping[str, Any] = dict(zip(border.reads, given))  # noqa: B905 - the compiler reads this
+        kept = []
+        for layer, (reads, writes), state, own in zip(layers, names, states, openings):  # noqa: B905
+            made, items = layer(device, state, [values[name] for name in reads], own)
+            values = {**values, **dict(zip(writes, made))}  # noqa: B905
+            kept.append(items)
+        return border.written(values), kept
+
+    return run
+
+
+def _known_to_compilers(device: torch.device) -> torch.device:
+    """The device; of a stand-in the CPU, beside which a numbered one would be another to a compiler."""
+    return torch.device(devices.CPU) if device.type == devices.CPU else device
+
+
+def _own_code(function: Any) -> Any:
+    """The same function over a code object of its own: the compiler counts by code object how often it recompiled."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
