@@ -10,7 +10,8 @@ from torch import nn
 
 from placer.errors import InputError
 from placer.executor import stream
-from placer.executor.compiled import Backend, backend_of
+from placer.executor.compiled import backend_of
+from placer.executor.compiled_segments import Backend
 from placer.executor.measure import measure_step, measure_stream
 from placer.executor.stream import Streams
 from placer.executor.train import Order

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from placer import devices
 from placer.devices import Courier, Lane, Mark
 from placer.executor.checkpointed import with_checkpoints
-from placer.executor.compiled import Backend, compile_stage
+from placer.executor.compiled import compile_stage
+from placer.executor.compiled_segments import Backend
 from placer.executor.crossings import crossings
 from placer.executor.faults import Place, raise_explained
 from placer.executor.feed import Feed

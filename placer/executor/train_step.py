@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from placer import devices
 from placer.errors import InputError
 from placer.executor.assignment import Assignment
-from placer.executor.compiled import Backend
+from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
 from placer.executor.input_gradients import detached, hand_out
 from placer.executor.kept import Kept

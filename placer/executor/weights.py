@@ -86,13 +86,18 @@ class Weights:
         alias = devices.move(parameter.detach(), place).requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             alias.grad = torch.zeros_like(alias, requires_grad=False)
-            self._handles.append(alias.register_post_accumulate_grad_hook(weakly(self.reach)))  # type: ignore[no-untyped-call]
+            self._handles.append(alias.register_post_accumulate_grad_hook(weakly(self._passed)))  # type: ignore[no-untyped-call]
         self.aliases[name, place] = alias
         return alias
 
     def reach(self, alias: Tensor) -> None:
         """A backward pass, which may be recorded, gives this alias a gradient; the others' parameters have none."""
         self._reached.add(id(alias))
+
+    def _passed(self, alias: Tensor) -> None:
+        """A backward pass came to an alias; compiled ones do so without a gradient, too."""
+        if alias.grad is not None:
+            self.reach(alias)
 
     def owned(self, name: str, place: torch.device) -> bool:
         """Whether an alias is its parameter's own storage, not a replica."""

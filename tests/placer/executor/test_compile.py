@@ -13,7 +13,7 @@ from torch.nn import functional
 from placer import DataFlow
 from placer.errors import InputError
 from placer.executor import compiled
-from placer.executor.compiled import OpenedSegment
+from placer.executor.compiled_segments import OpenedSegment
 from placer.executor.train import Order
 from placer.executor.train_step import TrainStep
 from placer.testing import logical_devices
@@ -128,6 +128,32 @@ def test_what_cannot_be_compiled_so_has_whole_backward_passes_and_says_why(monke
     told = "backward passes are whole: NotImplementedError: no openings"
     assert all(told in gain for gain in step.compiled.values()) and len(step.compiled) == 2
     assert not any(stage.split for stage in step.pipelines[0].stages)
+
+
+class _Aside(nn.Module):
+    """A result of its own layer, and a value for another stage, that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lost, self.last, self.aside = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, z = self.first(x), self.lost(x)
+        return self.last(y), self.aside(y) + z
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.usefixtures("always_faster")
+def test_what_the_loss_does_not_depend_on_has_no_gradient_compiled_either(schedule: Order) -> None:
+    model = _Aside()
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(first=0, lost=0, last=1, aside=1)
+    flow.update_flow()
+    step = flow.train_step(lambda made, goal: functional.mse_loss(made[0], goal), None, schedule, compile="aot_eager")
+    step(torch.randn(8, 4), torch.randn(8, 4), chunks=CHUNKS)
+    assert len(step.compiled) == 2
+    reached = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert reached == {"first.weight", "first.bias", "last.weight", "last.bias"}
 
 
 @pytest.mark.usefixtures("always_faster")
