@@ -73,7 +73,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Stand twins without data in for state that is elsewhere: export needs shapes, and all on one device."""
+    """Stand uninitialised twins in for state that is elsewhere: export needs shapes, and all on one device."""
     undo: list[tuple[dict[str, Any], str, Tensor]] = []
     twins: dict[int, Tensor] = {}
     for child in module.modules():
@@ -83,7 +83,7 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
                 if tensor is None or tensor.device == device:
                     continue
                 if id(tensor) not in twins:
-                    twin = _without_data(tensor, device)
+                    twin = torch.empty_like(tensor, device=device) if device.type == "cpu" else _bare(tensor, device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
                 undo.append((table, name, tensor))
@@ -96,8 +96,8 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
             table[name] = tensor
 
 
-def _without_data(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and strides that takes no memory if it is strided; it cannot be read."""
+def _bare(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape and strides that takes no memory of a GPU if it is strided; it cannot be read."""
     twin = torch.empty_like(tensor, device=device)
     if twin.layout == torch.strided:
         twin.untyped_storage().resize_(0)
