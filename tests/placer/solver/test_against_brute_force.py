@@ -10,7 +10,7 @@ from placer.solver.check import check
 from placer.solver.problem import Problem
 from placer.solver.solve import Search
 
-SETTINGS = examples(800)
+SETTINGS = examples(700)
 
 
 @pytest.mark.parametrize("objective", ["throughput", "latency", "memory"])

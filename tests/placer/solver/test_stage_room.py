@@ -75,7 +75,7 @@ def test_stages_have_what_the_cost_model_says_and_sums_are_no_more(request, seed
                 assert more_ms == pytest.approx(again if device in result.recompute else 0.0)
 
 
-@examples(250)
+@examples(150)
 @given(request=trained())
 def test_chains_of_all_orders_are_no_worse_than_any_assignment_that_fits(request):
     problem, nodes = in_orders(request)
@@ -87,7 +87,7 @@ def test_chains_of_all_orders_are_no_worse_than_any_assignment_that_fits(request
         assert min(chain.bound for chain in found) <= min(fitting) * (1 + 1e-9)
 
 
-@examples(120)
+@examples(80)
 @given(request=trained())
 def test_the_solver_proves_the_best_or_that_there_is_none(request):
     placement = solve(request)
@@ -102,7 +102,7 @@ def test_the_solver_proves_the_best_or_that_there_is_none(request):
         assert placement.status == "optimal"
 
 
-@examples(120)
+@examples(80)
 @given(request=trained())
 def test_where_no_order_has_a_chain_nothing_fits(request):
     problem, nodes = in_orders(request)

@@ -140,7 +140,7 @@ def repeated(draw):
     return waits, carried, times
 
 
-@examples(200)
+@examples(120)
 @given(case=repeated())
 def test_the_referee_finds_the_longest_chain_that_repeats(case):
     waits, carried, times = case
