@@ -33,6 +33,18 @@ def micro_batches(inputs: Any, chunks: int) -> list[Any]:
     return [structure.unflatten(part) for part in zip(*parts, strict=True)]
 
 
+def unsplit_pass(
+    model: nn.Module, inputs: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], chunks: int
+) -> float:
+    """The loss of a batch through the unsplit model, micro-batch by micro-batch; gradients are added up."""
+    total = 0.0
+    for part, goal in zip(micro_batches(inputs, chunks), micro_batches(target, chunks), strict=True):
+        loss = loss_fn(call(model, part), goal) / chunks
+        loss.backward()
+        total += loss.item()
+    return total
+
+
 def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
@@ -45,12 +57,7 @@ def unsplit_step(make: Make, chunks: int, batches: int = 1) -> tuple[list[float]
     model, inputs, target, loss_fn = make()
     losses = []
     for _ in range(batches):
-        total = 0.0
-        for part, goal in zip(micro_batches(inputs, chunks), micro_batches(target, chunks), strict=True):
-            loss = loss_fn(call(model, part), goal) / chunks
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
+        losses.append(unsplit_pass(model, inputs, target, loss_fn, chunks))
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return losses, gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -163,13 +170,8 @@ def unsplit_training(make: Make, chunks: int, steps: int) -> tuple[list[float], 
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        total = 0.0
-        for part, goal in zip(micro_batches(inputs, chunks), micro_batches(target, chunks), strict=True):
-            loss = loss_fn(call(model, part), goal) / chunks
-            loss.backward()
-            total += loss.item()
+        losses.append(unsplit_pass(model, inputs, target, loss_fn, chunks))
         optimizer.step()
-        losses.append(total)
     return losses, model
 
 

@@ -10,12 +10,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ranked import Make, built, call, gradients, micro_batches
+from ranked import Make, built, gradients, micro_batches, unsplit_pass
+from refused import told
 from torch import Tensor, nn
 
 from placer import distributed
 from placer.distributed import Pipeline
-from placer.errors import PlacerError
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -51,12 +51,7 @@ def unsplit_steps(make: Make, chunks: int, kind: str, steps: int) -> dict[str, A
     first: dict[str, Tensor | None] = {}
     for goal in targets_of(target, steps):
         optimizer.zero_grad()
-        total = 0.0
-        for part, wanted in zip(micro_batches(inputs, chunks), micro_batches(goal, chunks), strict=True):
-            loss = loss_fn(call(model, part), wanted) / chunks
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
+        losses.append(unsplit_pass(model, inputs, goal, loss_fn, chunks))
         first = first or {name: copy.deepcopy(item.grad) for name, item in model.named_parameters()}
         optimizer.step()
     return {"losses": losses, "gradients": first, "parameters": _values(model)}
@@ -115,15 +110,6 @@ def _steps(pipeline: Pipeline, optimizer: torch.optim.Optimizer, inputs: Any, ta
 
 def _values(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-
-def told(run: Callable[[], Any]) -> str:
-    """The error that Placer tells the user, if any."""
-    try:
-        run()
-    except PlacerError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
 
 
 def refusal(make: Make, places: Mapping[str, str]) -> str:

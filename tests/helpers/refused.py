@@ -14,7 +14,8 @@ from placer import distributed
 from placer.errors import PlacerError
 
 
-def _refusal(run: Callable[[], Any]) -> str:
+def told(run: Callable[[], Any]) -> str:
+    """The error that Placer tells the user, if any."""
     try:
         run()
     except PlacerError as error:
@@ -32,7 +33,7 @@ def untrained(make: Make, places: Mapping[str, str], what: str) -> str:
         "frozen model": (copy.deepcopy(model).requires_grad_(False), loss_fn),
     }
     wrong, loss = given[what]
-    return _refusal(lambda: distributed.build(wrong, places, inputs[:4], loss, chunks=2))
+    return told(lambda: distributed.build(wrong, places, inputs[:4], loss, chunks=2))
 
 
 def loss(make: Make, what: str) -> str | None:
@@ -48,10 +49,10 @@ def loss(make: Make, what: str) -> str | None:
     model, inputs, target, _ = make()
     places = dict.fromkeys([name for name, _ in model.named_children()], "cpu:0")
     pipeline = distributed.build(model, places, inputs[:4], losses[what], chunks=2, group=group)
-    return _refusal(lambda: pipeline.step(inputs, target))
+    return told(lambda: pipeline.step(inputs, target))
 
 
 def checkpoint(make: Make, places: Mapping[str, str], path: str) -> str:
     """The error of a checkpoint that is not there."""
     pipeline, *_ = built(make, places, 2)
-    return _refusal(lambda: pipeline.load(path))
+    return told(lambda: pipeline.load(path))
