@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import select
 import stat
-import time
 
 import pytest
 
@@ -88,14 +88,17 @@ def test_an_nvidia_smi_that_fails_leaves_no_old_state(program, caplog):
 
 
 def test_one_that_is_asked_while_the_service_ends_leaves_nothing_behind(program, tmp_path):
-    program(f"echo $$ > {tmp_path}/asked; sleep 60")
-    asyncio.run(watch(Metrics(), lambda: (tmp_path / "asked").exists() and (tmp_path / "asked").read_text()))
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    program(f"exec 3> {tmp_path}/alive; echo here >&3; sleep 60")  # the sleep is a child of its own
+    poll = select.poll()
+    poll.register(alive, select.POLLIN)
+    asyncio.run(watch(Metrics(), lambda: poll.poll(0)))
     gc.collect()  # a pipe that outlived its loop would complain
-    deadline = time.monotonic() + 20
-    with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:  # what was killed is there until somebody has asked how it ended
-            os.killpg(int((tmp_path / "asked").read_text()), 0)
-            time.sleep(0.01)
+    assert os.read(alive, 9) == b"here\n"
+    assert poll.poll(20_000), "what nvidia-smi started runs on"
+    assert os.read(alive, 9) == b""  # the kernel has closed it for each of them
+    os.close(alive)
 
 
 def test_gaps_and_measured_graphs_are_counted(serve, request_body):
