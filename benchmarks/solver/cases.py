@@ -12,7 +12,7 @@ from typing import Any
 from placer.schema import Constraints, Placement, PlacementRequest
 from placer.solver import costs
 from placer.solver.problem import Problem
-from placer.solver.solve import Search, solve
+from placer.solver.solve import Portfolio, solve
 
 from .. import record
 from . import chain, latency, models, neurips20, peers, pipedream
@@ -95,7 +95,7 @@ def _graph(
     return measured(
         case,
         "bottleneck",
-        lambda: Search(problem()).answer(),
+        lambda: Portfolio(problem()).answer(),
         wanted,
         value=lambda placement: neurips20.bottleneck(given, placement.layer_devices, contiguous=contiguous),
         peers=lambda: peers.values(problem()),

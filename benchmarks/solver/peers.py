@@ -12,7 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from placer.solver import costs, exact
+from placer.solver import costs
+from placer.solver.linear import exact
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 

@@ -11,10 +11,10 @@ from math import inf
 
 from placer.errors import PlacementError
 from placer.schema import Device, DeviceLoad, Edge, Link, Placement, PlacementRequest
-from placer.solver import check_recompute, check_step
-from placer.solver.check_claims import close, equal, near, require
-from placer.solver.check_latency import latency_ms
-from placer.solver.check_memory import Flight, Memory
+from placer.solver.referee import recompute, step
+from placer.solver.referee.claims import close, equal, near, require
+from placer.solver.referee.latency import latency_ms
+from placer.solver.referee.memory import Flight, Memory
 
 PROVEN_GAP = 1e-6
 """A placement is optimal if its bound is so close."""
@@ -37,7 +37,7 @@ def check(request: PlacementRequest, placement: Placement) -> None:
         PlacementError: what is claimed, and what is true.
     """
     equal("id", placement.id, request.content_hash())
-    asked = check_step.chosen(request, placement) if request.objective == "step" else request
+    asked = step.chosen(request, placement) if request.objective == "step" else request
     if asked is None:
         raise PlacementError(f"{placement.chunks} micro-batches under {placement.schedule!r} cannot be chosen")
     _check_header(asked, placement)
@@ -48,7 +48,7 @@ def check(request: PlacementRequest, placement: Placement) -> None:
         return
     where = placement.layer_devices
     _check_recompute(asked, where, placement)
-    asked = check_recompute.repeated(asked, where, placement.recompute)
+    asked = recompute.repeated(asked, where, placement.recompute)
     _check_rules(asked, where, placement.contiguous)
     _check_stages(asked, where, placement)
     _check_loads(asked, where, placement)
@@ -59,7 +59,7 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     _check_limits(request, placement)
     require((placement.step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
     if placement.step is not None:
-        check_step.check_said(request, check_step.StepReading(asked, where, placement.stages), placement)
+        step.check_said(request, step.StepReading(asked, where, placement.stages), placement)
 
 
 def _check_header(request: PlacementRequest, placement: Placement) -> None:
@@ -89,7 +89,7 @@ def _whole(request: PlacementRequest, placement: Placement) -> list[tuple[Placem
     """All that may be chosen but the map, with whether stages must be contiguous."""
     if request.objective != "step":
         return [(request, placement.contiguous)]
-    return [(asked, bool(asked.constraints.contiguous)) for asked in check_step.choices(request)]
+    return [(asked, bool(asked.constraints.contiguous)) for asked in step.choices(request)]
 
 
 def _few_assignments(request: PlacementRequest) -> Iterator[Where]:
@@ -111,11 +111,11 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     used = list(dict.fromkeys(where.values()))
     memory = Memory(request, where, contiguous)
     orders = itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
-    slowest = check_recompute.repeated(request, where, [d for d in used if check_recompute.may(request, d, 1)])
+    slowest = recompute.repeated(request, where, [d for d in used if recompute.may(request, d, 1)])
     return _within_bottleneck(slowest, where) and any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
-            check_recompute.least(request, memory, d.name, _flight(request, where, order, contiguous, d.name))
+            recompute.least(request, memory, d.name, _flight(request, where, order, contiguous, d.name))
             <= d.usable_bytes
             for d in request.devices
         )
@@ -193,9 +193,9 @@ def _check_recompute(request: PlacementRequest, where: Where, placement: Placeme
     for device in placement.recompute:
         require(device in where.values(), f"{device!r} recomputes, but holds no layer")
         flight = _flight(request, where, placement.stages, placement.contiguous, device)
-        require(check_recompute.may(request, device, flight), f"{device!r} recomputes, which was not asked for")
+        require(recompute.may(request, device, flight), f"{device!r} recomputes, which was not asked for")
     for device in set(where.values()) - set(placement.recompute):
-        require(not check_recompute.must(request, device), f"{device!r} does not recompute, which was asked for")
+        require(not recompute.must(request, device), f"{device!r} does not recompute, which was asked for")
 
 
 # Loads and memory
@@ -273,7 +273,7 @@ def _check_memory(
 def _flight(request: PlacementRequest, where: Where, stages: tuple[str, ...], contiguous: bool, device: str) -> Flight:
     """Micro-batches that are in flight on a device."""
     if not contiguous and (request.objective, request.schedule) == ("step", "interleaved"):
-        return check_step.StepReading(request, where, stages).flights()
+        return step.StepReading(request, where, stages).flights()
     if not contiguous or device not in stages or request.schedule == "fill-drain":
         return request.chunks
     room = 2 * len(stages) if request.schedule == "zero-bubble" else len(stages) - stages.index(device)
@@ -299,7 +299,7 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
     if request.objective == "devices":
         return float(len(set(where.values())))
     if request.objective == "step":
-        return check_step.StepReading(request, where, placement.stages).step_ms()
+        return step.StepReading(request, where, placement.stages).step_ms()
     if request.objective == "memory":
         memory = Memory(request, where, placement.contiguous)
         names = [device.name for device in request.devices]
@@ -340,10 +340,10 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
             where = {layer.name: device.name for layer in request.profile.layers}
             alone, memory = (device.name,), Memory(request, where, contiguous)
             flight = _flight(request, where, alone, contiguous, device.name)
-            again = alone if check_recompute.alone(request, memory, device, flight) else ()
+            again = alone if recompute.alone(request, memory, device, flight) else ()
             need = memory.total(device.name, flight, bool(again))
             lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous, "recompute": again})
-            repeated = check_recompute.repeated(request, where, again)
+            repeated = recompute.repeated(request, where, again)
             by_load = request.objective == "devices"
             value = _load(request, *_times(repeated, where, device)) if by_load else _objective(repeated, where, lone)
             alone_as[kind] = (max(0, need - device.usable_bytes), value)

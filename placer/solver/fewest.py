@@ -14,8 +14,8 @@ from time import monotonic
 
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
 from placer.solver import answer, costs, ties
-from placer.solver.cpsat import Limits, Meter
 from placer.solver.problem import Problem
+from placer.solver.program.cpsat import Limits, Meter
 from placer.solver.reduce import reduced
 
 Outcome = tuple[list[int] | None, float, Infeasibility | None]

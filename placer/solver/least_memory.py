@@ -7,8 +7,9 @@ together hold at least the state and what those micro-batches keep, each value o
 
 from __future__ import annotations
 
-from placer.solver import memory, memory_rules
+from placer.solver import memory
 from placer.solver.problem import Problem
+from placer.solver.program import memory_rules
 from placer.solver.reduce import Reduction
 
 

@@ -6,61 +6,49 @@ reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear 
             infeasible                           ▼ redivided                    ▼ divided anew
                                               optimal          infeasible: why, by lifting requirements
 
-The integer program is in stage-prefix form (``stages.py``) where it can be, and asked for thresholds on a graph that
-they make smaller (``merges.py``, ``reach.py``), and for parts of it (``stage_search.py``, ``divide.py``); else it is by
-node and device (``model.py``). Graphs with few ideals need none (``ideals.py``), nor do devices of few classes over
-links that are not alike (``order_search.py``).
-Objectives ``step`` and ``devices`` have searches of their own (``step_time.py``, ``fewest.py``), which ask this one for
-small bottlenecks.
+The integer program is in stage-prefix form (``contiguous/stages.py``) where it can be, and asked for thresholds on a
+graph that they make smaller (``merges.py``, ``reach.py``), and for parts of it (``stage_search.py``, ``divide.py``);
+else it is by node and device (``program/model.py``). Graphs with few ideals need none (``contiguous/ideals.py``), nor
+do devices of few classes over links that are not alike (``order_search.py``).
+Objectives ``step`` and ``devices`` have searches of their own (``step/search.py``, ``fewest.py``), which ask this one
+for small bottlenecks.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from math import inf, nextafter
+from math import inf
 from time import monotonic
 
 from placer.errors import InputError
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
-from placer.solver import (
-    answer,
-    bounds,
-    conflict,
-    costs,
-    free_search,
-    limits,
-    stage_scope,
-    stage_search,
-    starts,
-    ties,
-)
+from placer.solver import answer, bounds, ties
 from placer.solver.check import check
-from placer.solver.cpsat import Limits, Meter
-from placer.solver.divide import divide_anew
+from placer.solver.contiguous import stage_scope, stage_search
+from placer.solver.contiguous.divide import divide_anew
+from placer.solver.contiguous.order_search import none_in_any_order
+from placer.solver.contiguous.stage_links import StageLinks, quickest_everywhere, stage_links
+from placer.solver.contiguous.stages import StageModel
 from placer.solver.fewest import FewestSearch, Outcome
-from placer.solver.infeasible import Searcher, plain_reason, searched_reason
-from placer.solver.model import PlacementModel, worth_building
-from placer.solver.order_search import none_in_any_order
+from placer.solver.free import free_search
+from placer.solver.linear import starts
 from placer.solver.problem import Problem
+from placer.solver.program.cpsat import Meter
+from placer.solver.program.model import PlacementModel, worth_building
+from placer.solver.reasons import conflict, limits
+from placer.solver.reasons.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.reduce import Reduction, reduced
-from placer.solver.stage_links import StageLinks, quickest_everywhere, stage_links
-from placer.solver.stages import StageModel
-from placer.solver.step_choices import questions
-from placer.solver.step_time import StepSearch
+from placer.solver.search import Incumbent, Progress, Search
+from placer.solver.step.choices import questions
+from placer.solver.step.search import StepSearch
 
-__all__ = ["Incumbent", "Search", "solve"]
-
-Progress = Callable[["Incumbent"], None]
+__all__ = ["Incumbent", "Portfolio", "solve"]
 
 WORK = (16.0, inf, inf, inf)
 """Limits of the integer program's rounds: a better placement narrows the next one, and makes its steps finer."""
-
-
-SAME = 1e-12
-"""Objectives that differ by no more than this share are the same."""
 
 RELAXED_SHARE = 0.4
 """How much of the time that is left a problem may take that asks less."""
@@ -73,21 +61,6 @@ STAGES_SHARE = 0.7
 
 CONFLICT_SHARE = 0.2
 """How much of the time may be spent on why there is no placement, when that is known."""
-
-
-@dataclass(frozen=True)
-class Incumbent:
-    """The best placement so far.
-
-    Attributes:
-        objective_value: in the objective's unit.
-        bound: the proven lower bound at that time.
-        time_s: since the solve began.
-    """
-
-    objective_value: float
-    bound: float
-    time_s: float
 
 
 def solve(
@@ -118,7 +91,7 @@ def solve(
     elif request.objective == "devices":
         placement = _fewest_search(request, progress, stop, meter).answer()
     else:
-        placement = Search(Problem.from_request(request), progress, stop, meter=meter).answer()
+        placement = Portfolio(Problem.from_request(request), progress, stop, meter=meter).answer()
     if placement.infeasible is not None:
         why = _conflict(request, placement.infeasible, stop, meter, began)
         placement = placement.model_copy(update={"infeasible": why})
@@ -153,7 +126,7 @@ def _step_search(
     """The search over micro-batches, schedules and maps, told as the others are."""
 
     def bottleneck(problem: Problem, allowed: Meter) -> Placement:
-        return Search(problem, None, stop, meter=allowed).answer()
+        return Portfolio(problem, None, stop, meter=allowed).answer()
 
     def tell(value: float, bound: float, time_s: float) -> None:
         if progress is not None:
@@ -168,7 +141,7 @@ def _fewest_search(
     """The search for the fewest devices, told as the others are."""
 
     def look(problem: Problem, enough: float | None) -> Outcome:
-        search = Search(problem, None, stop, enough=enough, meter=meter)
+        search = Portfolio(problem, None, stop, enough=enough, meter=meter)
         reason = search.answer().infeasible
         return search.best, search.bound, reason
 
@@ -179,45 +152,11 @@ def _fewest_search(
     return FewestSearch(request, look, tell, stop, meter)
 
 
-@dataclass
-class Search:
-    """One solve: the incumbent, the bound and the time.
-
-    Attributes:
-        problem: what is asked.
-        progress: as ``solve`` takes it.
-        stop: as ``solve`` takes it.
-        best: by layer, the device in the best placement so far.
-        value: its objective.
-        rank: its transfer and spread, which break ties.
-        bound: the proven lower bound.
-        method: what found the best.
-        enough: a bottleneck that will do: the search ends with a placement within it, or the proof that none is; None
-            for the smallest.
-        meter: counts the work, and ends the search when all is done that may be.
-        too_many: a bottleneck of which there are too many ideals, as far as is known.
-        merged: the layers in the nodes of the threshold that was last asked for, and that threshold.
-        began: when, by the monotonic clock.
-    """
-
-    problem: Problem
-    progress: Progress | None = None
-    stop: threading.Event | None = None
-    best: list[int] | None = None
-    value: float = inf
-    rank: ties.Rank = (inf, inf)
-    bound: float = 0.0
-    method: str = ""
-    enough: float | None = None
-    meter: Meter = field(default_factory=Meter)
-    too_many: float = inf
-    merged: tuple[float, Reduction] | None = None
-    began: float = field(default_factory=monotonic)
+class Portfolio(Search):
+    """The parts of the portfolio, one after another."""
 
     def answer(self) -> Placement:
         """Go through the portfolio; the placement is not yet checked."""
-        self.request = self.problem.request
-        self.nodes: Reduction = reduced(self.problem)
         reason = plain_reason(self.problem, self.nodes)
         if reason is not None:
             return self._nothing(reason, "arithmetic")
@@ -303,29 +242,10 @@ class Search:
     def _ask_less(self, links: StageLinks) -> None:
         """A bound, and maybe a better placement, from the problem over links that are all alike."""
         easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
-        search = Search(easier, stop=self.stop, meter=self.meter)
+        search = Portfolio(easier, stop=self.stop, meter=self.meter)
         search.answer()
         self.prove(min(search.bound, self.value))
         self.offer(search.best, search.method)
-
-    def limits(self, work: float) -> Limits:
-        """For a search of so much work whose placements are offered as they are found."""
-        request = self.request
-        return Limits(self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter)
-
-    def quietly(self, work: float) -> Limits:
-        """For a search of so much work whose placements are looked at when it ends."""
-        request = self.request
-        return Limits(self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter)
-
-    def over(self, share: float) -> bool:
-        """Whether a share of the time, or of the work, is over."""
-        if self.meter.done > share * self.meter.limit:
-            return True
-        return self._stopped() or self._time_s() > share * self.request.time_limit_s
-
-    def _stopped(self) -> bool:
-        return self.stop is not None and self.stop.is_set()
 
     def _break_ties(self) -> Ties:
         """Look for a placement as good that transfers less, or is better balanced."""
@@ -338,61 +258,9 @@ class Search:
 
         return ties.broken(self.problem, self.best, self.quietly, kept)
 
-    def better(self) -> float:
-        """The objective from which a placement counts as better than the best so far."""
-        better = self.value - 1 if self.request.objective == "memory" else self.value * (1 - answer.PROVEN_GAP / 2)
-        return better if self.enough is None else min(better, self.enough)
-
-    def nothing_below(self) -> float:
-        """What is proven if nothing is better: bytes are whole numbers."""
-        if self.enough is not None and self.better() == self.enough:
-            return nextafter(self.enough, inf)
-        return self.value if self.request.objective == "memory" else self.better()
-
-    def _found(self, devices: list[int], bound: float) -> None:
-        self.prove(bound)
-        self.offer(devices, "integer program")
-
-    def offer(self, devices: list[int] | None, method: str) -> None:
-        """Keep an assignment if it meets every requirement and is better."""
-        if devices is None or not costs.allowed(self.problem, devices):
-            return
-        result = costs.evaluate(self.problem, devices)
-        if result is None or not self._beats(result) or not costs.fits(self.problem, result):
-            return  # in this order, as what fits takes longest to tell
-        better = result.objective_value < self.value
-        self.best, self.value, self.method = devices, result.objective_value, method if better else self.method
-        self.rank = ties.rank(result)
-        if better and self.progress is not None:
-            self.progress(Incumbent(self.value, min(self.bound, self.value), self._time_s()))
-
-    def _beats(self, result: costs.Costs) -> bool:
-        """Whether a placement is better than the best so far, or as good and of smaller rank."""
-        if self.best is not None and abs(result.objective_value - self.value) <= SAME * self.value:
-            return ties.rank(result) < self.rank
-        return result.objective_value < self.value
-
-    def prove(self, bound: float) -> None:
-        """Keep a lower bound if it is higher."""
-        if bound > self.bound:
-            self.bound = bound
-
-    def open(self) -> bool:
-        """Whether there may be something better that is wanted."""
-        if self.enough is not None and (self.value <= self.enough or self.bound > self.enough):
-            return False
-        return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
-
     def _searcher(self) -> Searcher:
         """For reasons: half of the time that is left, the other half is for the requirements that conflict."""
         return Searcher(lambda: self.left_s() / 2, self.request.workers, self.request.seed, self.stop, self.meter)
 
     def _nothing(self, reason: Infeasibility | None, method: str) -> Placement:
         return answer.nothing(self.problem, reason, self.bound, method, self._time_s())
-
-    def _time_s(self) -> float:
-        return monotonic() - self.began
-
-    def left_s(self) -> float:
-        """What is left of the time, in seconds."""
-        return self.request.time_limit_s - self._time_s()

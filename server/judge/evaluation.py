@@ -147,7 +147,7 @@ def judge(request: PlacementRequest, where: Map, best: Placement | None = None) 
     from placer.solver import costs
     from placer.solver.answer import device_loads, single_device
     from placer.solver.problem import Problem as Indexed
-    from placer.solver.step_choices import best_for
+    from placer.solver.step.choices import best_for
 
     faults = [*_names(request, where)]
     if faults:

@@ -56,7 +56,7 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     from placer import schedule
     from placer.solver import costs, pipelines
     from placer.solver.problem import Problem
-    from placer.solver.step_choices import best_for
+    from placer.solver.step.choices import best_for
 
     where = placement.layer_devices
     if not where:

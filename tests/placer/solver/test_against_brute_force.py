@@ -8,7 +8,7 @@ from small_requests import examples, small_requests
 
 from placer.solver.check import check
 from placer.solver.problem import Problem
-from placer.solver.solve import Search
+from placer.solver.solve import Portfolio
 
 SETTINGS = examples(700)
 
@@ -18,7 +18,7 @@ SETTINGS = examples(700)
 @given(data=st.data())
 def test_no_assignment_is_better_and_the_bound_holds(objective, data):
     request = data.draw(small_requests(objectives=(objective,)))
-    placement = Search(Problem.from_request(request)).answer()
+    placement = Portfolio(Problem.from_request(request)).answer()
     check(request, placement)
     best = brute_force(request, placement.contiguous)
     if best is None:

@@ -9,7 +9,7 @@ from placer.errors import PlacementError
 from placer.schema import Infeasibility
 from placer.solver.check import check
 from placer.solver.problem import Problem
-from placer.solver.solve import Search, solve
+from placer.solver.solve import Portfolio, solve
 
 SETTINGS = examples(60)
 FIGURES = ("compute_ms", "send_ms", "receive_ms", "load_ms", "layers", "limit_bytes")
@@ -102,7 +102,7 @@ def test_a_false_claim_of_infeasibility_is_caught(answered):
 
 def searched(request):
     """The answer, without why there is none."""
-    return Search(Problem.from_request(request)).answer()
+    return Portfolio(Problem.from_request(request)).answer()
 
 
 @SETTINGS

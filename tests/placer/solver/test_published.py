@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from placer.solver import counting, shares
+from placer.solver.free import counting, shares
 from placer.solver.reduce import reduced
-from placer.solver.solve import Search
+from placer.solver.solve import Portfolio
 
 SOURCE = Path(__file__).parents[3] / "benchmarks" / "solver" / "neurips20.py"
 
@@ -35,7 +35,7 @@ def neurips20():
 )
 def test_the_known_optimum_is_found_and_proven(neurips20, name):
     given = neurips20.load(name)
-    placement = Search(neurips20.problem(given, time_limit_s=100)).answer()
+    placement = Portfolio(neurips20.problem(given, time_limit_s=100)).answer()
     assert placement.status == "optimal"
     assert neurips20.bottleneck(given, placement.layer_devices) == pytest.approx(neurips20.OPTIMA[name], rel=2e-6)
 

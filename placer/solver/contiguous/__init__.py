@@ -1,0 +1,1 @@
+"""Contiguous placements: stages along the pipeline, by integer programs and by chains of ideals."""

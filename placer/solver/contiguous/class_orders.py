@@ -1,0 +1,367 @@
+"""Unlike devices, order by order: which class of device each stage is, and for that the best chain of ideals.
+
+    classes   a a b b    chains of ideals within the windows of that order; what a stage sends and receives goes over
+              a b a b    the links between its class and those where the other ends can be
+              ...        ✗ most orders have no chain within a bottleneck that is known
+
+An order is that of the classes of all stages; a placement on fewer devices leaves stages empty. As the classes of the
+other ends are known, or nearly, links count with what they cost, be they unlike: over the best of them alone many
+chains look good that must pass between hosts.
+
+A stage's place is known too, and with it how many micro-batches it has in flight. So devices that are all alike, which
+have one order, are solved so as well where memory binds in training: by sums of what nodes take at the least, or, for
+the chains that are best, exactly (``stage_room.py``). A placement that leaves devices idle is a chain of the order that
+begins with those, whose stages are empty, so that all behind them are in use.
+
+Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5,
+of chains of ideals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import factorial, inf, prod
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver.contiguous import fronts
+from placer.solver.contiguous.class_links import ClassNets
+from placer.solver.contiguous.class_windows import Graph, Windows
+from placer.solver.contiguous.fronts import Between, Front, Range
+from placer.solver.contiguous.reach import narrowed_windows
+from placer.solver.contiguous.stage_room import SETS_A_WORK, StageRoom
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.program.capacity import work_on
+from placer.solver.program.memory_rules import can_bind
+from placer.solver.program.windows import members, neighbourhood
+from placer.solver.reduce import SLACK, Reduction
+
+Bools = NDArray[np.bool_]
+Vector = NDArray[np.float64]
+Table = NDArray[np.float64]
+Order = tuple[int, ...]
+Memory = Literal["sums", "exact", "exact, all used"]
+
+MOST_ORDERS = 100
+"""More than so many orders of classes are too many."""
+
+MOST_NODES = 1_000
+MOST_PINS = 4_000
+
+MOST_PAIRS = 30_000_000
+"""More than so many pairs of ideals, one a stage after the other, are too many for an order."""
+
+PAIRS_A_WORK, CUTS_A_WORK = 30_000_000, 15_000
+"""Pairs, and minimum cuts, that are looked at in a unit of work, in the measure of ``cpsat.Meter``."""
+
+ROWS = 64
+"""So many ideals of a front are looked at together."""
+
+SETS_A_LOOK = 32
+"""After so many sets whose memory was told it is asked whether the time is over."""
+
+ROUNDING = 1e-9
+
+NEVER = 4.0
+"""A transfer where there is no link takes this many times the bottleneck."""
+
+
+def applies(problem: Problem, nodes: Reduction) -> bool:
+    """Whether links are unlike, or memory depends on a stage's place, where orders are few and a load adds up."""
+    return (
+        problem.contiguous
+        and problem.request.objective == "throughput"
+        and not problem.untaxed
+        and (problem.one_link is None or (problem.training and can_bind(problem)))
+        and _number_of_orders(problem) <= MOST_ORDERS
+        and len(nodes.nodes) <= MOST_NODES
+        and sum(1 + len(value.readers) for value in problem.values) <= MOST_PINS
+    )
+
+
+def _number_of_orders(problem: Problem) -> float:
+    """How many orders there are at the most: of all devices, alike ones not told apart."""
+    sizes = [len(members) for members in problem.alike_devices()]
+    if sum(sizes) > problem.most_devices:  # some are left out: no closed form, so counted as if they were in it
+        return float(len(sizes) ** problem.most_devices)
+    return factorial(sum(sizes)) / prod(map(factorial, sizes))
+
+
+def orders(problem: Problem) -> list[Order]:
+    """The orders of classes for as many stages as there may be."""
+    sizes = [len(members) for members in problem.alike_devices()]
+    found: list[Order] = [()]
+    for _ in range(problem.most_devices):
+        found = [(*order, kind) for order in found for kind in range(len(sizes)) if order.count(kind) < sizes[kind]]
+    return found
+
+
+class Stopped(Exception):
+    """The time is over."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What is known of an order.
+
+    Attributes:
+        bound: no placement in this order has a smaller bottleneck, in milliseconds; infinite if none is within what
+            was asked for.
+        devices: by layer, its device, for the best chain; None where there is none.
+        work: that it took, in the measure of ``cpsat.Meter``.
+    """
+
+    bound: float
+    devices: list[int] | None
+    work: float
+
+
+class ClassOrders:
+    """The graph of a problem for all orders of its classes.
+
+    Args:
+        problem: what is asked, of the kind that ``applies`` names.
+        nodes: its layers, joined where they must be together.
+        upper: only chains with a bottleneck of no more than this count, in milliseconds.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
+        self.problem, self.nodes, self.upper = problem, nodes, upper
+        self.classes = problem.alike_devices()
+        arcs = sorted(nodes.arcs(arcs_of(problem.values)))
+        works = np.array([work_on(problem, nodes, alike[0]) for alike in self.classes])
+        nets = ClassNets(problem, nodes, NEVER * upper)
+        windows = narrowed_windows(problem, nodes, upper)
+        self.graph = Graph(works, np.array(arcs, np.int64).reshape(-1, 2), _before(problem, nodes), nets, windows)
+        self.room = StageRoom(problem, nodes) if can_bind(problem) else None
+
+    def best(self, order: Order, over: Callable[[], bool], memory: Memory = "sums") -> Chain | None:
+        """The best chain of an order; None where ideals are too many, or the time is over.
+
+        What places on fewer devices leaves the first stages of some order empty: the memory of a stage is that with
+        as many micro-batches in flight as the stages behind it ask for.
+
+        Args:
+            order: by stage, its class.
+            over: asked stage by stage; ends the search.
+            memory: how it is told: by sums of what nodes take at the least, exactly, or exactly where no stage is
+                empty, where the bound holds for these placements alone.
+        """
+        windows = Windows(self.graph, order, self.upper)
+        windows.narrow()
+        work = windows.cuts / CUTS_A_WORK
+        if not windows.possible:
+            return Chain(inf, None, work)
+        chains, known = _Chains(self, windows, memory, over), self._sets
+        try:
+            value = chains.value()
+        except Stopped:
+            return None
+        work += chains.pairs / PAIRS_A_WORK + (self._sets - known) / SETS_A_WORK
+        if value is None:
+            return None
+        if value == inf:
+            return Chain(inf, None, work)
+        return Chain(value * (1 - ROUNDING), chains.read(), work)
+
+    @property
+    def _sets(self) -> int:
+        return 0 if self.room is None else self.room.sets
+
+
+def _before(problem: Problem, nodes: Reduction) -> Bools:
+    """By node, whether each is itself or one that it depends on."""
+    before, _ = neighbourhood(problem, nodes)
+    table = np.zeros((len(before), len(before)), np.bool_)
+    for node, bits in enumerate(before):
+        table[node, members(bits)] = True
+    return table
+
+
+class _StageGraph(fronts.Graph):
+    """The graph as ``fronts.py`` takes it, for one order, and what nets cost one of its stages.
+
+    Args:
+        given: the graph of all orders.
+        windows: of the order.
+        stage: whose costs; nets cost nothing if left out.
+    """
+
+    def __init__(self, given: ClassOrders, windows: Windows, stage: int | None = None) -> None:
+        pins = given.graph.nets.pins
+        arcs = [(source, reader) for source, reader in given.graph.arcs.tolist()]
+        self.count = pins.shape[1]
+        self.needs = [[] for _ in range(self.count)]
+        for source, reader in arcs:
+            self.needs[reader].append(source)
+        self.first, self.last = fronts.along(arcs, windows.stages_of())
+        self.cost_ms = np.zeros(len(pins)) if stage is None else windows.least_ms(stage)
+        self.pins = pins.T.astype(np.float32)
+        self.size = self.pins.sum(axis=0)
+
+
+class _Chains:
+    """The tables of the dynamic program for one order, front by front."""
+
+    def __init__(self, given: ClassOrders, windows: Windows, memory: Memory, over: Callable[[], bool]) -> None:
+        self.given, self.windows, self.order, self.memory = given, windows, windows.order, memory
+        self.over = over
+        self.within = given.upper * (1 + SLACK)
+        self.pairs = 0
+        self.banned = given.graph.works == inf
+        self.works = np.where(self.banned, 0.0, given.graph.works)
+        self.graph = _StageGraph(given, windows)
+
+    def value(self) -> float | None:
+        """The smallest bottleneck, infinite if none is within; None if there are too many ideals."""
+        nothing = np.zeros(self.works.shape[1], np.bool_)
+        self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
+        self.reached = [np.zeros(1)]
+        for stage, kind in enumerate(self.order):
+            before = self.fronts[-1]
+            behind = None if self.over() else fronts.front(before, stage + 1, self._ranges(stage))
+            if behind is None:
+                return None
+            behind = behind.some(np.argsort(behind.sums(self.works[kind]), kind="stable"))
+            value = self._through(stage, before, behind)
+            if value is None:
+                return None
+            alive = value <= self.within
+            if not alive.any():
+                return inf
+            self.fronts.append(behind.some(alive))
+            self.reached.append(value[alive])
+        whole = self.fronts[-1].whole
+        return inf if whole is None else float(self.reached[-1][whole])
+
+    def _ranges(self, stage: int) -> list[Range]:
+        """The work of what the first stages hold: no more than the stage can add, nor less than the next can take."""
+        work = self.works[self.order[stage]]
+        done = self.fronts[-1].sums(work)
+        found = [Range(work, float(done.min()), float(done.max()) + self.within)]
+        if stage + 1 < len(self.order):
+            work = self.works[self.order[stage + 1]]
+            held = float(work[self.windows.surely[stage + 2]].sum())
+            found.append(Range(work, held - self.within, float(work.sum())))
+        return found
+
+    def _through(self, stage: int, before: Front, behind: Front) -> Vector | None:
+        """By ideal, the best of the chains that end there; None if the pairs are too many."""
+        work = self.works[self.order[stage]]
+        rows = np.argsort(before.sums(work), kind="stable")
+        before, reached = before.some(rows), self.reached[-1][rows]
+        begins, ends = before.sums(work), behind.sums(work)
+        blocks = list(self._blocks(begins, ends, SLACK * float(work.sum())))
+        self.pairs += sum((one.stop - one.start) * (other.stop - other.start) for one, other in blocks)
+        if self.pairs > MOST_PAIRS:
+            return None
+        value = np.full(len(behind), inf)
+        loads = _Loads(self, stage, before, behind)
+        for one, other in blocks:
+            table = loads.chains(one, other, reached[one], np.minimum(value[other], self.within))
+            value[other] = np.minimum(value[other], table.min(axis=0))
+        return value
+
+    def _blocks(self, begins: Vector, ends: Vector, slack: float) -> Iterator[tuple[slice, slice]]:
+        """Some ideals in a row, and those with no more work beyond them than the stage can do; both by their work."""
+        for start in range(0, len(begins), ROWS):
+            stop = min(start + ROWS, len(begins))
+            first = int(np.searchsorted(ends, begins[start] - slack))
+            last = int(np.searchsorted(ends, begins[stop - 1] + self.within + slack, side="right"))
+            if last > first:
+                yield slice(start, stop), slice(first, last)
+
+    def read(self) -> list[int]:
+        """By layer, its device, following the best choices from the last ideal."""
+        left = [list(alike) for alike in self.given.classes]
+        devices = [0] * self.works.shape[1]
+        place = self.fronts[-1].whole
+        for stage in reversed(range(len(self.order))):
+            assert place is not None
+            before, behind = self.fronts[stage], self.fronts[stage + 1]
+            loads = _Loads(self, stage, before, behind.some(slice(place, place + 1)))
+            table = loads.chains(slice(None), slice(None), self.reached[stage], np.array([self.within]))
+            held, place = behind.ideal(place), int(table.argmin())
+            device = left[self.order[stage]].pop()
+            for node in np.flatnonzero(held & ~before.ideal(place)):
+                devices[node] = device
+        return self.given.nodes.spread(devices)
+
+
+class _Loads:
+    """What a stage takes that holds what is between two ideals."""
+
+    def __init__(self, chains: _Chains, stage: int, before: Front, behind: Front) -> None:
+        given, kind = chains.given, chains.order[stage]
+        graph = _StageGraph(given, chains.windows, stage)
+        self._before, self._behind = (Front(graph, one.must, one.free, one.taken) for one in (before, behind))
+        self._between = Between(self._before, self._behind)
+        work, banned = chains.works[kind], chains.banned[kind]
+        self._work = before.sums(work), behind.sums(work)
+        self._room, self._device = given.room, given.classes[kind][0]
+        limits = [(banned.astype(np.float64), 0.5)] if banned.any() else []
+        self._flight, self._over = 1, chains.over
+        self._exactly = self._room is not None and chains.memory != "sums"
+        if self._room is not None:
+            stages = len(chains.order)
+            self._flight = self._room.flight(stages - stage, stages if chains.memory == "exact, all used" else 0)
+            limit = given.problem.devices[self._device].usable_bytes * (1 + ROUNDING)
+            limits.append((self._room.least(self._device, self._flight), limit))
+            if self._exactly:
+                most = self._room.most(self._flight)
+                self._sure = before.sums(most), behind.sums(most), limit
+        self._limited = [(before.sums(weight), behind.sums(weight), most) for weight, most in limits]
+
+    def chains(self, rows: slice, columns: slice, reached: Vector, most: Vector) -> Table:
+        """By some ideals and some later ones, the bottleneck of the best chain to the one that goes on to the other.
+
+        Args:
+            rows: some earlier ideals.
+            columns: some later ones.
+            reached: by earlier ideal, the bottleneck of the best chain to it.
+            most: by later ideal, the bottleneck from which it does not matter.
+        """
+        load = self._of(rows, columns)
+        table: Table = np.maximum(load, reached[:, None])
+        if self._exactly:
+            self._settle(load, table, rows, columns, most)
+        return table
+
+    def _settle(self, load: Table, table: Table, rows: slice, columns: slice, most: Vector) -> None:
+        """Let the best of each later ideal be such that its device has the memory for it."""
+        told, places = self._roomy(rows, columns), np.arange(table.shape[1])
+        while True:
+            chosen = table.argmin(axis=0)
+            asked = np.flatnonzero((table[chosen, places] <= most) & ~told[chosen, places])
+            if not len(asked):
+                return
+            for column in asked:
+                row = chosen[column]
+                told[row, column] = True
+                more_ms = self._more_ms(int(row) + (rows.start or 0), int(column) + (columns.start or 0))
+                table[row, column] = max(table[row, column], load[row, column] + more_ms)
+
+    def _roomy(self, rows: slice, columns: slice) -> Bools:
+        """By some ideals and some later ones, whether the device has the memory for what is between, for sure."""
+        begins, ends, most = self._sure
+        return np.asarray(ends[None, columns] - begins[rows, None] <= most)
+
+    def _more_ms(self, row: int, column: int) -> float:
+        assert self._room is not None
+        if self._room.sets % SETS_A_LOOK == 0 and self._over():
+            raise Stopped
+        members = self._behind.ideal(column) & ~self._before.ideal(row)
+        return self._room.more_ms(self._device, self._flight, members)
+
+    def _of(self, rows: slice, columns: slice) -> Table:
+        """By some ideals and some later ones, the load, or infinity."""
+        begins, ends = self._work
+        load: Table = self._between.transfers(rows, columns)
+        load += ends[None, columns]
+        load -= begins[rows, None]
+        for begins, ends, most in self._limited:
+            load[ends[None, columns] - begins[rows, None] > most] = inf
+        return load

@@ -1,0 +1,263 @@
+"""Windows of stages where the class of each stage is known: what the first stages hold for sure, and may hold.
+
+    classes     fast  fast  slow  fast         surely[p]  nodes that the first p stages hold in any placement
+    stages       0     1     2     3           maybe[p]   nodes that they hold in some
+    surely      {}    {a}  {a,b}  ...          at stage p: of maybe[p + 1] less surely[p]
+
+Node v can be at stage p only if the least load of a stage with it is within the bottleneck. That is a minimum cut, as
+in ``reach.py``: a stage holds what it must, with each node also all that the node needs and stages before cannot hold,
+and all that needs the node and stages behind cannot hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.graph.python import max_flow
+
+from placer.solver.contiguous.class_links import ClassNets
+from placer.solver.reduce import SLACK
+
+Bools = NDArray[np.bool_]
+Vector = NDArray[np.float64]
+Steps = NDArray[np.int64]
+
+STEPS = 2**30
+"""Into how many steps the bottleneck is cut."""
+
+ENDLESS = 2**40
+"""More than any stage may take, in steps."""
+
+ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in topological order, on classes of devices.
+
+    Attributes:
+        works: by class and node, its work there in milliseconds; infinite if it may not be there.
+        arcs: by number, a node and one that reads from it.
+        before: by node, whether each is itself or one that it depends on.
+        nets: what crosses.
+        windows: by node, the first and the last stage that it can be at, whatever the classes.
+    """
+
+    works: Vector
+    arcs: NDArray[np.int64]
+    before: Bools
+    nets: ClassNets
+    windows: Sequence[tuple[int, int]]
+
+
+class Windows:
+    """What the first stages can hold, for classes of the stages that are known.
+
+    Args:
+        graph: whose nodes.
+        order: by stage, its class.
+        upper_ms: no stage may take longer.
+
+    Attributes:
+        maybe: by number of first stages, the nodes that they may hold.
+        surely: by number of first stages, the nodes that they hold in any case.
+        possible: whether there may be a placement.
+        cuts: how many minimum cuts were looked at.
+    """
+
+    def __init__(self, graph: Graph, order: Sequence[int], upper_ms: float) -> None:
+        self.graph, self.order, self.upper_ms = graph, order, upper_ms
+        firsts, lasts = np.array(graph.windows, np.int64).reshape(-1, 2).T
+        numbers = np.arange(len(order) + 1)[:, None]
+        self.maybe: Bools = firsts[None, :] < numbers
+        self.surely: Bools = lasts[None, :] < numbers
+        self.possible = bool((firsts <= lasts).all())
+        self.cuts = 0
+
+    def narrow(self) -> None:
+        """Go over the stages, forwards and backwards, as long as that tells more."""
+        stages = range(len(self.order))
+        for _ in range(ROUNDS if self.possible else 0):
+            known = self._known
+            for stage in (*stages, *reversed(stages)):
+                self._narrow_at(stage)
+                if not self.possible:
+                    return
+            if self._known == known:
+                return
+
+    @property
+    def _known(self) -> int:
+        return int(self.surely.sum()) - int(self.maybe.sum())
+
+    def here(self, stage: int) -> Bools:
+        """By node, whether it can be at a stage."""
+        return np.asarray(self.maybe[stage + 1] & ~self.surely[stage])
+
+    def least_ms(self, stage: int) -> Vector:
+        """By net, what it costs a stage at the least if it is cut there."""
+        stages = range(len(self.order))
+        earlier, later = self._on(stages[:stage]), self._on(stages[stage + 1 :])
+        sure = self.surely[1:] & ~self.maybe[:-1]
+        fixed = [
+            sure[[other for other in stages if other != stage and self.order[other] == kind]].T
+            for kind in range(len(self.graph.works))
+        ]
+        return self.graph.nets.least_ms(self.order[stage], self.here(stage), earlier, later, fixed)
+
+    def _on(self, stages: range) -> Bools:
+        """By node and class, whether it can be at one of some stages, of that class."""
+        found = np.zeros((self.maybe.shape[1], len(self.graph.works)), np.bool_)
+        for stage in stages:
+            found[:, self.order[stage]] |= self.here(stage)
+        return found
+
+    def stages_of(self) -> list[tuple[int, int]]:
+        """By node, the first and the last stage that it can be at."""
+        firsts, lasts = (~self.maybe).sum(axis=0) - 1, (~self.surely).sum(axis=0) - 1
+        return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+    def _narrow_at(self, stage: int) -> None:
+        """Which nodes cannot be at a stage: they are not within so many stages, or already before it."""
+        fixed = self.surely[stage + 1] & ~self.maybe[stage]
+        earliest = self.maybe[stage + 1] & ~self.maybe[stage] & ~fixed
+        latest = self.surely[stage + 1] & ~self.surely[stage] & ~fixed
+        if not (fixed.any() or earliest.any() or latest.any()):
+            return
+        cutter = _StageCutter(self, stage, fixed)
+        if fixed.any() and cutter.least() is None:
+            self.possible = False
+        else:
+            self.maybe[stage + 1] &= ~self._unable(cutter, earliest, self.graph.before.T)
+            self.surely[stage] |= self._unable(cutter, latest, self.graph.before)
+            self.possible = not (self.surely & ~self.maybe).any()
+        self.cuts += cutter.cuts
+
+    def _unable(self, cutter: _StageCutter, asked: Bools, with_it: Bools) -> Bools:
+        """Those of some nodes that cannot be at the stage; where one cannot, nor can those that come with it."""
+        undecided = asked & ~cutter.held
+        unable = asked & cutter.too_heavy
+        undecided &= ~unable
+        while undecided.any():
+            nodes = np.flatnonzero(undecided)
+            node = int(nodes[len(nodes) // 2])
+            found = cutter.least(node)
+            if found is None:
+                unable |= with_it[node] & undecided
+                undecided &= ~with_it[node]
+            else:
+                undecided[found] = False
+        return unable
+
+
+class _StageCutter:
+    """The least load of a stage: a minimum cut among the nodes that can be there.
+
+    Args:
+        windows: what is known of where nodes are.
+        stage: which.
+        fixed: the nodes that are there for sure.
+
+    Attributes:
+        held: by node, whether it was in a set that the stage can hold.
+        too_heavy: by node, whether it cannot be there, as what is there with it is more work than may be.
+        cuts: how many minimum cuts were looked at.
+    """
+
+    def __init__(self, windows: Windows, stage: int, fixed: Bools) -> None:
+        self._free = np.flatnonzero(windows.here(stage))
+        self._within = windows.upper_ms * (1 + SLACK)
+        self._steps_per_ms = STEPS / self._within
+        self.cuts = 0
+        self.held = np.zeros(len(fixed), np.bool_)
+        self._place = np.full(len(fixed), -1)
+        self._place[self._free] = np.arange(len(self._free))
+        work = windows.graph.works[windows.order[stage]]
+        self.too_heavy = self._heavy(windows, stage, fixed, work)
+        self._flow = max_flow.SimpleMaxFlow()
+        self._sink, self._origin, self._next = len(self._free), len(self._free) + 1, len(self._free) + 2
+        origins = np.where(fixed[self._free], ENDLESS, 0)
+        self._arcs(np.full(len(self._free), self._origin), np.arange(len(self._free)), origins)
+        self._nets(windows.graph.nets.pins, windows.least_ms(stage), work)
+        self._order(windows, stage)
+
+    def _heavy(self, windows: Windows, stage: int, fixed: Bools, work: Vector) -> Bools:
+        """By node, whether it, what comes with it there and what is there for sure take longer than may be."""
+        free = self._free
+        able = np.floor(np.minimum(work * self._steps_per_ms, 2 * STEPS)).astype(np.int64)
+        late = np.flatnonzero(windows.here(stage) & ~windows.maybe[stage] & ~fixed)
+        early = np.flatnonzero(windows.here(stage) & windows.surely[stage + 1] & ~fixed)
+        before = windows.graph.before
+        needed = before[np.ix_(free, late)] @ able[late]  # whole numbers, which no other core is waited for
+        needing = before[np.ix_(early, free)].T @ able[early]
+        alone = np.where(fixed[free], 0, able[free])
+        heavy = np.zeros(len(fixed), np.bool_)
+        heavy[free] = able[fixed].sum() + np.maximum(alone, np.maximum(needed, needing)) > STEPS
+        return heavy
+
+    def _arcs(self, tails: NDArray[np.int64], heads: NDArray[np.int64], steps: NDArray[np.int64]) -> None:
+        self._flow.add_arcs_with_capacity(tails.astype(np.int32), heads.astype(np.int32), steps.astype(np.int64))
+
+    def _nets(self, pins: Bools, cost_ms: Vector, work: Vector) -> None:
+        """Work, and what is cut: nets with a pin that is elsewhere for sure are paid for as soon as one is here."""
+        here = pins[:, self._free]
+        size = here.sum(axis=1)
+        touched = np.flatnonzero((size > 0) & (cost_ms > 0))
+        steps = np.floor(np.minimum(cost_ms * self._steps_per_ms, ENDLESS)).astype(np.int64)
+        outside = pins.sum(axis=1) > size
+        able = np.floor(np.minimum(work[self._free] * self._steps_per_ms, ENDLESS)).astype(np.int64)
+        single = touched[outside[touched] & (size[touched] == 1)]
+        np.add.at(able, here[single].argmax(axis=1), steps[single])
+        self._arcs(np.arange(len(able)), np.full(len(able), self._sink), able)
+        pairs = touched[~outside[touched] & (size[touched] == 2)]
+        ends = np.nonzero(here[pairs])[1].reshape(-1, 2)
+        self._arcs(ends[:, 0], ends[:, 1], steps[pairs])
+        self._arcs(ends[:, 1], ends[:, 0], steps[pairs])
+        self._many(here, steps, touched[outside[touched] & (size[touched] > 1)], to_sink=True)
+        self._many(here, steps, touched[~outside[touched] & (size[touched] > 2)], to_sink=False)
+
+    def _many(self, here: Bools, steps: Steps, nets: NDArray[np.int64], *, to_sink: bool) -> None:
+        """Nets of many pins: every pin feeds the net's arc, which ends in the sink or feeds every pin."""
+        entries = self._next + np.arange(len(nets))
+        self._next += len(nets)
+        net, pin = np.nonzero(here[nets])
+        endless = np.full(len(pin), ENDLESS)
+        self._arcs(pin, entries[net], endless)
+        if to_sink:
+            self._arcs(entries, np.full(len(nets), self._sink), steps[nets])
+            return
+        exits = self._next + np.arange(len(nets))
+        self._next += len(nets)
+        self._arcs(entries, exits, steps[nets])
+        self._arcs(exits[net], pin, endless)
+
+    def _order(self, windows: Windows, stage: int) -> None:
+        """With a node comes what it needs and stages before cannot hold, and likewise backwards."""
+        sources, readers = self._place[windows.graph.arcs].reshape(-1, 2).T
+        both = (sources >= 0) & (readers >= 0)
+        sources, readers = sources[both], readers[both]
+        late, early = ~windows.maybe[stage][self._free], windows.surely[stage + 1][self._free]
+        needs, needed = late[sources], early[readers]
+        self._arcs(readers[needs], sources[needs], np.full(int(needs.sum()), ENDLESS))
+        self._arcs(sources[needed], readers[needed], np.full(int(needed.sum()), ENDLESS))
+
+    def least(self, node: int | None = None) -> NDArray[np.int64] | None:
+        """The nodes of a stage with one, and with all that is there for sure; None if any takes too long."""
+        arc = None if node is None else int(self._place[node])
+        capacity = 0 if arc is None else self._flow.capacity(arc)
+        if arc is not None:
+            self._flow.set_arc_capacity(arc, ENDLESS)
+        status = self._flow.solve(self._origin, self._sink)
+        assert status == self._flow.OPTIMAL
+        self.cuts += 1
+        found = None
+        if self._flow.optimal_flow() <= STEPS:
+            cut = np.array(self._flow.get_source_side_min_cut())
+            found = self._free[cut[cut < len(self._free)]]
+            self.held[found] = True
+        if arc is not None:
+            self._flow.set_arc_capacity(arc, capacity)
+        return found

@@ -1,0 +1,233 @@
+"""Nodes that are together in some best contiguous placement, made one: the graph that is left has the same optimum.
+
+Two rules, one after the other until neither finds more:
+
+    held together   u and v never part within ``upper``: the stage of v without u is some set S of nodes with v in it,
+                    and the least of work(S) + transfer of the nets that S cuts, a minimum cut, is more than ``upper``
+    drawn over      v may as well be where u is: what else v exchanges, and its work, are no more than what the two
+                    exchange with nobody else:  work(v) + sum of transfer(e), v in e, u not  <=  transfer({u, v})
+
+    u ══12══ v ──1── r     v brought to the stage of u: that stage trades 12 for work(v) + 1, that of v 12 + work(v)
+          work 2           for 1 at the most, and no other sees a difference
+
+A node is drawn over only where order allows it: all that comes right before v is u or before u, all that comes right
+behind it is u or behind u.
+
+Source: Padberg and Rinaldi, "An efficient algorithm for the minimum capacity cut problem", 1990 (of minimum cuts).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+from placer.solver.components import closed_groups
+from placer.solver.knots import Cutter, alone_ms, least_ms, nets_by_pins
+from placer.solver.nets import Net, joined_nets
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.program import memory_rules
+from placer.solver.program.windows import neighbourhood
+from placer.solver.reduce import SLACK, Reduction, joined
+
+MOST_PINS = 20_000
+"""Graphs whose nets have more pins in all than so many are left as they are."""
+
+MOST_PAIRS = 10_000
+"""After so many pairs of neighbours no more minimum cuts are looked at."""
+
+ROUNDING = 1e-12
+
+Pair = tuple[int, int]
+
+
+def merged(problem: Problem, nodes: Reduction, upper: float) -> Reduction:
+    """The nodes, fewer of them; some best placement is left, if any has a bottleneck of no more than ``upper``.
+
+    Args:
+        problem: what is asked, contiguous, by objective ``throughput``.
+        nodes: its layers, joined where they must be together.
+        upper: only placements whose bottleneck is no more than this are looked for, in milliseconds.
+    """
+    if problem.request.transfers != "added" or sum(1 + len(value.readers) for value in problem.values) > MOST_PINS:
+        return nodes
+    weighty = _weighty(problem) if _may_draw(problem) else frozenset(range(len(problem.layers)))
+    while all(nodes.allowed):
+        before = nodes
+        nodes = _all_drawn_over(problem, nodes, upper, weighty)
+        nodes = _joined(problem, nodes, _held_together(problem, nodes, upper))
+        if len(nodes.nodes) == len(before.nodes):
+            break
+    return nodes
+
+
+def _joined(problem: Problem, nodes: Reduction, pairs: Iterable[Pair]) -> Reduction:
+    groups = [tuple(nodes.nodes[node][0] for node in pair) for pair in pairs]
+    same = [layers for layers in nodes.nodes if len(layers) > 1]
+    return joined(problem, closed_groups([*same, *groups])) if groups else nodes
+
+
+# Held together
+
+
+def _held_together(problem: Problem, nodes: Reduction, upper: float) -> list[Pair]:
+    """Neighbours that never part: where they do, one of them at least is on a device that pays for transfers."""
+    if len(problem.untaxed) > 1:
+        return []
+    needs = _needing(problem, nodes, upper)
+    within = upper * (1 + SLACK)
+    pays = [alone_ms(problem, nodes, node) > within for node in range(len(nodes.nodes))]
+    return [
+        (one, other)
+        for one, other in sorted(needs)
+        if pays[one] or ((other, one) in needs and (one < other or pays[other]))
+    ]
+
+
+def _needing(problem: Problem, nodes: Reduction, upper: float) -> set[Pair]:
+    """Pairs of a node and a neighbour that every device has that has the node and pays for transfers.
+
+    A set that was found for a pair parts all pairs across its border.
+    """
+    nets = nets_by_pins(problem, nodes)
+    work = [least_ms(problem, nodes, node) for node in range(len(nodes.nodes))]
+    if not nets or not 0 < sum(work) < inf:
+        return set()
+    near: list[set[int]] = [set() for _ in work]
+    for pins in nets:
+        for node in pins:
+            near[node].update(pins)
+    cutter = Cutter(work, nets)
+    parted: set[Pair] = set()
+    needs: set[Pair] = set()
+    for node, neighbours in enumerate(near):
+        for other in sorted(neighbours - {node}):
+            if (node, other) in parted or len(needs) + len(parted) >= MOST_PAIRS:
+                continue
+            value, members = cutter.least([node], [other])
+            if value > upper * (1 + SLACK):
+                needs.add((node, other))
+                continue
+            inside = set(members)
+            parted.update((member, outer) for member in members for outer in near[member] - inside)
+    return needs
+
+
+# Drawn over
+
+
+def _all_drawn_over(problem: Problem, nodes: Reduction, upper: float, weighty: frozenset[int]) -> Reduction:
+    while len(weighty) < len(problem.layers):
+        pairs = _Draw(problem, nodes, upper, weighty).pairs()
+        if not pairs:
+            break
+        nodes = _joined(problem, nodes, pairs)
+    return nodes
+
+
+def _may_draw(problem: Problem) -> bool:
+    """Whether a device more or less, and a layer more or less on one, are all the same."""
+    return problem.one_link is not None and problem.least_devices == 1 and problem.most_layers is None
+
+
+def _weighty(problem: Problem) -> frozenset[int]:
+    """The layers that take memory that could matter."""
+    layers = problem.layers
+    if not memory_rules.can_bind(problem):
+        return frozenset()
+    if not memory_rules.holds_state_alone(problem):
+        return frozenset(range(len(layers)))
+    return frozenset(index for index, layer in enumerate(layers) if memory_rules.state_bytes(problem, layer))
+
+
+@dataclass
+class _Draw:
+    """Which nodes of a graph may as well be where a neighbour is; none with a weighty layer."""
+
+    problem: Problem
+    nodes: Reduction
+    upper: float
+    weighty: frozenset[int]
+
+    def pairs(self) -> list[Pair]:
+        """Disjoint pairs of a node and one that it draws over."""
+        found: list[Pair] = []
+        used: set[int] = set()
+        for node, nets in enumerate(self._nets_of):
+            if node in used or not nets or not self.weighty.isdisjoint(self.nodes.nodes[node]):
+                continue
+            pins = {pin for net in nets for pin in (net.source, *net.readers)}
+            centre = next((u for u in sorted(pins - used - {node}) if self._draws(u, node)), None)
+            if centre is not None:
+                found.append((centre, node))
+                used |= {centre, node}
+        return found
+
+    def _draws(self, centre: int, node: int) -> bool:
+        """Whether the node may as well be where the centre is."""
+        if not self.nodes.allowed[centre] <= self.nodes.allowed[node]:
+            return False
+        if not self._in_order(centre, node):
+            return False
+        gain, more_there, more_here = 0.0, 0.0, 0.0  # of both stages, and what their transfers grow by
+        for net in self._nets_of[node]:
+            time_ms = net.there_ms + net.back_ms
+            with_centre = centre == net.source or centre in net.readers
+            if len(net.readers) == 1 and with_centre:
+                gain += time_ms
+            elif len(net.readers) == 1 or (self.problem.multicast and not net.back_ms):
+                more_there += 0.0 if with_centre else time_ms
+                more_here += 0.0 if with_centre else time_ms
+            elif net.source == node:  # it pays once for each stage that reads
+                more_there += time_ms * (len(net.readers) - 2 if with_centre else len(net.readers))
+                more_here += 0.0 if with_centre else time_ms
+            elif not with_centre:  # a third stage would pay
+                return False
+        return more_here <= gain * (1 + ROUNDING) and all(
+            self._work(node, device) + (0.0 if device in self.problem.untaxed else more_there)
+            <= (0.0 if device in self.problem.untaxed else gain) * (1 + ROUNDING)
+            for device in self.nodes.allowed[centre]
+            if self._work(centre, device) <= self.upper * (1 + SLACK)
+        )
+
+    def _in_order(self, centre: int, node: int) -> bool:
+        before, behind = (bits[centre] for bits in self._neighbourhood)
+        return all(before >> other & 1 for other in self._sources[node]) and all(
+            behind >> other & 1 for other in self._readers[node]
+        )
+
+    def _work(self, node: int, device: int) -> float:
+        return sum(self.problem.compute_ms(layer, device) for layer in self.nodes.nodes[node])
+
+    @cached_property
+    def _nets_of(self) -> list[list[Net]]:
+        nets_of: list[list[Net]] = [[] for _ in self.nodes.nodes]
+        for net in joined_nets(self.problem, self.nodes):
+            for node in (net.source, *net.readers):
+                nets_of[node].append(net)
+        return nets_of
+
+    @cached_property
+    def _arcs(self) -> list[Pair]:
+        return sorted(self.nodes.arcs(arcs_of(self.problem.values)))
+
+    @cached_property
+    def _sources(self) -> dict[int, list[int]]:
+        return _by_first((reader, source) for source, reader in self._arcs)
+
+    @cached_property
+    def _readers(self) -> dict[int, list[int]]:
+        return _by_first(self._arcs)
+
+    @cached_property
+    def _neighbourhood(self) -> tuple[list[int], list[int]]:
+        return neighbourhood(self.problem, self.nodes)
+
+
+def _by_first(pairs: Iterable[Pair]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for first, second in pairs:
+        found[first].append(second)
+    return found

@@ -1,0 +1,173 @@
+"""A search order by order of classes (``class_orders.py``): what no order has a chain within is proven.
+
+    best known  ├── a a b b ✗ ── a b a b: a better one ──┤ next orders are asked for less ── b a b a ✗ ──▶ proven
+
+A chain may be better than the placement that is made of it, as its cost is that of the best links its values may have.
+Its order is then asked again for what is better than the best known, which may tell where its values' ends are. Memory
+counts by sums first; where it does not allow the placement, or not without recompute, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from placer.solver import costs
+from placer.solver.contiguous import class_orders
+from placer.solver.contiguous.class_orders import Chain, ClassOrders, Memory, Order
+from placer.solver.contiguous.stage_search import nodes_within
+from placer.solver.problem import Problem
+from placer.solver.program import memory_rules
+from placer.solver.reduce import reduced
+from placer.solver.search import Search
+
+ROUNDS = 3
+"""So often an order is asked for something better, at the most."""
+
+LOW = 0.9
+"""So much of the best known is asked for first: that no order has less is told soon, for where the time is short."""
+
+GROWING = (1.2, 1.5, 2.0, 3.0, 5.0)
+"""Where nothing is known that fits, bottlenecks of so many times the bound are looked for one after the other."""
+
+FEW = 500
+"""With more nodes than so many that is not told soon, and left out."""
+
+SHARE = 0.9
+"""How much of the time all orders may take: it is all or nothing, as one order that is left open is one too many."""
+
+
+def none_in_any_order(search: Search) -> bool:
+    """Go through the orders of classes, where they are few; whether it is proven that no placement fits.
+
+    Args:
+        search: with a placement or without.
+    """
+    if not search.open() or search.enough is not None or not class_orders.applies(search.problem, search.nodes):
+        return False
+    if search.best is None and find_any(search):
+        return True
+    if search.best is not None and search.open():
+        search_orders(search)
+    return False
+
+
+def find_any(search: Search) -> bool:
+    """Look for a placement where no start fits: the best chain of any order, within bottlenecks that grow.
+
+    Args:
+        search: of a problem that ``class_orders.applies`` to.
+
+    Returns:
+        Whether there is none at all.
+    """
+    whole = _longest_ms(search.problem)
+    uppers = [upper for times in GROWING if 0 < (upper := times * search.bound) < whole]
+    return not any(_has_chains(search, upper) for upper in uppers) and whole > 0 and not _has_chains(search, whole)
+
+
+def _has_chains(search: Search, upper: float) -> bool:
+    """Look for a placement within a bottleneck; whether there is one, or may be."""
+    given = ClassOrders(search.problem, reduced(search.problem, upper), upper)
+    some = False
+    for order in class_orders.orders(search.problem):
+        chain = _chain(search, given, order)
+        if chain is None or search.best is not None:
+            return True
+        some = some or chain.devices is not None  # which asks for more than chains tell of
+    return some
+
+
+def _longest_ms(problem: Problem) -> float:
+    """No device takes longer, whatever it holds."""
+    devices = range(len(problem.devices))
+    work = sum(max(problem.compute_ms(layer, device) for device in devices) for layer in range(len(problem.layers)))
+    again = sum(map(max, problem.forward_ms)) if problem.may_recompute else 0.0
+    links = [link for row in problem.links for link in row if link is not None]
+    sizes = [size for value in problem.values for size in (value.bytes, value.gradient_bytes) if size]
+    sent = sum(max((link.transfer_ms(size) for link in links), default=0.0) for size in sizes)
+    return work + again + len(problem.devices) * sent
+
+
+def search_orders(search: Search) -> bool:
+    """Go through all orders; whether each of them was answered.
+
+    Args:
+        search: with a placement, of a problem that ``class_orders.applies`` to.
+    """
+    asked = _likely_first(search, class_orders.orders(search.problem))
+    bounds = dict.fromkeys(asked, search.bound)
+    low = [LOW] if len(search.nodes.nodes) <= FEW else []
+    for share in (*low, *[1.0] * ROUNDS):
+        known = dict(bounds)
+        if not _ask(search, bounds, share):
+            return False
+        least = min(bounds.values())
+        search.prove(search.nothing_below() if least >= search.better() else least)
+        if not search.open() or (bounds == known and share == 1.0):
+            break
+    return True
+
+
+def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
+    """Ask each order that may have something better for it; whether each was answered.
+
+    Args:
+        search: as above.
+        bounds: by order, what is proven of it, which is raised.
+        share: of a bottleneck that is better, what is asked for.
+    """
+    given: ClassOrders | None = None
+    for order, bound in bounds.items():
+        upper = share * search.better()
+        if bound >= upper or not search.open():
+            continue
+        if given is None or given.upper > upper:
+            given = ClassOrders(search.problem, nodes_within(search, upper), upper)
+        chain = _chain(search, given, order)
+        if chain is None:
+            return False
+        bounds[order] = max(bound, min(chain.bound, upper))
+    return True
+
+
+def _chain(search: Search, given: ClassOrders, order: Order) -> Chain | None:
+    """The best chain of an order, which is offered; where memory does not allow it, that by what memory does allow."""
+    found: Chain | None = None
+    for memory in _ways(search):
+        before = search.value
+        chain = None if search.over(SHARE) else given.best(order, lambda: search.over(SHARE), memory)
+        if chain is None:
+            return found
+        search.meter.done += chain.work
+        search.offer(chain.devices, "ideals")
+        found = chain if found is None or memory == "exact" else found
+        if chain.devices is None or search.value < before or not _asks_too_much(search, chain.devices):
+            break
+    return found
+
+
+def _ways(search: Search) -> tuple[Memory, ...]:
+    """How memory is told, one after the other."""
+    if not memory_rules.can_bind(search.problem):
+        return ("sums",)
+    return ("sums", "exact", "exact, all used") if search.request.schedule == "zero-bubble" else ("sums", "exact")
+
+
+def _asks_too_much(search: Search, devices: list[int]) -> bool:
+    """Whether a placement takes longer than its chain, or does not fit, because of memory."""
+    result = costs.evaluate(search.problem, devices)
+    return result is not None and (bool(result.recompute) or not costs.fits(search.problem, result))
+
+
+def _likely_first(search: Search, orders: Sequence[Order]) -> list[Order]:
+    """Orders that are most like that of the best placement first."""
+    assert search.best is not None
+    result = costs.evaluate(search.problem, search.best)
+    assert result is not None  # it was found, so it can be
+    kind_of = {device: kind for kind, alike in enumerate(search.problem.alike_devices()) for device in alike}
+    best = [kind_of[device] for device in result.stages]
+
+    def unlike(order: Order) -> int:
+        return sum(one != other for one, other in zip(order, best, strict=False))
+
+    return sorted(orders, key=unlike)

@@ -1,0 +1,45 @@
+"""Which problems the stage-prefix form of ``stages.py`` can state."""
+
+from __future__ import annotations
+
+from placer.solver.contiguous.stage_links import stage_links
+from placer.solver.problem import Problem
+from placer.solver.program import memory_rules
+from placer.solver.reduce import Reduction
+
+MOST_CLASSES = 3
+"""With more classes of devices than so many, devices are chosen node by node."""
+
+MOST_RULES = 600_000
+"""A model with more rules than about so many would take longer to write down than most searches may last."""
+
+
+def applies(problem: Problem) -> bool:
+    """Whether the stage-prefix form can state the problem."""
+    return bounds(problem) and problem.one_link is not None and knows_memory(problem)
+
+
+def bounds(problem: Problem) -> bool:
+    """Whether the form can state what is no harder than the problem, so that its bound holds."""
+    return (
+        problem.contiguous
+        and problem.request.objective == "throughput"
+        and len(problem.alike_devices()) <= MOST_CLASSES
+        and stage_links(problem) is not None
+    )
+
+
+def knows_memory(problem: Problem) -> bool:
+    """Whether the form can state the limits of memory."""
+    return not memory_rules.can_bind(problem) or (problem.training and _steady(problem))
+
+
+def worth_building(problem: Problem, nodes: Reduction) -> bool:
+    """Whether the integer program of this problem is small enough to be written down."""
+    return (len(nodes.nodes) + len(problem.values)) * problem.most_devices <= MOST_RULES
+
+
+def _steady(problem: Problem) -> bool:
+    """Whether every stage has equally many micro-batches in flight, all of whose backward pass runs at once."""
+    one = problem.request.chunks == 1 and not problem.weights_apart
+    return problem.request.schedule == "fill-drain" or one or problem.may_recompute

@@ -1,0 +1,210 @@
+"""Contiguous placements by objective throughput: thresholds, each met by a placement or proven to be out of reach.
+
+A threshold asks less than the best: whether any placement has a bottleneck of no more than T. The smaller T, the more
+nodes must be together and the fewer stages a node can be at, so that one well below the best placement that is known is
+refuted in no time, and raises the bound. A sweep asks for anything better first, also in parts (``divide.py``), then
+halves what is open; before it come chains of ideals but for loose nodes::
+
+    bound ├────────────┼──────┼───┼──────────────┤ best known
+                   2. no    4. ? 3. ?          1. ?        so the bound is the T of 2., until the next sweep
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from math import inf
+
+from placer.solver import costs, maps
+from placer.solver.contiguous import ideals
+from placer.solver.contiguous.divide import divide_anew
+from placer.solver.contiguous.loose import LooseModel, loose_nodes
+from placer.solver.contiguous.merges import merged
+from placer.solver.contiguous.stages import StageModel
+from placer.solver.program.cpsat import Answer
+from placer.solver.reduce import Reduction, reduced
+from placer.solver.search import Search
+
+FIRST, TIMES = 2.5, 4.0
+"""The work of the first sweep's questions, in the measure of ``cpsat.Meter``, and of each next one's over that."""
+
+STEP = 0.01
+"""Thresholds of a sweep are this share of the best known apart, at the least."""
+
+
+MOST_TRIES = 2
+"""So many thresholds of which ideals are too many are tried in a row."""
+
+CUT_SHORT = 0.9
+"""The share of its work that a question did at the least if it was cut short."""
+
+PLACING = 0.5
+"""The work of placing loose nodes, where all others stay."""
+
+ASKED = 2
+"""How often a sweep asks for anything better, where it finds that."""
+
+LOOSE, SHORT = 0.2, 1.0
+"""Where the gap is more than this share, a question of so much work is asked before parts are made better."""
+
+GROUP_SHARE = 0.08
+"""How much of a question's work goes to each group of stages that is divided anew."""
+
+BETTER_SHARE = 0.3
+"""How much of a question's work goes to the best placement, where the question has found one that is better."""
+
+
+def few_ideals(search: Search) -> None:
+    """Solve a problem whose ideals are few; leave others as they are.
+
+    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are asked for. A chain
+    that is found is the best of all, one that is not raises the bound.
+    """
+    threshold, tries = search.better(), 0
+    while _worth_chains(search, threshold) and tries < MOST_TRIES and not search.over(1.0):
+        nodes = nodes_within(search, threshold)
+        if ideals.too_loose(search.problem, nodes):
+            search.too_many = threshold
+            return
+        chain = ideals.best_chain(search.problem, nodes, threshold, search.meter, lambda: search.over(1.0))
+        if chain is None:
+            search.too_many, tries = threshold, tries + 1
+        elif chain.devices is None:
+            search.prove(search.nothing_below() if threshold == search.better() else threshold)
+            if len(nodes.nodes) == 1:
+                return  # no ideals are needed to tell so; more orders find better thresholds sooner
+        else:
+            search.prove(min(chain.bound, search.nothing_below()))
+            search.offer(chain.devices, "ideals")
+            search.too_many = 0.0  # what is left open is more than ideals know
+        threshold = (search.bound + search.too_many) / 2
+
+
+def _worth_chains(search: Search, threshold: float) -> bool:
+    """Whether ideals may tell more about a threshold than is known."""
+    if search.best is None or not search.open() or not ideals.applies(search.problem):
+        return False
+    return search.bound < threshold < search.too_many * (1 - STEP)
+
+
+def sweep(search: Search) -> None:
+    """Go on until the best is proven, time or work is over, or nothing more can be learnt.
+
+    Args:
+        search: with a placement, or with a bottleneck that will do; of a problem that ``stage_scope.applies`` to.
+    """
+    if search.best is not None and search.enough is None:
+        _ideals_but_for_loose_nodes(search)
+    for turn in count():
+        if not search.open() or search.over(1.0):
+            return
+        work = FIRST * TIMES**turn
+        known, done = (search.value, search.bound), search.meter.done
+        loose = search.value - search.bound > LOOSE * search.value
+        _anything_better(search, SHORT if loose else work)
+        if search.open():
+            _groups_anew(search, work)
+        if search.open() and loose:
+            _anything_better(search, work)
+        if search.open():
+            few_ideals(search)
+        if search.open() and not search.over(1.0):
+            halve(search, work)
+        if known == (search.value, search.bound) and search.meter.done - done < CUT_SHORT * work:
+            # No question was cut short: asked again, each has the same answer, which costs do not bear out.
+            _every_map(search)
+            return
+
+
+def _every_map(search: Search) -> None:
+    """Try all maps where they are few: stages know less than costs do where devices may recompute."""
+    every, proven = maps.few(search.problem, search.nodes), True
+    if every is None:
+        return
+    for devices in every:
+        search.meter.done += maps.EVALUATION
+        if search.over(1.0):
+            return
+        result = costs.evaluate(search.problem, devices) if costs.allowed(search.problem, devices) else None
+        if result is None or result.objective_value > search.value:
+            continue
+        search.offer(devices, "every map")
+        if result.objective_value < search.value:  # it does not fit, in this order of its stages
+            proven = proven and maps.has_one_order(search.problem, devices, result.stages)
+    if proven:
+        search.prove(search.nothing_below() if search.best is None else search.value)
+
+
+def _ideals_but_for_loose_nodes(search: Search) -> None:
+    """Solve a problem whose ideals are few but for loose nodes: a bound, and the placement that has it, or about it.
+
+    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are asked for.
+    """
+    threshold, hard, tries = search.better(), inf, 0
+    while search.open() and tries < MOST_TRIES and threshold < hard * (1 - STEP) and not search.over(1.0):
+        nodes = nodes_within(search, threshold)
+        if not ideals.applies(search.problem) or not ideals.too_loose(search.problem, nodes):
+            return
+        some = loose_nodes(search.problem, nodes)
+        chain = ideals.best_chain(search.problem, nodes, threshold, search.meter, lambda: search.over(1.0), some)
+        if chain is None:
+            hard, tries = threshold, tries + 1
+        elif chain.devices is None:
+            search.prove(search.nothing_below() if threshold == search.better() else threshold)
+        else:
+            search.prove(min(chain.bound, search.nothing_below()))
+            model = LooseModel(search.problem, nodes, search.better(), chain.devices, some)
+            search.offer(model.solve(replace(search.limits(PLACING), workers=1)).devices, "ideals")
+            return
+        threshold = (search.bound + min(hard, search.better())) / 2
+
+
+def _groups_anew(search: Search, work: float) -> None:
+    """Better placements from parts of the best known, which are quicker to place than all is."""
+    divide_anew(search, nodes_within(search), GROUP_SHARE * work)
+
+
+def _anything_better(search: Search, work: float) -> None:
+    """Whether any placement is better than the best known; where one is, the best that some work finds."""
+    for _ in range(ASKED):
+        if not search.open() or search.over(1.0) or _within(search, search.better(), work).devices is None:
+            return
+        if search.open():
+            model = StageModel(search.problem, nodes_within(search), search.better())
+            answer = model.solve(search.limits(BETTER_SHARE * work))
+            search.prove(search.nothing_below() if answer.infeasible else answer.bound)
+            search.offer(answer.devices, "integer program")
+
+
+def halve(search: Search, work: float) -> None:
+    """Thresholds between what is proven and what is known or was too hard.
+
+    Args:
+        search: with a placement, of a problem that ``stage_scope.bounds``.
+        work: of each question, in the measure of ``cpsat.Meter``.
+    """
+    hard = search.better()
+    while search.open() and hard - search.bound > STEP * search.value and not search.over(1.0):
+        threshold = (search.bound + hard) / 2
+        if not _within(search, threshold, work).infeasible:
+            hard = search.better() if search.value <= threshold else threshold
+
+
+def _within(search: Search, threshold: float, work: float) -> Answer:
+    """Whether a placement is within a threshold; what is found or proven is the search's."""
+    nodes = nodes_within(search, threshold)
+    answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(search.limits(work))
+    if answer.infeasible:
+        search.prove(search.nothing_below() if threshold == search.better() else threshold)
+    search.offer(answer.devices, "integer program")
+    return answer
+
+
+def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
+    """The layers in as few nodes as a placement within a threshold needs, or one that is better than the best known."""
+    upper = search.better() if threshold is None else threshold
+    if search.request.objective != "throughput" or not 0 < upper < inf:
+        return search.nodes
+    if search.merged is None or search.merged[0] != upper:
+        search.merged = upper, merged(search.problem, reduced(search.problem, upper), upper)
+    return search.merged[1]

@@ -1,0 +1,148 @@
+"""Free placements: the search around the integer program.
+
+counts ─▶ pairs ────────────▶ local search ─▶ shares ─▶ integer program ─▶ pairs, shares ─┐
+a bound   better by dividing  by small moves  a bound   a first look       for longer     │
+          anew what two hold                                                              ▼
+          parts, better by dividing anew what a few hold, and shares ◀─ integer program, a round
+                                                                   └──▶ its other rounds
+
+Where pairs cannot be told, parts come after local search too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+from placer.solver import answer
+from placer.solver.free import local, pair_search, parts, set_graph
+from placer.solver.free.counting import count_bound
+from placer.solver.free.pair_search import PairSearch
+from placer.solver.free.shares import GROUPS, share_bound
+from placer.solver.program.model import PlacementModel, worth_building
+from placer.solver.reduce import reduced
+from placer.solver.search import Search
+
+PAIRS_SHARE = 0.15
+"""How much of the time, or of the work, may be over when the search that divides pairs anew ends."""
+
+LOCAL_SHARE, LITTLE_SHARE = 0.15, 0.05
+"""The same of local search, and where nodes are many and pairs have been divided."""
+
+PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
+"""The same of the search that divides anew what a few devices hold: before the integer program, between its rounds."""
+
+COARSE_SHARE, PAIRS_AGAIN_SHARE, SHARES_SHARE = 0.5, 0.6, 0.8
+"""The same of the search for a bound by prices of large groups, of pairs that go on, and of the search for a bound."""
+
+COARSE, FINE = (GROUPS, GROUPS), (2 * GROUPS, inf)
+"""How many groups of nodes there are for each device, in the beginning and in the end."""
+
+BRIEF_SHARE, BRIEF_WORK = 0.1, 3.0
+"""How much of what is left of the time, or of the work, a first look of the integer program takes; the most work."""
+
+
+def before_the_program(search: Search) -> None:
+    """Go on from the best start: a bound, pairs divided anew, small moves where there is time left, a better bound."""
+    _count(search)
+    pairs, many = _pairs(search), parts.many(search.problem, search.nodes)
+    divided = _divide_pairs(search, pairs, PAIRS_SHARE)
+    if search.open():
+        move_layers(search, LITTLE_SHARE if divided and many else LOCAL_SHARE)
+    if search.open() and not divided and many:
+        _divide(search, PARTS_SHARE)
+    _share_out(search, COARSE, COARSE_SHARE)
+    _look_briefly(search)
+    if divided:
+        _divide_pairs(search, pairs, PAIRS_AGAIN_SHARE)
+    _share_out(search, FINE, SHARES_SHARE)
+
+
+def _pairs(search: Search) -> PairSearch | None:
+    """The search that divides what two devices hold, where it can judge that."""
+    if search.best is None or not search.open() or not pair_search.applies(search.problem, search.nodes):
+        return None
+    return PairSearch(search.problem, reduced(search.problem, search.value))
+
+
+def _divide_pairs(search: Search, pairs: PairSearch | None, share: float) -> bool:
+    """What two devices hold, divided between them as well as can be; whether that could be told."""
+    if pairs is None or search.best is None or not search.open():
+        return False
+    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    found = pairs.improved(search.best, _told(search, share), enough)
+    search.offer(found, "local search")
+    return found is not None
+
+
+def move_layers(search: Search, share: float) -> None:
+    """Local search from the best so far, until a share of the time or the work is over."""
+    if search.best is None or not local.applies(search.problem):
+        return
+
+    def over() -> bool:
+        search.meter.done += local.WORK
+        return search.over(share)
+
+    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    search.offer(local.improved(search.problem, search.nodes, search.best, over, enough), "local search")
+
+
+def _count(search: Search) -> None:
+    """Prove a bound by heavy nodes of which some device holds several."""
+    if _may_share(search, PAIRS_SHARE):
+        upper = search.value
+        search.prove(count_bound(search.problem, reduced(search.problem, upper), upper, _told(search, PAIRS_SHARE)))
+
+
+def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
+    """Prove a bound, or that nothing is better than the best, by so many groups of nodes for each device."""
+    if _may_share(search, share):
+        upper, over = search.better(), _told(search, share)
+        bound = share_bound(search.problem, reduced(search.problem, upper), upper, search.bound, over, groups)
+        search.prove(search.nothing_below() if bound >= upper else bound)
+
+
+def _look_briefly(search: Search) -> None:
+    """The integer program for a short time: it proves in a second what takes prices long, and the other way round."""
+    if not _may_share(search, SHARES_SHARE):
+        return  # it comes next, for longer
+    upper, nodes = search.better(), reduced(search.problem, search.value)
+    time_s = BRIEF_SHARE * search.left_s()
+    if worth_building(search.problem, nodes, time_s):
+        limits = search.limits(min(BRIEF_WORK, BRIEF_SHARE * search.meter.left))
+        result = PlacementModel(search.problem, nodes, upper=upper).solve(replace(limits, time_s=time_s))
+        search.prove(search.nothing_below() if result.infeasible else result.bound)
+        search.offer(result.devices, "integer program")
+
+
+def _may_share(search: Search, share: float) -> bool:
+    """Whether something is to be proven by the sets that devices could hold, and there is time."""
+    if search.best is None or not search.open() or search.over(share):
+        return False
+    return set_graph.applies(search.problem) and set_graph.worth_looking(search.problem, search.nodes)
+
+
+def _told(search: Search, share: float) -> Callable[[float], bool]:
+    """Counts work, and tells whether a share of it, or of the time, is over."""
+
+    def over(work: float) -> bool:
+        search.meter.done += work
+        return search.over(share)
+
+    return over
+
+
+def divide_anew(search: Search) -> None:
+    """Between rounds of the program: parts are divided anew, and shares may prove what is better by now."""
+    _divide(search, BETWEEN_SHARE)
+    _share_out(search, COARSE, SHARES_SHARE)
+    _share_out(search, FINE, SHARES_SHARE)
+
+
+def _divide(search: Search, share: float) -> None:
+    """What a few devices hold, divided among them as well as can be, until a share of the time or the work is over."""
+    if search.best is not None and search.enough is None and parts.applies(search.problem):
+        found = parts.improved(search.problem, search.best, search.quietly, lambda: search.over(share))
+        search.offer(found, "local search")

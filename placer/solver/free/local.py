@@ -1,0 +1,185 @@
+"""Local search for placements that need not be contiguous: nodes move to another device, one or a few together.
+
+A move is judged by a high norm of the loads, which falls with the busiest device's load and sees the others too; worse
+ones are taken with a chance that falls to nothing (simulated annealing), round after round, warmer and cooler in turn.
+
+Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import exp
+from random import Random
+
+from placer.solver.free.loads import Loads
+from placer.solver.nets import Net
+from placer.solver.problem import Problem
+from placer.solver.program import memory_rules
+from placer.solver.reduce import Reduction
+
+MOVES = 40_000
+"""How many moves a round looks at, at the most: a fraction of a second."""
+
+MOVES_AN_OPTION = 100
+"""How many a round looks at for every node and device."""
+
+MOVES_A_LOOK = 512
+WORK = 0.05
+"""Of so many moves, in the measure of ``cpsat.Meter``."""
+
+PATIENCE = (8, 64)
+"""So many rounds in a row that bring nothing better end the search, of few nodes and of many."""
+
+NORM = 16
+COOL = 4
+"""The first so many rounds of ``WARM`` begin with the best so far, as does the next, hot one; the others go on."""
+
+WARM = (0.03, 0.01, 0.003, 0.001, 0.3, 0.1, 0.03, 0.01)
+"""By round in turn: at first a move that makes the norm worse by this share is taken with a chance of 1/e."""
+
+TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
+"""How many nodes move at once: any of these, with those that they exchange values with."""
+
+
+def applies(problem: Problem) -> bool:
+    """Whether moves can be judged by loads alone, and by the state that devices hold: transfers added, links alike."""
+    request = problem.request
+    return (
+        not problem.contiguous
+        and request.objective == "throughput"
+        and request.transfers == "added"
+        and problem.one_link is not None
+        and problem.most_devices == len(problem.devices)
+        and problem.least_devices == 1
+        and problem.most_layers is None
+        and (not memory_rules.can_bind(problem) or memory_rules.holds_state_alone(problem))
+    )
+
+
+def improved(
+    problem: Problem, nodes: Reduction, start: Sequence[int], over: Callable[[], bool], enough: float = 0.0
+) -> list[int]:
+    """The best assignment met on the way from one.
+
+    Args:
+        problem: what is asked, of the kind that ``applies`` names.
+        nodes: its layers, joined where they must be together.
+        start: by layer, its device; it meets all requirements.
+        over: asked now and then; ends the search.
+        enough: a bottleneck that ends it too, as none is smaller.
+
+    Returns:
+        By layer, its device.
+    """
+    random = Random(problem.request.seed)
+    best = [start[layers[0]] for layers in nodes.nodes]
+    state = _State(problem, nodes, list(best))
+    load, idle, turn, ended = max(state.load), 0, 0, False
+    patience = min(PATIENCE[0] + len(best) // 4, PATIENCE[1])
+    while idle < patience and load > enough and not ended:
+        if turn % len(WARM) <= COOL:
+            state = _State(problem, nodes, list(best))
+        found, found_load, ended = _anneal(state, random, WARM[turn % len(WARM)], over)
+        idle, turn = idle + 1, turn + 1
+        if found_load < load * (1 - 1e-12):
+            best, load, idle = found, found_load, 0
+    return nodes.spread(best)
+
+
+def _anneal(state: _State, random: Random, warm: float, over: Callable[[], bool]) -> tuple[list[int], float, bool]:
+    """One round: the best devices met, the busiest load there, and whether time is over."""
+    best, best_load = list(state.device), max(state.load)
+    moves = min(MOVES, MOVES_AN_OPTION * len(state.device) * len(state.load))
+    for move in range(moves):
+        if move % MOVES_A_LOOK == 0 and over():
+            return best, best_load, True
+        node, device = state.pick(random)
+        if device is None:
+            continue
+        before, old = state.norm(), state.device[node]
+        together = state.together(node, device, random.choice(TOGETHER))
+        if not state.has_room(together, device):
+            continue
+        for moved in together:
+            state.move(moved, device)
+        worse = state.norm() / before - 1 if before else 0.0
+        if worse > 0 and random.random() >= exp(-worse / (warm * (1 - move / moves) ** 2 + 1e-9)):
+            for moved in together:
+                state.move(moved, old)
+        elif max(state.load) < best_load * (1 - 1e-12):
+            best, best_load = list(state.device), max(state.load)
+    return best, best_load, False
+
+
+class _State:
+    """An assignment of nodes and the loads that it makes, kept up to date move by move."""
+
+    def __init__(self, problem: Problem, nodes: Reduction, device: list[int]) -> None:
+        self.device = device
+        self._untaxed = problem.untaxed
+        self._able = [sorted(devices) for devices in nodes.allowed]
+        self._loads = Loads(problem, nodes)
+        self._of = [[self._loads.nets[place] for place in places] for places in self._loads.nets_of]
+        self._room = [device.usable_bytes for device in problem.devices]
+        self.load = self._loads.by_device(device)
+        for node, place in enumerate(device):
+            self._room[place] -= self._loads.state_bytes[node]
+
+    def norm(self) -> float:
+        """A high norm of the loads."""
+        top = max(self.load)
+        return float(top * sum((load / top) ** NORM for load in self.load) ** (1 / NORM)) if top > 0 else 0.0
+
+    def pick(self, random: Random) -> tuple[int, int | None]:
+        """A node, and a device for it: mostly that of a node that it exchanges values with."""
+        node = random.randrange(len(self.device))
+        able = self._able[node]
+        if self._of[node] and random.random() < 0.8:
+            net = random.choice(self._of[node])
+            device = self.device[random.choice((net.source, *net.readers))]
+        else:
+            device = random.choice(able)
+        return node, device if device != self.device[node] and device in able else None
+
+    def together(self, node: int, device: int, most: int) -> list[int]:
+        """A node with others that are where it is, may be on a device too, and exchange values with it or with them."""
+        found, old = [node], self.device[node]
+        for one in found:
+            for net in self._of[one] if len(found) < most else ():
+                for other in (net.source, *net.readers):
+                    near = self.device[other] == old and other not in found
+                    if near and len(found) < most and device in self._able[other]:
+                        found.append(other)
+        return found
+
+    def has_room(self, nodes: Sequence[int], device: int) -> bool:
+        """Whether a device can hold the state of some nodes more."""
+        size_bytes = sum(self._loads.state_bytes[node] for node in nodes)
+        return not self._loads.limited or size_bytes <= self._room[device]
+
+    def move(self, node: int, device: int) -> None:
+        """Bring a node to a device."""
+        for net in self._of[node]:
+            self._add(net, -1.0)
+        self._room[self.device[node]] += self._loads.state_bytes[node]
+        self._room[device] -= self._loads.state_bytes[node]
+        self.load[self.device[node]] -= self._loads.work_ms[node][self.device[node]]
+        self.device[node] = device
+        self.load[device] += self._loads.work_ms[node][device]
+        for net in self._of[node]:
+            self._add(net, 1.0)
+
+    def _add(self, net: Net, sign: float) -> None:
+        """Count a net's transfers, or take them off."""
+        source = self.device[net.source]
+        takers = {self.device[reader] for reader in net.readers}
+        takers.discard(source)
+        if not takers:
+            return
+        each = sign * (net.there_ms + net.back_ms)
+        for device in takers:
+            if device not in self._untaxed:
+                self.load[device] += each
+        if source not in self._untaxed:
+            self.load[source] += sign * self._loads.sent_ms(net, len(takers))

@@ -1,0 +1,187 @@
+"""Local search for free placements whose step is large: two devices divide anew all that they hold.
+
+The busiest device does so with another one, so that both take less than it took, until it cannot with any. Then a few
+random pairs divide what they hold in some way, within a little more than the best known, and it goes on from there; far
+from the best it comes back. ``pair_sweep.py`` finds the ways.
+
+Source: Lourenço, Martin and Stützle, "Iterated local search", 2003.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import cycle
+from random import Random
+
+import numpy as np
+
+from placer.solver.free import local
+from placer.solver.free.pair_sweep import Pairs, TooWide
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+MOST_NODES = 1_500
+
+LABELS, FEW_LABELS = 2_000, 500
+"""Labels at a step: where the busiest device is to take less, and where pairs are divided at random."""
+
+BETTER = 1e-6
+"""By which share the busiest device must take less."""
+
+WORSE = (0.02, 0.02, 0.05, 0.02, 0.02, 0.2)
+"""By round in turn: by which share random pairs may take more than the best known."""
+
+RANDOM_PAIRS = (1, 1, 2, 3)
+"""So many divide what they hold before the busiest device is looked at again."""
+
+NOISE = 2.0
+"""How far a way may be from the best by the weights of the moment: so many times what pairs may take more."""
+
+PATIENCE = (20, 150)
+"""So many rounds in a row that bring nothing better end the search, of few nodes and of many."""
+
+LABELS_A_WORK, LABELS_A_WAY = 2_000_000, 20_000
+"""Labels that are looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a division does besides."""
+
+Over = Callable[[float], bool]
+"""Told of work that was done, whether the search is to end."""
+
+
+def applies(problem: Problem, nodes: Reduction) -> bool:
+    """Whether a division can be judged by loads and state alone."""
+    return local.applies(problem) and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
+
+
+def improved(
+    problem: Problem, nodes: Reduction, start: Sequence[int], over: Over, enough: float = 0.0
+) -> list[int] | None:
+    """The best assignment met on the way from one.
+
+    Args:
+        problem: what is asked, of the kind that ``applies`` names.
+        nodes: its layers, joined where they must be together.
+        start: by layer, its device; it meets all requirements.
+        over: told of work; ends the search.
+        enough: a bottleneck that ends it too, as none is smaller.
+
+    Returns:
+        By layer, its device; None where two devices hold too much to tell how to divide it.
+    """
+    return PairSearch(problem, nodes).improved(start, over, enough)
+
+
+class PairSearch:
+    """The search, which can go on where it was stopped, with what was tried in vain.
+
+    Args:
+        problem: what is asked, of the kind that ``applies`` names.
+        nodes: its layers, joined where they must be together.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction) -> None:
+        self._pairs, self._nodes = Pairs(problem, nodes), nodes
+        self._random = Random(problem.request.seed)
+        self._patience = min(PATIENCE[0] + 2 * len(nodes.nodes), PATIENCE[1])
+        self._in_vain: set[tuple[int, int, frozenset[int], frozenset[int]]] = set()
+        self._worse, self._idle = cycle(WORSE), 0
+        self._best: list[int] | None = None
+
+    def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
+        """The best assignment met on the way from one, or from where it was stopped if that was no worse.
+
+        Args:
+            start: by layer, its device; it meets all requirements.
+            over: told of work; ends the search.
+            enough: a bottleneck that ends it too, as none is smaller.
+
+        Returns:
+            By layer, its device; None where two devices hold too much to tell how to divide it.
+        """
+        self._over, self._ended = over, False
+        given = [start[layers[0]] for layers in self._nodes.nodes]
+        with suppress(TooWide):
+            if self._best is None or self._most_ms(given) < self._most_ms(self._best):
+                self._best = self._now = self._down(given)
+                self._idle = 0
+            return self._nodes.spread(self._from_here(self._best, enough))
+        return None
+
+    def _from_here(self, best: list[int], enough: float) -> list[int]:
+        """By node, its device in the best placement that is found."""
+        best_ms = self._most_ms(best)
+        while self._idle < self._patience and best_ms > enough and not self._ended:
+            worse = next(self._worse)
+            self._now = self._down(self._kicked(self._now, best_ms, worse))
+            now_ms, self._idle = self._most_ms(self._now), self._idle + 1
+            if now_ms < best_ms * (1 - 1e-12):
+                best, best_ms, self._idle = self._now, now_ms, 0
+            elif now_ms > best_ms * (1 + worse):
+                self._now = best
+        self._best = best
+        return best
+
+    def _most_ms(self, devices: Sequence[int]) -> float:
+        return max(self._pairs.loads.by_device(devices))
+
+    def _down(self, devices: list[int]) -> list[int]:
+        """Divide what the busiest device holds with another one, until that makes none better."""
+        while not self._ended:
+            found = self._less_busy(devices)
+            if found is None:
+                break
+            devices = found
+        return devices
+
+    def _less_busy(self, devices: list[int]) -> list[int] | None:
+        """A placement in which the busiest device is not as busy, nor is one in its place."""
+        loads = self._pairs.loads.by_device(devices)
+        busiest = max(range(len(loads)), key=lambda device: loads[device])
+        others = [device for device in range(len(loads)) if device != busiest]
+        self._random.shuffle(others)
+        most_ms = loads[busiest] * (1 - BETTER)
+        for other in others:
+            key = (busiest, other, _held(devices, busiest), _held(devices, other))
+            if key in self._in_vain or self._ended:
+                continue
+            found = self._divided(devices, busiest, other, (most_ms, most_ms), LABELS, 0.0)
+            if found is not None and max(self._pairs.loads.by_device(found)) <= loads[busiest]:
+                return found
+            self._in_vain.add(key)
+        return None
+
+    def _kicked(self, devices: list[int], best_ms: float, worse: float) -> list[int]:
+        """A placement in which some pairs hold something else."""
+        for _ in range(self._random.choice(RANDOM_PAIRS)):
+            loads = self._pairs.loads.by_device(devices)
+            one, other = self._random.sample(range(len(loads)), 2)
+            most_ms = best_ms * (1 + worse * self._random.random())
+            within = (max(most_ms, loads[one]), max(most_ms, loads[other]))
+            noise_ms = NOISE * worse * best_ms
+            found = None if self._ended else self._divided(devices, one, other, within, FEW_LABELS, noise_ms)
+            devices = devices if found is None else found
+        return devices
+
+    def _divided(
+        self, devices: list[int], one: int, other: int, most_ms: tuple[float, float], labels: int, noise_ms: float
+    ) -> list[int] | None:
+        """What two devices hold divided as evenly as can be; or at random, by some weights, with noise."""
+        ways = self._pairs.ways(devices, one, other, most_ms, labels)
+        looked_at = 0 if ways is None else ways.labels
+        self._ended = self._over((looked_at + LABELS_A_WAY) / LABELS_A_WORK)
+        if ways is None:
+            return None
+        if noise_ms:
+            weight = self._random.random()
+            goal = weight * ways.one_ms + (1 - weight) * ways.other_ms
+            goal = goal + noise_ms * np.array([self._random.random() for _ in goal])
+        else:
+            goal = ways.most_ms
+        found = [one if device == other else device for device in devices]
+        for node in ways.theirs(int(goal.argmin())):
+            found[node] = other
+        return found
+
+
+def _held(devices: Sequence[int], which: int) -> frozenset[int]:
+    return frozenset(node for node, device in enumerate(devices) if device == which)

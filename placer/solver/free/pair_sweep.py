@@ -1,0 +1,293 @@
+"""Two devices divide anew what they hold: all ways to do so that matter, gone through by a sweep.
+
+The nodes are taken one by one, each to the one device or to the other. What was decided matters later by the nets that
+are open alone, as in ``sweeps.py``, and by the load of each device so far::
+
+    nodes taken ──▶ │ border │ ──▶ nodes to come       label: state of the border, load of the one, load of the other
+
+Of two labels in the same state, one that is no less in both loads is dropped, and so is one that cannot end within what
+the devices may take: what the rest adds at the least, weighted by some rates, a plain dynamic program tells beforehand.
+Where labels are too many, one is kept of those that load the one device about the same. All other nodes stay where they
+are: what is found is a placement, and no proof.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver.free.loads import Loads
+from placer.solver.free.sweeps import Pins, order_of
+from placer.solver.nets import Net
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+MOST_STATES = 1_000
+"""More states of a border than so many are too many."""
+
+RATES = np.array([0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+"""By these the load of the one device is weighted, and by what is left of 1 that of the other."""
+
+ONE, OTHER, MADE_BY_ONE = 1, 2, 4
+"""Of a net: the one device has a pin of it, the other has, the one has its source; twice the last, the other has."""
+
+BANNED_MS = 1e15
+"""The time of a node where it may not be."""
+
+Numbers = NDArray[np.int64]
+Row = NDArray[np.float64]
+Border = tuple[tuple[int, int], ...]
+
+
+class TooWide(Exception):
+    """A border has too many states."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Ways to divide some nodes between two devices, none of them better in one load but worse in the other.
+
+    Attributes:
+        one_ms: by way, the load of the one device.
+        other_ms: that of the other.
+        labels: how many were looked at.
+    """
+
+    one_ms: Row
+    other_ms: Row
+    labels: int
+    _nodes: Sequence[int]
+    _came: Sequence[Numbers]
+
+    @property
+    def most_ms(self) -> Row:
+        """By way, the larger load."""
+        return np.maximum(self.one_ms, self.other_ms)
+
+    def theirs(self, way: int) -> list[int]:
+        """The nodes that go to the other device."""
+        found, label = [], way
+        for node, came in zip(reversed(self._nodes), reversed(self._came), strict=True):
+            label, to_other = divmod(int(came[label]), 2)
+            if to_other:
+                found.append(node)
+        return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One node, by the state of the border before it.
+
+    Attributes:
+        after: by state and device, the state behind it.
+        added_ms: by device whose load it is, by state and device of the node, what it adds.
+        size_bytes: what the node takes.
+    """
+
+    after: Numbers
+    added_ms: Row
+    size_bytes: float
+
+
+class Pairs:
+    """What any two devices can divide anew, of placements that ``local.applies`` to.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers, joined where they must be together.
+
+    Attributes:
+        problem: what is asked.
+        loads: what nodes and nets cost.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction) -> None:
+        self.problem, self._allowed, self.loads = problem, nodes.allowed, Loads(problem, nodes)
+        pins: dict[Pins, float] = defaultdict(float)
+        for net in self.loads.nets:
+            pins[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
+        self._order = order_of(len(nodes.nodes), pins)
+
+    def ways(
+        self, devices: Sequence[int], one: int, other: int, most_ms: tuple[float, float], most_labels: int
+    ) -> Ways | None:
+        """The ways to divide what two devices hold; None if none is found.
+
+        Args:
+            devices: by node, where all are.
+            one: a device.
+            other: another one.
+            most_ms: the load that each may have.
+            most_labels: where there are more at a step, some are dropped.
+
+        Raises:
+            TooWide: a border has too many states.
+        """
+        nodes = [node for node in self._order if devices[node] in (one, other)]
+        steps = self._steps(devices, nodes, one, other)
+        if not steps:
+            return None
+        room = (
+            [float(self.problem.devices[device].usable_bytes) for device in (one, other)]
+            if self.loads.limited
+            else None
+        )
+        return _Search(nodes, steps, np.array(most_ms), room, most_labels).ways()
+
+    def _steps(self, devices: Sequence[int], nodes: Sequence[int], one: int, other: int) -> list[_Step]:
+        """The steps of the sweep."""
+        paid = _Paid(self, devices, one, other)
+        left = Counter(net for node in nodes for net in self.loads.nets_of[node])
+        borders: list[Border] = [()]
+        found = []
+        for node in nodes:
+            left.subtract(self.loads.nets_of[node])
+            known: dict[Border, int] = {}
+            after, added = np.zeros((len(borders), 2), np.int64), np.zeros((2, len(borders), 2))
+            for column, device in enumerate((one, other)):
+                work_ms = self.loads.work_ms[node][device] if device in self._allowed[node] else BANNED_MS
+                bits = [(net, paid.bits(node, net, column)) for net in self.loads.nets_of[node]]
+                for state, border in enumerate(borders):
+                    sides, cost = dict(border), [0.0, 0.0]
+                    for net, bit in bits:
+                        before = sides.get(net, 0)
+                        if before | bit != before:
+                            here, there = paid.by(net, before), paid.by(net, before | bit)
+                            cost[0] += there[0] - here[0]
+                            cost[1] += there[1] - here[1]
+                        sides[net] = before | bit
+                        if not left[net]:
+                            del sides[net]
+                    cost[column] += work_ms
+                    after[state, column] = known.setdefault(tuple(sorted(sides.items())), len(known))
+                    added[:, state, column] = cost
+            borders = list(known)
+            if len(borders) > MOST_STATES:
+                raise TooWide
+            found.append(_Step(after, added, self.loads.state_bytes[node]))
+        return found
+
+
+class _Paid:
+    """What nets cost two devices, while the others hold what they hold.
+
+    Args:
+        pairs: all nodes and nets.
+        devices: by node, where all are.
+        one: a device.
+        other: another one.
+    """
+
+    def __init__(self, pairs: Pairs, devices: Sequence[int], one: int, other: int) -> None:
+        self._loads, self._devices, self._two = pairs.loads, devices, (one, other)
+        self._by_value = not pairs.problem.multicast
+        self._taxed = tuple(device not in pairs.problem.untaxed for device in self._two)
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def bits(self, node: int, net: int, column: int) -> int:
+        """What is known of a net if a node is at the one device, or in column 1 at the other."""
+        one = self._loads.nets[net]
+        source = one.source == node and (one.back_ms or self._by_value)
+        return (ONE | (MADE_BY_ONE if source else 0)) << column
+
+    def by(self, net: int, bits: int) -> tuple[float, float]:
+        """What a net costs each of them at the least, from what is known of it."""
+        key = net, bits
+        if key not in self._known:
+            paid = self._paid(self._loads.nets[net], bits)
+            self._known[key] = (paid[0] * self._taxed[0], paid[1] * self._taxed[1])
+        return self._known[key]
+
+    def _paid(self, net: Net, bits: int) -> tuple[float, float]:
+        has_one, has_other = bool(bits & ONE), bool(bits & OTHER)
+        source = self._devices[net.source]
+        away = {self._devices[reader] for reader in net.readers}.difference(self._two)
+        each = net.there_ms + net.back_ms
+        if source in self._two and bits & MADE_BY_ONE:
+            return self._loads.sent_ms(net, len(away) + has_other), each * has_other
+        if source in self._two and bits & MADE_BY_ONE << 1:
+            return each * has_one, self._loads.sent_ms(net, len(away) + has_one)
+        cut = (has_one and has_other) or bool(away) or source not in self._two
+        return each * (cut and has_one), each * (cut and has_other)
+
+
+@dataclass
+class _Search:
+    """The labels of one sweep.
+
+    Attributes:
+        nodes: in the order of the sweep.
+        steps: of each.
+        most_ms: the load that each device may have.
+        room: by device, the bytes that it may hold; None if that does not matter.
+        most_labels: at a step.
+    """
+
+    nodes: Sequence[int]
+    steps: Sequence[_Step]
+    most_ms: Row
+    room: Sequence[float] | None
+    most_labels: int
+
+    def ways(self) -> Ways | None:
+        """What is left at the end; None if nothing."""
+        rests = self._rests()
+        rates, most = RATES[:, None], (RATES * self.most_ms[0] + (1 - RATES) * self.most_ms[1])[:, None]
+        state = np.zeros(1, np.int64)
+        load, held = np.zeros((2, 1)), np.zeros((2, 1))
+        came, looked_at = [], 0
+        for step, rest in zip(self.steps, rests, strict=True):
+            labels = np.arange(len(state))
+            origin, column = np.concatenate([labels, labels]), np.repeat([0, 1], len(state))
+            load = load[:, origin] + step.added_ms[:, state[origin], column]
+            state = step.after[state[origin], column]
+            able = (rates * load[0] + (1 - rates) * load[1] + rest[:, state] <= most).all(axis=0)
+            if self.room is not None:
+                held = held[:, origin] + step.size_bytes * (column == np.array([[0], [1]]))
+                able &= (held <= np.array(self.room)[:, None]).all(axis=0)
+            chosen = self._thinned(state, load, _undominated(state, load, np.flatnonzero(able)))
+            if not len(chosen):
+                return None
+            state, load, held = state[chosen], load[:, chosen], held[:, chosen] if self.room is not None else held
+            came.append(2 * origin[chosen] + column[chosen])
+            looked_at += len(origin)
+        return Ways(load[0], load[1], looked_at, self.nodes, came)
+
+    def _rests(self) -> list[Row]:
+        """By step, rate and state behind it, the least that the rest adds."""
+        rates = RATES[:, None, None]
+        found = [np.zeros((len(RATES), 1))]
+        for step in reversed(self.steps[1:]):
+            ways = rates * step.added_ms[0] + (1 - rates) * step.added_ms[1] + found[-1][:, step.after]
+            found.append(ways.min(axis=2))
+        return found[::-1]
+
+    def _thinned(self, state: Numbers, load: Row, some: Numbers) -> Numbers:
+        """So many labels as may be: of those that load the one device about the same, that which loads it most.
+
+        It loads the other one least, as none is left that is worse in both.
+        """
+        width = self.most_ms[0] / self.most_labels
+        while len(some) > self.most_labels:
+            run = state[some] * (int(self.most_ms[0] / width) + 2) + (load[0, some] / width).astype(np.int64)
+            last = np.append(run[1:] != run[:-1], True)
+            if last.sum() <= self.most_labels:
+                return np.asarray(some[last])
+            width *= 1.5
+        return some
+
+
+def _undominated(state: Numbers, load: Row, able: Numbers) -> Numbers:
+    """Of the able labels those with none of their state that is no more in both loads; by state and load of the one."""
+    if not len(able):
+        return able
+    able = able[np.lexsort((load[1, able], load[0, able], state[able]))]
+    other = load[1, able]
+    ranked = state[able] * (float(other.max()) + 1.0) - other  # all of a state above all of the one before
+    kept = np.ones(len(able), bool)
+    kept[1:] = ranked[1:] > np.maximum.accumulate(ranked)[:-1]
+    return np.asarray(able[kept])

@@ -1,0 +1,256 @@
+"""The referee's own reading of a step: every pass and transfer an event, the step the longest path through them.
+
+A step in a row is the longest chain of events that each of them repeats (see ``in_a_row.py``). The order of passes
+is ``placer.schedule``'s, which is data that execution follows too; nothing else here is shared with the solver. The
+formulas are those of the docstrings of ``costs.py`` and ``placer.schedule``, read a second time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import TopologicalSorter
+from math import inf
+from typing import Any
+
+from placer.schedule import Plan, Transfer, plan
+from placer.schema import Edge, Placement, PlacementRequest
+from placer.solver.referee import in_a_row, recompute
+from placer.solver.referee.claims import equal, near, require
+
+Where = Mapping[str, str]
+Event = tuple[Any, ...]
+Pair = tuple[int, int]
+
+
+def chosen(request: PlacementRequest, placement: Placement) -> PlacementRequest | None:
+    """The question with what the placement chose; None if it may not choose so."""
+    for asked in choices(request):
+        same = (placement.batch_size, placement.chunks, placement.schedule, placement.contiguous)
+        if same == (asked.profile.batch_size, asked.chunks, asked.schedule, asked.constraints.contiguous):
+            return asked
+    return None
+
+
+def choices(request: PlacementRequest) -> Iterator[PlacementRequest]:
+    """The question once for every micro-batch size, schedule and kind of placement that fits it."""
+    whole = request.batch_size or request.chunks * request.profile.batch_size
+    contiguous_too = ["1f1b", "zero-bubble", "fill-drain"] if request.is_training else ["fill-drain"]
+    kinds = [(order, True) for order in (contiguous_too if request.schedule == "auto" else [request.schedule])]
+    always = any(recompute.must(request, device.name) for device in request.devices)
+    if request.is_training and request.schedule in ("auto", "interleaved") and not always:
+        kinds += [("interleaved", False)] * (request.constraints.contiguous is not True)
+    for profile in (request.profile, *request.profiles):
+        if whole % profile.batch_size:
+            continue
+        for order, contiguous in kinds:
+            rules = request.constraints.model_copy(update={"contiguous": contiguous})
+            given = {"profile": profile, "chunks": whole // profile.batch_size, "cluster": request.placed_on}
+            yield request.model_copy(update=given | {"schedule": order, "constraints": rules})
+
+
+class StepReading:
+    """One placement's step, event by event.
+
+    Args:
+        request: the question, with all but the map chosen.
+        where: by layer, its device.
+        stages: the devices in pipeline order.
+    """
+
+    def __init__(self, request: PlacementRequest, where: Where, stages: Sequence[str]) -> None:
+        self._request, self._where = request, where
+        self._types = {device.name: device.type for device in request.devices}
+        self._links = {(link.source, link.target): link for link in request.placed_on.links}
+        self.stage_of, self._devices = self._stages(stages)
+        self._passes = {kind: self._sums(kind) for kind in ("forward", "backward", "weights")}
+        self._values, self._gradients = self._crossings()
+        self.plan = self._plan()
+        self._optimizer_ms: dict[str, float] = defaultdict(float)
+        for layer in request.profile.layers if request.is_training else ():
+            device = where[layer.name]
+            self._optimizer_ms[device] += layer.optimizer_ms.get(self._types[device], 0.0)
+
+    def _stages(self, stages: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+        if self._request.constraints.contiguous:
+            return {layer: stages.index(device) for layer, device in self._where.items()}, list(stages)
+        stage_of: dict[str, int] = {}
+        devices: list[str] = []
+        for layer, device in self._where.items():
+            if not devices or devices[-1] != device:
+                devices.append(device)
+            stage_of[layer] = len(devices) - 1
+        return stage_of, devices
+
+    def _sums(self, kind: str) -> list[float]:
+        total = [0.0] * len(self._devices)
+        for layer in self._request.profile.layers:
+            device_type = self._types[self._where[layer.name]]
+            backward = layer.backward_ms[device_type] if self._request.is_training else 0.0
+            times = {"forward": layer.forward_ms[device_type], "backward": backward}
+            untold = backward / 2 if layer.grad_bytes else 0.0  # what has no parameters to train has no such half
+            times["weights"] = min(backward, layer.weights_ms.get(device_type, untold))
+            total[self.stage_of[layer.name]] += times[kind]
+        return total
+
+    def _plan(self) -> Plan:
+        names = [device.name for device in self._request.devices]
+        schedule = self._request.schedule
+        assert schedule != "auto"
+        times = {f"{kind}_ms": total for kind, total in self._passes.items()}
+        places = [names.index(device) for device in self._devices]
+        crossings = [Transfer(*pair, there, self._gradients.get(pair)) for pair, there in sorted(self._values.items())]
+        return plan(
+            schedule, places, self._request.chunks, training=self._request.is_training, transfers=crossings, **times
+        )
+
+    def _crossings(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
+        """By maker's and first reader's stage, how long values take, and their gradients back."""
+        values: dict[Pair, float] = defaultdict(float)
+        gradients: dict[Pair, float] = defaultdict(float)
+        for edge in self._request.profile.edges:
+            for device in {self._where[name] for name in edge.targets} - {self._where[edge.source]}:
+                pair = self.stage_of[edge.source], self._first_reader(edge, device)
+                values[pair] += self._links[self._where[edge.source], device].transfer_ms(edge.bytes)
+                if self._request.is_training and edge.gradient_bytes:
+                    gradients[pair] += self._links[device, self._where[edge.source]].transfer_ms(edge.gradient_bytes)
+        return values, gradients
+
+    def _first_reader(self, edge: Edge, device: str) -> int:
+        return min(self.stage_of[name] for name in edge.targets if self._where[name] == device)
+
+    def flights(self) -> dict[str, int]:
+        """By layer, the micro-batches in flight at its segment."""
+        return {layer: self.plan.in_flight[stage] for layer, stage in self.stage_of.items()}
+
+    def step_ms(self) -> float:
+        """How long the whole batch takes, with the optimizer: alone or in a row, as is asked."""
+        return self.in_a_row_ms() if self._request.steps == "in-a-row" else self.alone_ms()
+
+    def in_a_row_ms(self) -> float:
+        """How long it takes after another."""
+        waits, carried = self._waits(), self._carried()
+        return in_a_row.longest_mean(waits | self._optimizers(), carried, self._duration)
+
+    def alone_ms(self) -> float:
+        """How long it takes from idle devices to idle devices."""
+        end: dict[Event, float] = {}
+        waits = self._waits()
+        for event in TopologicalSorter(waits).static_order():
+            end[event] = max((end[before] for before in waits[event]), default=0.0) + self._duration(event)
+        last = max(end[tuple(item)] for item in self.plan.issue)
+        return last + self.optimizer_ms()
+
+    def optimizer_ms(self) -> float:
+        """The device whose optimizer takes longest."""
+        return max(self._optimizer_ms.values(), default=0.0)
+
+    def _duration(self, event: Event) -> float:
+        if event[0] == "optimizer":
+            return self._optimizer_ms.get(event[1], 0.0)
+        if event[0] == "values":
+            return self._values[event[1]]
+        if event[0] == "gradients":
+            return self._gradients[event[1]]
+        stage, phase, _ = event
+        whole = self._passes[phase][stage]
+        return whole - self._passes["weights"][stage] if self.plan.split and phase == "backward" else whole
+
+    def _lanes(self) -> list[list[Event]]:
+        """What goes through each lane, in order."""
+        lanes: dict[Event, list[Event]] = defaultdict(list)
+        for stage, phase, batch in self.plan.issue:
+            for pair in sorted(pair for pair in self._values if pair[1] == stage):
+                other, here = self._devices[pair[0]], self._devices[stage]
+                if phase == "forward":
+                    lanes["values", other, here].append(("values", pair, batch))
+                elif phase == "backward" and pair in self._gradients:
+                    lanes["gradients", here, other].append(("gradients", pair, batch))
+        return list(lanes.values())
+
+    def _waits(self) -> dict[Event, set[Event]]:
+        """By event, those of its step that it waits for."""
+        waits: dict[Event, set[Event]] = defaultdict(set)
+        before: dict[str, Event] = {}
+        for stage, phase, batch in self.plan.issue:
+            item, here = (stage, phase, batch), self._devices[stage]
+            waits[item] |= {before[here]} if here in before else set()
+            before[here] = item
+            for pair in sorted(pair for pair in self._values if pair[1] == stage):
+                if phase == "forward":
+                    sent: Event = ("values", pair, batch)
+                    waits[sent] |= {(pair[0], "forward", batch)} | self._room(stage, batch)
+                    waits[item].add(sent)
+                elif phase == "backward" and pair in self._gradients:
+                    sent = ("gradients", pair, batch)
+                    waits[sent].add(item)
+                    waits[pair[0], "backward", batch].add(sent)
+            if phase == "backward" and all(pair[0] != stage for pair in self._gradients):
+                waits[item].add((len(self._devices) - 1, "forward", batch))
+        for lane in self._lanes():
+            for first, second in itertools.pairwise(lane):
+                waits[second].add(first)
+        return waits
+
+    def _of_device(self) -> dict[str, list[Event]]:
+        """By device, its passes in order."""
+        passes: dict[str, list[Event]] = defaultdict(list)
+        for stage, phase, batch in self.plan.issue:
+            passes[self._devices[stage]].append((stage, phase, batch))
+        return passes
+
+    def _optimizers(self) -> dict[Event, set[Event]]:
+        """The optimizer of each device, which waits for the last of its passes."""
+        return {("optimizer", device): {passes[-1]} for device, passes in self._of_device().items()}
+
+    def _carried(self) -> dict[Event, set[Event]]:
+        """By event, those of the step before that it waits for: its device, its lane, and what had its buffer."""
+        carried: dict[Event, set[Event]] = defaultdict(set)
+        for device, passes in self._of_device().items():
+            carried[passes[0]].add(("optimizer", device))
+        last = "weights" if self.plan.split else "backward"
+        for lane in self._lanes():
+            carried[lane[0]].add(lane[-1])
+        for pair in self._values if self.plan.training else ():
+            held = self.plan.in_flight[pair[1]]
+            for batch in range(held):
+                same = [other for other in range(self._request.chunks) if other % held == batch]
+                carried["values", pair, batch].add((pair[1], last, same[-1]))
+        return carried
+
+    def _room(self, stage: int, batch: int) -> set[Event]:
+        """The pass that makes room for a micro-batch."""
+        older = batch - self.plan.in_flight[stage]
+        last = "weights" if self.plan.split else "backward"
+        return {(stage, last, older)} if self.plan.training and older >= 0 else set()
+
+
+def check_said(request: PlacementRequest, reading: StepReading, placement: Placement) -> None:
+    """Raise on what is said of a whole batch and is not so: the best of the choices, bounds of all, both times.
+
+    Args:
+        request: the question.
+        reading: of the placement's step.
+        placement: the answer.
+
+    Raises:
+        PlacementError: what is claimed, and what is true.
+    """
+    step, value = placement.step, placement.objective_value or 0.0
+    assert step is not None  # check() has looked
+    size = request.batch_size or request.chunks * request.profile.batch_size
+    equal("step.batch_size", step.batch_size, size)
+    if step.samples_per_s is not None:
+        near("step.samples_per_s", step.samples_per_s * value, 1e3 * size)
+    equal("step.steps", step.steps, request.steps)
+    for name, claimed, true in (
+        ("alone_ms", step.alone_ms, reading.alone_ms()),
+        ("in_a_row_ms", step.in_a_row_ms, reading.in_a_row_ms()),
+    ):
+        near(f"step.{name}", inf if claimed is None else claimed, true)
+    near("step.optimizer_ms", step.optimizer_ms, reading.optimizer_ms())
+    found = [one.objective_value for one in step.choices if one.objective_value is not None]
+    near("the best of step.choices", min(found), value)
+    bounds = [one.bound for one in step.choices if one.bound is not None]
+    require((placement.bound or 0.0) <= min(bounds), f"bound {placement.bound} is above that of a choice")

@@ -1,0 +1,153 @@
+"""A search for a placement: the best so far, what is proven, and what is left of the time.
+
+Each part of the portfolio (``solve.py``) is given it, offers what it finds and proves what it can.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf, nextafter
+from time import monotonic
+
+from placer.schema import PlacementRequest
+from placer.solver import answer, costs, ties
+from placer.solver.problem import Problem
+from placer.solver.program.cpsat import Limits, Meter
+from placer.solver.reduce import Reduction, reduced
+
+Progress = Callable[["Incumbent"], None]
+
+SAME = 1e-12
+"""Objectives that differ by no more than this share are the same."""
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The best placement so far.
+
+    Attributes:
+        objective_value: in the objective's unit.
+        bound: the proven lower bound at that time.
+        time_s: since the solve began.
+    """
+
+    objective_value: float
+    bound: float
+    time_s: float
+
+
+@dataclass
+class Search:
+    """One solve: the incumbent, the bound and the time.
+
+    Attributes:
+        problem: what is asked.
+        progress: as ``solve`` takes it.
+        stop: as ``solve`` takes it.
+        best: by layer, the device in the best placement so far.
+        value: its objective.
+        rank: its transfer and spread, which break ties.
+        bound: the proven lower bound.
+        method: what found the best.
+        enough: a bottleneck that will do: the search ends with a placement within it, or the proof that none is; None
+            for the smallest.
+        meter: counts the work, and ends the search when all is done that may be.
+        too_many: a bottleneck of which there are too many ideals, as far as is known.
+        merged: the layers in the nodes of the threshold that was last asked for, and that threshold.
+        began: when, by the monotonic clock.
+        request: that of the problem.
+        nodes: what must be on one device, as one node.
+    """
+
+    problem: Problem
+    progress: Progress | None = None
+    stop: threading.Event | None = None
+    best: list[int] | None = None
+    value: float = inf
+    rank: ties.Rank = (inf, inf)
+    bound: float = 0.0
+    method: str = ""
+    enough: float | None = None
+    meter: Meter = field(default_factory=Meter)
+    too_many: float = inf
+    merged: tuple[float, Reduction] | None = None
+    began: float = field(default_factory=monotonic)
+    request: PlacementRequest = field(init=False)
+    nodes: Reduction = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request = self.problem.request
+        self.nodes = reduced(self.problem)
+
+    def limits(self, work: float) -> Limits:
+        """For a search of so much work whose placements are offered as they are found."""
+        request = self.request
+        return Limits(self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter)
+
+    def quietly(self, work: float) -> Limits:
+        """For a search of so much work whose placements are looked at when it ends."""
+        request = self.request
+        return Limits(self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter)
+
+    def over(self, share: float) -> bool:
+        """Whether a share of the time, or of the work, is over."""
+        if self.meter.done > share * self.meter.limit:
+            return True
+        return self._stopped() or self._time_s() > share * self.request.time_limit_s
+
+    def _stopped(self) -> bool:
+        return self.stop is not None and self.stop.is_set()
+
+    def better(self) -> float:
+        """The objective from which a placement counts as better than the best so far."""
+        better = self.value - 1 if self.request.objective == "memory" else self.value * (1 - answer.PROVEN_GAP / 2)
+        return better if self.enough is None else min(better, self.enough)
+
+    def nothing_below(self) -> float:
+        """What is proven if nothing is better: bytes are whole numbers."""
+        if self.enough is not None and self.better() == self.enough:
+            return nextafter(self.enough, inf)
+        return self.value if self.request.objective == "memory" else self.better()
+
+    def _found(self, devices: list[int], bound: float) -> None:
+        self.prove(bound)
+        self.offer(devices, "integer program")
+
+    def offer(self, devices: list[int] | None, method: str) -> None:
+        """Keep an assignment if it meets every requirement and is better."""
+        if devices is None or not costs.allowed(self.problem, devices):
+            return
+        result = costs.evaluate(self.problem, devices)
+        if result is None or not self._beats(result) or not costs.fits(self.problem, result):
+            return  # in this order, as what fits takes longest to tell
+        better = result.objective_value < self.value
+        self.best, self.value, self.method = devices, result.objective_value, method if better else self.method
+        self.rank = ties.rank(result)
+        if better and self.progress is not None:
+            self.progress(Incumbent(self.value, min(self.bound, self.value), self._time_s()))
+
+    def _beats(self, result: costs.Costs) -> bool:
+        """Whether a placement is better than the best so far, or as good and of smaller rank."""
+        if self.best is not None and abs(result.objective_value - self.value) <= SAME * self.value:
+            return ties.rank(result) < self.rank
+        return result.objective_value < self.value
+
+    def prove(self, bound: float) -> None:
+        """Keep a lower bound if it is higher."""
+        if bound > self.bound:
+            self.bound = bound
+
+    def open(self) -> bool:
+        """Whether there may be something better that is wanted."""
+        if self.enough is not None and (self.value <= self.enough or self.bound > self.enough):
+            return False
+        return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
+
+    def _time_s(self) -> float:
+        return monotonic() - self.began
+
+    def left_s(self) -> float:
+        """What is left of the time, in seconds."""
+        return self.request.time_limit_s - self._time_s()

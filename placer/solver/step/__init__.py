@@ -1,0 +1,1 @@
+"""Objective ``step``: micro-batches, schedule and map together, for the shortest whole batch."""

@@ -1,0 +1,326 @@
+r"""Lower bounds on the step of every placement, for one number of micro-batches and one schedule.
+
+These are of a step alone; ``in_a_row.py`` says what becomes of them where steps follow one another. With n
+micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through in the
+stages before it (behind it)::
+
+    any placement       n * c of every device; one micro-batch's way to any layer and back; if contiguous, what filling
+                        the pipeline takes (see ``fill.py``)
+    a row of stages     before + n * c
+                        until the first stage has its last gradients: before + n * c without weight halves that run
+                        apart; the whole way + (n - 1) * f, and the same with b; then its weight half and optimizer
+      fill-drain        the whole way + (n - 1) * c: a flow shop forwards, then one backwards
+      1f1b              before + n * c + wait(f) + wait(b), with w = min(n, stages from here) micro-batches in flight:
+                        until the first one comes back the stage runs w - 1 further forward passes, before the last one
+                        comes back w - 1 backward passes, wait(x) = max(0, behind - (w - 1) * x). Where n <= stages
+                        from here these are one wait, the longer.
+      zero-bubble       before + n * c + wait(f), without the weight halves of other stages, for which nobody waits
+
+Of transfers only those at a stage's own two cuts are counted, over the fastest link; what is elsewhere is reckoned on
+its fastest device. The bound of a whole cut of a row is the largest of its stages', so that a dynamic program finds the
+cut where it is smallest (see ``exact.py``). Where cuts are gone through, the first stages are known: what the first one
+does at the end, and the transfers between them, come on top.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.schedule import in_flight
+from placer.solver import pipelines
+from placer.solver.bounds import fastest_ms, longest_paths
+from placer.solver.linear import exact
+from placer.solver.linear.exact import Counts, CutTable
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+from placer.solver.step import fill, in_a_row
+
+Table = NDArray[np.float64]
+Matrix = Sequence[Sequence[float]]
+Options = list[tuple[float, int, int]]
+_Entry = tuple[float, int, int, "_OpenCut", int]
+
+ROUNDING = 1 - 1e-9
+"""Sums in another order round differently."""
+
+
+def any_placement(problem: Problem, nodes: Reduction) -> float:
+    """No step is shorter than the busiest device's work, nor than one micro-batch's way, in milliseconds."""
+    if pipelines.in_a_row(problem):
+        return in_a_row.any_placement(problem, nodes, _awaited_ms(problem)) * ROUNDING
+    work = [
+        min(sum(problem.compute_ms(layer, device) for layer in layers) for device in nodes.allowed[node])
+        for node, layers in enumerate(nodes.nodes)
+    ]
+    passes = problem.request.chunks * max(max(work), sum(work) / problem.most_devices)
+    filled = fill.filling(problem, nodes, _awaited_ms(problem))
+    return (max(passes, _way(problem), filled) + least_optimizer(problem, nodes)) * ROUNDING
+
+
+def least_optimizer(problem: Problem, nodes: Reduction) -> float:
+    """No placement's optimizer takes less, in milliseconds."""
+    time_ms = [
+        min(sum(pipelines.optimizer_ms(problem, layer, device) for layer in layers) for device in nodes.allowed[node])
+        for node, layers in enumerate(nodes.nodes)
+    ]
+    return max(max(time_ms), sum(time_ms) / problem.most_devices)
+
+
+def _way(problem: Problem) -> float:
+    """The longest way of one micro-batch to a layer and from there back, along values that have gradients."""
+    steps = range(len(problem.layers))
+    there = [(value.source, reader) for value in problem.values for reader in value.readers]
+    back = [(value.source, reader) for value in problem.values if value.gradient_bytes for reader in value.readers]
+    forwards = longest_paths(steps, fastest_ms(problem, problem.forward_ms), there)
+    backwards = longest_paths(steps, fastest_ms(problem, _awaited_ms(problem)), back)
+    return max(one + other for one, other in zip(forwards, backwards, strict=True))
+
+
+def _awaited_ms(problem: Problem) -> Matrix:
+    """By layer and device, what others wait for of a backward pass."""
+    if problem.request.schedule != "zero-bubble":
+        return problem.backward_ms
+    return [
+        [whole - pipelines.weights_ms(problem, layer, device) for device, whole in enumerate(row)]
+        for layer, row in enumerate(problem.backward_ms)
+    ]
+
+
+def is_row(problem: Problem, nodes: Reduction) -> bool:
+    """Whether every contiguous placement is a row of stages, each of which waits for its neighbours both ways."""
+    if len(nodes.nodes) > exact.MOST_NODES or not exact.is_only_order(problem, nodes):
+        return False
+    back = {
+        (nodes.node_of[value.source], nodes.node_of[reader])
+        for value in problem.values
+        if value.gradient_bytes
+        for reader in value.readers
+    }
+    return not problem.training or all((node, node + 1) in back for node in range(len(nodes.nodes) - 1))
+
+
+class StepTable(CutTable):
+    """Lower bounds on the step by how a row is cut, with those cuts below a value.
+
+    Args:
+        problem: what is asked, of a schedule and a number of micro-batches.
+        nodes: its layers in nodes, a row.
+        bottleneck: the same question with objective ``throughput``, by whose memory cuts are judged.
+        classes: devices that may be swapped.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, bottleneck: Problem, classes: list[list[int]]) -> None:
+        super().__init__(bottleneck, nodes, [[node] for node in range(len(nodes.nodes))], classes)
+        self._asked = problem
+        self._extra = 0.0 if pipelines.in_a_row(problem) else least_optimizer(problem, nodes)
+        devices, layers = range(len(problem.devices)), range(len(problem.layers))
+        self._optimizer = self._sums([[pipelines.optimizer_ms(problem, i, d) for d in devices] for i in layers])
+        self._forward = self._sums(problem.forward_ms)
+        self._backward = self._sums(problem.backward_ms)
+        self._awaited = self._sums(_awaited_ms(problem))
+        self._way_there = self._fastest_sums(problem.forward_ms)
+        self._way_back = self._fastest_sums(_awaited_ms(problem))
+        self._cut_there, self._cut_back = self._transfers()
+        self._by_stages_left: dict[tuple[int, int], tuple[Table, Table]] = {}
+        self._best_trip: dict[Counts, Table] = {}
+
+    def _sums(self, time_ms: Matrix) -> Table:
+        """By device and node, the sum over all nodes before it."""
+        devices = range(len(self.problem.devices))
+        rows = [[sum(time_ms[layer][d] for layer in layers) for layers in self.nodes.nodes] for d in devices]
+        return np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.array(rows), axis=1)], axis=1)
+
+    def _fastest_sums(self, time_ms: Matrix) -> Table:
+        """By node, the sum over all nodes before it, each layer on its fastest device."""
+        fastest = fastest_ms(self.problem, time_ms)
+        return np.concatenate([[0.0], np.cumsum([sum(fastest[layer] for layer in row) for row in self.nodes.nodes])])
+
+    def cost(self, kind: int, stages_left: int) -> Table:
+        """By first node and end, a lower bound on the step with that stage; infinite where it cannot be."""
+        return self._bounds_of(kind, stages_left)[0]
+
+    def _bounds_of(self, kind: int, stages_left: int) -> tuple[Table, Table]:
+        """The same, and a bound on the time until the first stage has its last gradients."""
+        key = kind, stages_left
+        if key not in self._by_stages_left:
+            possible = np.isfinite(super().cost(kind, stages_left))
+            own, trip = self._bound(self.classes[kind][0], stages_left)
+            whole, until = (
+                np.where(possible, (bound + self._extra) * ROUNDING, np.inf) for bound in (np.maximum(own, trip), trip)
+            )
+            self._by_stages_left[key] = whole, until
+        return self._by_stages_left[key]
+
+    def fill(self) -> tuple[float, Counts]:
+        """Fill the table, also by the time until the first stage has its last gradients."""
+        found = super().fill()
+        for counts, best in self.best.items():  # ascending numbers of devices
+            self._best_trip[counts] = best if not sum(counts) else self._least_trip(counts)
+        return found
+
+    def _least_trip(self, counts: Counts) -> Table:
+        """By first node, the least such time with the stages from there."""
+        trips = [self._trips(counts, kind, slice(None)).min(axis=-1) for kind in exact.kinds_left(counts)]
+        return np.asarray(np.min(trips, axis=0))
+
+    def _trips(self, counts: Counts, kind: int, start: slice | int) -> Table:
+        """By first node and end, such a time where a device of that class takes the stage between."""
+        until = self._bounds_of(kind, sum(counts))[1][start]
+        return np.asarray(np.maximum(until, self._best_trip[exact.one_less(counts, kind)]))
+
+    def _tail(self, kind: int) -> Table:
+        """By end of the first stage, what it does when it has its last gradients: a weight half, and the optimizer."""
+        device = self.classes[kind][0]
+        optimizer = self._optimizer[device] if self._asked.training else np.zeros(len(self.nodes.nodes) + 1)
+        return np.asarray((self._backward - self._awaited)[device] + np.maximum(0.0, optimizer - self._extra))
+
+    def _transfers(self) -> tuple[Table, Table]:
+        """By node, what a cut before it takes of one micro-batch's way, there and back, over the fastest link."""
+        there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
+        links = [link for row in self.problem.links for link in row if link is not None]
+        for value in self.problem.values if links else ():
+            node = self.nodes.node_of[value.source]
+            if node + 1 in self.nodes.of(value.readers):
+                there[node + 1] += min(link.transfer_ms(value.bytes) for link in links)
+                if value.gradient_bytes:
+                    back[node + 1] += min(link.transfer_ms(value.gradient_bytes) for link in links)
+        return there, back
+
+    def _bound(self, device: int, stages_left: int) -> tuple[Any, Any]:
+        """By first node and end, bounds on a step's passes with a stage there: all, and until gradients are back."""
+        chunks = self._asked.request.chunks
+        forward, backward, awaited = (
+            sums[device][None, :] - sums[device][:, None] for sums in (self._forward, self._backward, self._awaited)
+        )
+        there = (self._way_there + self._cut_there)[:, None]
+        back = (self._way_back + self._cut_back)[:, None]
+        whole = self._way_there[-1] + self._way_back[-1]
+        behind = (whole - self._way_there - self._way_back + self._cut_there + self._cut_back)[None, :]
+        cut = self._cut_there + self._cut_back
+        whole = whole + cut[:, None] + cut[None, :]
+        way = whole + (chunks - 1) * np.maximum(forward, awaited)
+        wait = self._wait(stages_left, behind, forward, backward)
+        own = chunks * (forward + backward) + wait
+        round_trip = np.maximum(way, there + back + chunks * (forward + awaited) + wait)
+        if not pipelines.in_a_row(self._asked):
+            return there + own, round_trip
+        own = own + self._optimizer[device][None, :] - self._optimizer[device][:, None]
+        lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
+        return np.maximum(own, lanes), round_trip if self._asked.training else np.zeros_like(own)
+
+    def _wait(self, stages_left: int, behind: Table, forward: Table, backward: Table) -> Any:
+        """By first node and end, how long a stage there has nothing to do between its first pass and its last."""
+        chunks, schedule = self._asked.request.chunks, self._asked.request.schedule
+        if not self._asked.training:
+            return 0.0
+        if schedule == "fill-drain":
+            return behind
+        if schedule == "zero-bubble":
+            room = in_flight(schedule, self.problem.most_devices, 0, chunks)
+            return np.maximum(0.0, behind - (room - 1) * forward)
+        held = min(chunks, stages_left)
+        first, last = (np.maximum(0.0, behind - (held - 1) * time) for time in (forward, backward))
+        return first + last if chunks > stages_left else np.maximum(first, last)
+
+    def cuts(self) -> Iterator[tuple[float, list[int]]]:
+        """Every cut, the lowest bound first.
+
+        Yields:
+            Its bound, which is one for all that follow, and by layer its device.
+        """
+        if not np.isfinite(self.fill()[0]):
+            return
+        queue: list[_Entry] = []
+        number = itertools.count()
+
+        def push(open_cut: _OpenCut, choice: int) -> None:
+            if choice < len(open_cut.options):
+                bound = max(open_cut.bound, open_cut.options[choice][0])
+                heapq.heappush(queue, (bound, -open_cut.start, next(number), open_cut, choice))
+
+        for counts in self.best:
+            if sum(counts) < self.problem.least_devices:
+                continue
+            push(_OpenCut(0, counts, (), 0.0, None, self._next_stages(0, counts, None)), 0)
+        while queue:
+            bound, _, _, parent, choice = heapq.heappop(queue)
+            push(parent, choice + 1)
+            _, stop, kind = parent.options[choice]
+            stages = (*parent.stages, (stop, kind))
+            if stop == len(self.nodes.nodes):
+                yield bound, self._devices(stages)
+            else:
+                counts = exact.one_less(parent.counts, kind)
+                tail = float(self._tail(kind)[stop]) if parent.tail is None else parent.tail
+                tail += float(self._cut_there[parent.start] + self._cut_back[parent.start])
+                push(_OpenCut(stop, counts, stages, bound, tail, self._next_stages(stop, counts, tail)), 0)
+
+    def _devices(self, stages: tuple[tuple[int, int], ...]) -> list[int]:
+        """By layer, its device, from the end and the class of each stage."""
+        unused = [iter(members) for members in self.classes]
+        devices: list[int] = []
+        for stop, kind in stages:
+            devices += [next(unused[kind])] * (stop - len(devices))
+        return self.nodes.spread(devices)
+
+    def _next_stages(self, start: int, counts: Counts, tail: float | None) -> Options:
+        """Bound, end and class of the next stage, by bound; those that lead nowhere left out.
+
+        Args:
+            start: where it begins.
+            counts: by class, the devices that are left.
+            tail: what is known to come on top of the time until the first stage has its last gradients; None if the
+                next is the first.
+        """
+        found = []
+        for kind in exact.kinds_left(counts):
+            later = self.best[exact.one_less(counts, kind)]
+            row = np.maximum(self.cost(kind, sum(counts))[start], later)
+            trips = self._trips(counts, kind, start) + (self._tail(kind) if tail is None else tail) * ROUNDING
+            row = np.maximum(row, trips)
+            found += [(float(row[stop]), int(stop), kind) for stop in np.flatnonzero(np.isfinite(row))]
+        return sorted(found)
+
+
+@dataclass(frozen=True)
+class _OpenCut:
+    """The first stages of cuts.
+
+    Attributes:
+        start: where the next stage begins.
+        counts: by class, the devices that are left, all of which are used.
+        stages: the end and the class of those that are decided.
+        bound: the largest of theirs.
+        tail: what the first of them does when it has its last gradients, and transfers at cuts before the last one's;
+            None if there is none.
+        options: for the next stage, by bound.
+    """
+
+    start: int
+    counts: Counts
+    stages: tuple[tuple[int, int], ...]
+    bound: float
+    tail: float | None
+    options: Options
+
+
+def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable | None:
+    """The table of a row; None if the model is none, or has too many kinds of devices.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        bottleneck: the same question with objective ``throughput``.
+    """
+    classes, exactly = exact.device_classes(problem)
+    if not exactly or not problem.contiguous or not all(nodes.allowed) or not is_row(problem, nodes):
+        return None
+    found = StepTable(problem, nodes, bottleneck, classes)
+    return found if found.intervals.exact else None

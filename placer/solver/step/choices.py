@@ -1,0 +1,152 @@
+"""What objective ``step`` chooses among, beside the map: micro-batch sizes, schedules and kinds of placements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+from placer.schema import Infeasibility, Link, PlacementRequest, Profile, Schedule, StepChoice
+from placer.solver import costs
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction, reduced
+from placer.solver.step import bounds
+
+TRAINING: tuple[Schedule, ...] = ("1f1b", "zero-bubble", "fill-drain")
+"""The schedules of contiguous placements."""
+
+INSTANT_BYTES_PER_S = 1e18
+"""Over a link of so many bytes a second, the most that a link may have, nothing takes any time to speak of."""
+
+
+@dataclass
+class Choice:
+    """One micro-batch size, schedule and kind of placement.
+
+    Attributes:
+        problem: the question with these.
+        nodes: its layers in nodes.
+        bound: no step of it is shorter, in ms.
+        devices: by layer, the device in the best placement found.
+        value: its step, in ms.
+        reason: why there is none, where that is proven.
+        cuts: those of a row that were not looked at yet, with their bounds; None where the model is none.
+    """
+
+    problem: Problem
+    nodes: Reduction
+    bound: float
+    devices: list[int] | None = None
+    value: float = inf
+    reason: Infeasibility | None = None
+    cuts: Iterator[tuple[float, list[int]]] | None = None
+
+    @property
+    def bottleneck(self) -> Problem:
+        """The same question with objective ``throughput``."""
+        return bottleneck_of(self.problem)
+
+
+def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
+    """A question by objective ``step`` as one for a small bottleneck, which no less can be placed for.
+
+    Args:
+        problem: what is asked.
+        held: where micro-batches in flight are counted segment by segment, how many each is taken to hold. At least
+            one is: what cannot be with one cannot be at all. What can be with all of them can be.
+    """
+    asked = problem.request.model_copy(update={"objective": "throughput", "transfers": "overlapped"})
+    if by_segment(problem):
+        asked = asked.model_copy(update={"chunks": held})
+    return replace(problem, request=asked)
+
+
+def work_alone(problem: Problem) -> Problem:
+    """The same question where transfers take no time: several lanes may carry those of a device at once."""
+    link = Link(source="any", target="other", bandwidth_bytes_per_s=INSTANT_BYTES_PER_S)
+    numbers = range(len(problem.devices))
+    links = tuple(tuple(link if a != b and problem.links[a][b] is not None else None for b in numbers) for a in numbers)
+    return replace(problem, links=links)
+
+
+def by_segment(problem: Problem) -> bool:
+    """Whether micro-batches in flight are counted segment by segment."""
+    return problem.request.schedule == "interleaved" and not problem.contiguous
+
+
+def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:
+    """What is asked, with one profile, number of micro-batches, schedule and kind of placement at a time."""
+    for profile, chunks in request.micro_batches():
+        for contiguous, order in _kinds(request):
+            yield question(request, profile, chunks, order, contiguous)
+
+
+def question(
+    request: PlacementRequest, profile: Profile, chunks: int, order: Schedule, contiguous: bool
+) -> PlacementRequest:
+    """What is asked, with all that objective ``step`` chooses chosen, but the map."""
+    fixed = {
+        "profile": profile,
+        "profiles": (),
+        "batch_size": None,
+        "cluster": request.placed_on,
+        "chunks": chunks,
+        "schedule": order,
+        "constraints": request.constraints.model_copy(update={"contiguous": contiguous}),
+        "explain": False,
+    }
+    return request.model_copy(update=fixed)
+
+
+def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRequest:
+    """What is asked, with the micro-batches and the schedule chosen that make the step of a map shortest.
+
+    Args:
+        request: the question.
+        where: by layer, its device.
+    """
+
+    def rank(asked: PlacementRequest) -> tuple[bool, float]:
+        problem = Problem.from_request(asked)
+        index = {device.name: number for number, device in enumerate(problem.devices)}
+        result = costs.evaluate(problem, [index[where[layer.name]] for layer in problem.layers])
+        return (True, inf) if result is None else (not costs.fits(problem, result), result.objective_value)
+
+    return min(questions(request), key=rank)
+
+
+def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
+    """Whether placements are contiguous, and the schedule."""
+    asked = request.schedule
+    by_rule = any(request.constraints.recompute_on(device.name) == "always" for device in request.devices)
+    may_be_free = request.constraints.contiguous is not True and not by_rule
+    if not request.is_training:
+        yield True, "fill-drain" if asked == "auto" else asked
+        return
+    for order in TRAINING if asked == "auto" else (asked,):
+        yield True, order
+    if may_be_free and asked in ("auto", "interleaved"):
+        yield False, "interleaved"
+
+
+def choice_of(asked: PlacementRequest) -> Choice:
+    """A question with all chosen but the map, and a first bound."""
+    problem = Problem.from_request(asked)
+    nodes = reduced(problem)
+    bound = bounds.any_placement(problem, nodes) if all(nodes.allowed) else 0.0
+    return Choice(problem, nodes, bound)
+
+
+def said(choice: Choice) -> StepChoice:
+    """How it stands."""
+    request = choice.problem.request
+    assert request.schedule != "auto"
+    found = choice.devices is not None
+    return StepChoice(
+        batch_size=request.profile.batch_size,
+        chunks=request.chunks,
+        schedule=request.schedule,
+        contiguous=choice.problem.contiguous,
+        objective_value=choice.value if found else None,
+        bound=min(choice.bound, choice.value) if choice.reason is None else None,
+    )

@@ -1,0 +1,71 @@
+r"""Lower bounds on a step of many in a row, for one number of micro-batches and one schedule.
+
+A device begins a step after its last pass of the one before and its optimizer: a step takes at least what lies between
+a device's first pass and its last, and then the optimizer. With n micro-batches, f and b the passes of a stage, o its
+optimizer, c = f + b, and behind what a micro-batch has to go through in the stages behind it::
+
+    any placement       n * c + o of every device; one micro-batch's way from a layer that reads nothing to any other
+                        and back, after which the first one's device has its next step
+    a row of stages     n * c + o + wait, the stage's own passes
+                        before + n * c + wait, without weight halves that run apart; the whole way + (n - 1) * f, and
+                        the same with b: all of this between the first pass of the first stage and its last
+                        n * a transfer at a cut, which follow one another on a lane
+
+where a stage waits as in a step alone (see ``bounds.py``): for what is behind it under fill-drain, wait(f) + wait(b)
+under 1f1b, wait(f) under zero-bubble. In inference nothing comes back, and stages wait for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from placer.solver import pipelines
+from placer.solver.bounds import fastest_ms
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+Arcs = Sequence[tuple[int, int]]
+
+MOST_STARTS = 8
+"""Layers that read nothing, from which ways are looked at."""
+
+
+def any_placement(problem: Problem, nodes: Reduction, awaited_ms: Sequence[Sequence[float]]) -> float:
+    """No step after another takes less, in milliseconds.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        awaited_ms: by layer and device, what others wait for of a backward pass.
+    """
+    work = [
+        min(sum(_work_ms(problem, layer, device) for layer in layers) for device in nodes.allowed[node])
+        for node, layers in enumerate(nodes.nodes)
+    ]
+    return max(max(work), sum(work) / problem.most_devices, _way_and_back(problem, awaited_ms))
+
+
+def _work_ms(problem: Problem, layer: int, device: int) -> float:
+    """What a layer keeps a device busy in a step."""
+    return problem.request.chunks * problem.compute_ms(layer, device) + pipelines.optimizer_ms(problem, layer, device)
+
+
+def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> float:
+    """The longest way of one micro-batch from a layer that reads nothing to another, and back to it."""
+    forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
+    there = [(value.source, reader) for value in problem.values for reader in value.readers]
+    back = [(value.source, reader) for value in problem.values if value.gradient_bytes for reader in value.readers]
+    read = {reader for _, reader in there}
+    starts = [layer for layer in range(len(problem.layers)) if layer not in read][:MOST_STARTS]
+    ways = [zip(_ways_from(s, forward, there), _ways_from(s, awaited, back), strict=True) for s in starts]
+    return max(one + other for way in ways for one, other in way)
+
+
+def _ways_from(start: int, time_ms: Sequence[float], arcs: Arcs) -> list[float]:
+    """By layer, the longest path to it from one layer, both included; every arc runs with the layers' order."""
+    way = [-inf] * len(time_ms)
+    way[start] = time_ms[start]
+    for source, reader in sorted(arcs):
+        way[reader] = max(way[reader], way[source] + time_ms[reader])
+    return way

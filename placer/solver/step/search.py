@@ -1,0 +1,397 @@
+"""Objective ``step``: micro-batches, schedule, interleaving and map together, for the shortest whole batch.
+
+    for every micro-batch size, schedule and kind of placement: a choice, with a lower bound on its steps
+      every map        of few that are no row: each simulated
+      starts           cuts of the row where the bound is lowest, the best map by bottleneck, maps of other choices
+      small changes    nodes to the other side of a cut, devices swapped, each simulated
+      cuts of a row    every cut whose bound is below the best step, simulated: what is left out is proven not better
+    choices whose bound is not below the best step found are left alone
+
+The bound of the answer is the lowest of its choices' (see ``bounds.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import inf
+from random import Random
+from time import monotonic
+from typing import NamedTuple
+
+from placer import schedule
+from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
+from placer.solver import answer, costs, maps, pipelines
+from placer.solver.maps import EVALUATION
+from placer.solver.problem import Problem
+from placer.solver.program import memory_rules
+from placer.solver.program.cpsat import Meter
+from placer.solver.step import bounds, moves, ties
+from placer.solver.step.choices import Choice, bottleneck_of, by_segment, choice_of, questions, said, work_alone
+
+BottleneckSearch = Callable[[Problem, Meter], Placement]
+"""Answers a question with objective ``throughput``, within some work."""
+
+Found = Callable[[float, float, float], None]
+"""Called with the step of a better placement, the bound so far, and the time in seconds."""
+
+SHORTEST_MS = 1e-9
+"""Of a shorter step it is not said how many samples it does in a second."""
+
+MOST_ROUNDS = 4
+STARTS = 16
+"""Cuts of a row from which small changes start."""
+
+PATIENCE = 4
+"""So many climbs in a row that bring nothing better end the search of a choice that is no row."""
+
+FIRST_SHARE = 0.5
+"""How much of the time that is left all choices together get at first."""
+
+MAPS_SHARE = 0.5
+"""How much of a choice's work may go to trying every map."""
+
+SEARCH_SHARE = 0.3
+"""How much of a choice's time the search for the smallest bottleneck may take."""
+
+
+NO_CUT = Infeasibility(reason="no cut of the row of layers keeps to each device's memory and to what else is required")
+"""Where every cut was looked at before the search for the smallest bottleneck came to an end."""
+
+NO_MAP = Infeasibility(reason="no map of the layers keeps to each device's memory and to what else is required")
+"""The same of every map, where they are few."""
+
+
+class Share(NamedTuple):
+    """Until when one part of the search may go on: the time in seconds, and the work."""
+
+    time_s: float
+    work: float
+
+
+@dataclass
+class StepSearch:
+    """One search for the shortest step.
+
+    Attributes:
+        request: the question.
+        search: answers a question with objective ``throughput``.
+        found: told of better placements.
+        stop: set it to end the search with the best so far.
+        meter: counts the work, and ends the search when all is done that may be.
+    """
+
+    request: PlacementRequest
+    search: BottleneckSearch
+    found: Found | None = None
+    stop: threading.Event | None = None
+    meter: Meter = field(default_factory=Meter)
+    began: float = field(default_factory=monotonic)
+
+    def answer(self) -> Placement:
+        """The best placement of the best choice; not yet checked."""
+        self.choices = sorted(map(choice_of, questions(self.request)), key=lambda choice: choice.bound)
+        self.best: Choice = self.choices[0]
+        self.method = "one device"
+        for choice in self.choices:
+            for device in range(len(choice.problem.devices)):
+                self._offer(choice, [device] * len(choice.problem.layers), "one device")
+        for number, choice in enumerate(self.choices):
+            self._work(choice, self._share(FIRST_SHARE / (len(self.choices) - number)))
+        rows = [choice for choice in self.choices if choice.cuts is not None]
+        for number, choice in enumerate(rows):
+            share = self._share(1 / (len(rows) - number))
+            self._climb_again(choice, share)
+            self._all_cuts(choice, share)
+        others = [choice for choice in self.choices if choice.cuts is None and memory_rules.can_bind(choice.problem)]
+        for number, choice in enumerate(others):
+            self._bound_by_work(choice, self._share(1 / (len(others) - number)))
+        return self._placement() if self.best.devices is not None else self._nothing()
+
+    def _break_ties(self) -> Ties | None:
+        """Look for a map with as short a step that transfers less, or is better balanced."""
+        if not self.request.break_ties:
+            return None
+
+        def over() -> bool:
+            self.meter.done += EVALUATION
+            return self._left_s() <= 0 or self.meter.left <= 0 or self._stopped()
+
+        return ties.broken(self.best, over)
+
+    def _work(self, choice: Choice, share: Share) -> None:
+        """Search one choice, if it may be better."""
+        if self._closed(choice):
+            return
+
+        self._start(choice, share)
+        if choice.devices is not None:
+            self._climb(choice, choice.devices, share)
+        if choice.cuts is None:
+            self._climb_again(choice, share)
+        self._all_cuts(choice, share)
+
+    def _climb(self, choice: Choice, start: list[int], share: Share) -> None:
+        """Small changes that shorten the step, as long as there are any."""
+
+        def over() -> bool:
+            return self._over(choice, share)
+
+        climbed = moves.climb(choice.problem, choice.nodes, start, self._step_of(choice), over)
+        self._offer(choice, climbed, "small changes")
+
+    def _climb_again(self, choice: Choice, share: Share) -> None:
+        """The same from near the best, until that has not helped for a while."""
+        random = Random(self.request.seed)
+        idle = 0
+        while choice.devices is not None and idle < PATIENCE and not self._over(choice, share):
+            before = choice.value
+            start = moves.kicked(choice.problem, choice.nodes, choice.devices, random)
+            self._climb(choice, start, share)
+            idle = 0 if choice.value < before else idle + 1
+
+    def _start(self, choice: Choice, share: Share) -> None:
+        """Placements to change: maps of other choices, the lowest cuts of a row, the smallest bottleneck, rounds."""
+        for other in self.choices:
+            if other.devices is not None:
+                self._offer(choice, other.devices, "another choice's map")
+        table = bounds.table(choice.problem, choice.nodes, choice.bottleneck)
+        if table is not None:
+            choice.cuts = table.cuts()
+            for bound, devices in islice(choice.cuts, STARTS):
+                choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
+                self._offer(choice, devices, "cuts of a row")
+                if self._over(choice, share):
+                    return
+        elif self._all_maps(choice, share) or self._closed(choice):
+            return
+        near = self._by_bottleneck(choice, share) if table is None or choice.devices is None else []
+        for devices in self._rounds(choice):
+            self._offer(choice, devices, "rounds")
+        for devices in near if choice.devices is None and choice.reason is None else ():
+            self._make_room(choice, devices, share)
+
+    def _all_maps(self, choice: Choice, share: Share) -> bool:
+        """Try every map, where they are so few that there is work left; whether all were."""
+        most = MAPS_SHARE * (share.work - self.meter.done) / EVALUATION
+        every, proven = maps.few(choice.problem, choice.nodes, most), True
+        if every is None:
+            return False
+        for devices in every:
+            if self._over(choice, share):
+                return False
+            result = self._offer(choice, devices, "every map")
+            if proven and result is not None and costs.fits(choice.problem, result):
+                proven = maps.has_one_order(choice.problem, devices, result.stages)
+        if choice.devices is None:
+            self._by_bottleneck(choice, share)
+            choice.reason = choice.reason or NO_MAP
+        elif proven:
+            choice.bound = max(choice.bound, min(choice.value, self._better()))
+        return True
+
+    def _by_bottleneck(self, choice: Choice, share: Share) -> list[list[int]]:
+        """Try the map of the smallest bottleneck, or find the proof that there is none at all.
+
+        Returns:
+            The maps that were tried, by layer the device: none of them may be one where they were taken to hold less.
+        """
+        found = self._searched(choice, choice.bottleneck, share)
+        if found and choice.devices is None and by_segment(choice.problem):
+            found += self._searched(choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share)
+        return found
+
+    def _bound_by_work(self, choice: Choice, share: Share) -> None:
+        """Raise the bound by the work of some device, whatever the map that memory allows.
+
+        Not where devices may recompute: whether they must depends on the order of stages, of which the smallest
+        bottleneck knows one, and a step may have another.
+        """
+        if self._over(choice, share) or choice.problem.may_recompute:
+            return
+        placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share)
+        busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
+        choice.bound = max(choice.bound, min(busy_ms * (1 - 1e-9), choice.value, self._better()))
+
+    def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
+        """Small changes that let devices lack less memory."""
+
+        def short_bytes(devices: list[int]) -> float:
+            self.meter.done += EVALUATION
+            return maps.short_bytes(choice.problem, devices)
+
+        def over() -> bool:
+            return self._over(choice, share)
+
+        self._offer(choice, moves.climb(choice.problem, choice.nodes, start, short_bytes, over), "small changes")
+
+    def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
+        """Try the map of the smallest bottleneck of a question; it alone, or none."""
+        placement = self._smallest_bottleneck(asked, share)
+        if asked == choice.bottleneck:  # what holds more can be infeasible by that
+            choice.reason = placement.infeasible
+        if not placement.layer_devices:
+            return []
+        index = {device.name: number for number, device in enumerate(choice.problem.devices)}
+        devices = [index[device] for device in placement.layer_devices.values()]
+        self._offer(choice, devices, "smallest bottleneck")
+        return [devices]
+
+    def _smallest_bottleneck(self, asked: Problem, share: Share) -> Placement:
+        """The answer to a question for a bottleneck, in its part of the time and the work."""
+        allowed = Meter(SEARCH_SHARE * (share.work - self.meter.done))
+        by_work = self.meter.limit < inf  # then the clock must not decide
+        limit_s = max(0.01, self._left_s() if by_work else SEARCH_SHARE * (share.time_s - self._time_s()))
+        limited = replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
+        placement = self.search(limited, allowed)
+        self.meter.done += allowed.done
+        return placement
+
+    def _rounds(self, choice: Choice) -> Iterator[list[int]]:
+        """Where a device may have several segments: the layers dealt out to the devices, round after round."""
+        if choice.problem.contiguous:
+            return
+        devices = [list(range(len(choice.problem.devices)))]
+        result = costs.evaluate(self.best.problem, self.best.devices) if self.best.devices is not None else None
+        if result is not None and list(result.stages) != devices[0]:
+            devices.append(list(result.stages))
+        for used in devices:
+            for times in range(1, MOST_ROUNDS + 1):
+                if len(used) <= choice.problem.most_devices and len(used) * times <= len(choice.nodes.nodes):
+                    yield moves.rounds(choice.problem, choice.nodes, used, times)
+
+    def _all_cuts(self, choice: Choice, share: Share) -> None:
+        """Try every cut of a row that may be better, the lowest bound first: none that follows is below it."""
+        while choice.cuts is not None and not self._over(choice, share):
+            bound, devices = next(choice.cuts, (inf, None))
+            choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
+            if devices is None:
+                choice.cuts = None
+                choice.reason = None if choice.devices is not None else choice.reason or NO_CUT
+            else:
+                self._offer(choice, devices, "cuts of a row")
+
+    def _over(self, choice: Choice, share: Share) -> bool:
+        spent = self._time_s() > share.time_s or self.meter.done > share.work
+        return spent or self._stopped() or self._closed(choice)
+
+    def _share(self, part: float) -> Share:
+        """A part of the time and of the work that are left."""
+        by_work = self.meter.limit < inf
+        time_s = self._time_s() + self._left_s() * (1.0 if by_work else part)
+        return Share(time_s, self.meter.done + part * max(0.0, self.meter.left))
+
+    def _step_of(self, choice: Choice) -> Callable[[list[int]], float]:
+        """What an assignment's step takes; infinite if it breaks a requirement."""
+
+        def step_ms(devices: list[int]) -> float:
+            self.meter.done += EVALUATION
+            result = costs.judged(choice.problem, devices)
+            return inf if result is None else result.objective_value
+
+        return step_ms
+
+    def _offer(self, choice: Choice, devices: list[int], method: str) -> costs.Costs | None:
+        """Keep an assignment if it meets every requirement and is better; what it costs, if it can be.
+
+        Whether it fits is looked at last, of what is better alone: it takes long to tell.
+        """
+        self.meter.done += EVALUATION
+        result = costs.evaluate(choice.problem, devices) if costs.allowed(choice.problem, devices) else None
+        if result is None or result.objective_value >= choice.value:
+            return result
+        if not costs.fits(choice.problem, result):
+            return result
+        before = self.best.value
+        choice.devices, choice.value = devices, result.objective_value
+        if choice.value < before:
+            self.best, self.method = choice, method
+            if self.found is not None:
+                self.found(choice.value, min(self._bound(), choice.value), self._time_s())
+        return result
+
+    def _better(self) -> float:
+        """The step from which a placement counts as better than the best so far."""
+        return self.best.value * (1 - answer.PROVEN_GAP / 2)
+
+    def _closed(self, choice: Choice) -> bool:
+        return choice.bound >= self._better() or choice.reason is not None
+
+    def _bound(self) -> float:
+        return min((choice.bound for choice in self.choices if choice.reason is None), default=0.0)
+
+    def _stopped(self) -> bool:
+        return self.stop is not None and self.stop.is_set()
+
+    def _time_s(self) -> float:
+        return monotonic() - self.began
+
+    def _left_s(self) -> float:
+        return max(0.0, self.request.time_limit_s - self._time_s())
+
+    def _placement(self) -> Placement:
+        """The best as it is returned: under the whole question's name, with all choices."""
+        best = self.best
+        broken = self._break_ties()
+        assert best.devices is not None
+        bound = max(0.0, min(self._bound(), best.value))
+        placement = answer.found(best.problem, best.devices, bound, self.method, self._time_s())
+        single = self._single_device()
+        speedup = single.objective_value / best.value if best.value else None
+        fields = {"id": self.request.content_hash(), "single_device": single, "speedup": speedup}
+        return placement.model_copy(update=fields | {"step": self._step(placement), "ties": broken})
+
+    def _nothing(self) -> Placement:
+        """There is none, if that is proven of every choice; else none was found."""
+        open_choices = [choice for choice in self.choices if choice.reason is None]
+        told = open_choices[-1] if open_choices else min(self.choices, key=_distance)
+        reason = None if open_choices else self._told(told)
+        placement = answer.nothing(told.problem, reason, self._bound(), "each choice", self._time_s())
+        return placement.model_copy(update={"id": self.request.content_hash(), "single_device": self._single_device()})
+
+    def _told(self, choice: Choice) -> Infeasibility | None:
+        """Why there is none, of the choice that comes nearest; which it is, where memory tells them apart."""
+        reason, asked = choice.reason, choice.problem.request
+        if reason is None or not reason.short_bytes or len(self.choices) == 1:
+            return reason
+        which = f"{asked.chunks} micro-batches of {asked.profile.batch_size} under {asked.schedule!r} come nearest"
+        return reason.model_copy(update={"reason": f"{reason.reason}; {which}"})
+
+    def _single_device(self) -> SingleDevice:
+        """The best that one device does, whatever the choice."""
+        singles = [answer.single_device(choice.problem) for choice in self.choices]
+        return min(singles, key=lambda single: (not single.fits, single.objective_value, single.device))
+
+    def _step(self, placement: Placement) -> Step:
+        """The step of the placement that is returned: what was found, on the devices as they are named."""
+        best, problem = self.best, self.best.problem
+        number = {device.name: index for index, device in enumerate(problem.devices)}
+        devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]
+        result = costs.evaluate(problem, devices)
+        assert result is not None
+        pipeline = pipelines.pipeline_of(problem, devices, result.stages, result.recompute)
+        plan = pipelines.plan_of(problem, pipeline)
+        optimizer = pipeline.optimizer_by_device()
+        timeline = schedule.simulate(pipeline, plan)
+        in_a_row_ms, bubble = schedule.in_a_row_ms(pipeline, plan), timeline.bubble
+        if pipelines.in_a_row(problem) and in_a_row_ms > 0:
+            busy = sum(timeline.busy_ms.values()) + sum(optimizer.values())
+            bubble = 1 - busy / (in_a_row_ms * len(timeline.busy_ms))
+        return Step(
+            batch_size=self.request.whole_batch_size,
+            samples_per_s=1e3 * self.request.whole_batch_size / best.value if best.value > SHORTEST_MS else None,
+            bubble=min(1.0, max(0.0, bubble)),
+            optimizer_ms=max(optimizer.values(), default=0.0),
+            steps=self.request.steps,
+            alone_ms=pipelines.alone_ms(pipeline, plan),
+            in_a_row_ms=in_a_row_ms,
+            choices=tuple(map(said, self.choices)),
+        )
+
+
+def _distance(choice: Choice) -> tuple[bool, int]:
+    """How far from a placement a choice is: the bytes that are short, or farther than any number of them."""
+    short = choice.reason.short_bytes if choice.reason is not None else 0
+    return not short, short

@@ -1,0 +1,105 @@
+"""The search whose step is a pair of devices that divides anew what it holds."""
+
+import itertools
+
+import pytest
+from hypothesis import assume, given
+from small_requests import examples, small_requests
+
+from placer.schema import Constraints
+from placer.solver import costs
+from placer.solver.free import local, pair_search, pair_sweep
+from placer.solver.problem import Problem
+from placer.solver.reduce import reduced
+from placer.solver.solve import solve
+
+FREE = Constraints(contiguous=False)
+
+
+def every_placement(problem):
+    """Each assignment that meets all requirements, and its bottleneck."""
+    for devices in itertools.product(range(len(problem.devices)), repeat=len(problem.layers)):
+        result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
+        if result is not None and costs.fits(problem, result):
+            yield result.objective_value, list(devices)
+
+
+@examples(60)
+@given(asked=small_requests(objectives=("throughput",)))
+def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
+    rules = asked.constraints.model_copy(update={"contiguous": False})
+    problem = Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
+    assume(pair_search.applies(problem, reduced(problem)))
+    placements = sorted(every_placement(problem))
+    assume(placements)
+    found = pair_search.improved(problem, reduced(problem), placements[-1][1], lambda work: False)
+    result = costs.evaluate(problem, found)
+    assert costs.allowed(problem, found) and costs.fits(problem, result)
+    if len(problem.devices) == 2:
+        assert result.objective_value == pytest.approx(placements[0][0], rel=1e-5, abs=1e-9)
+
+
+def test_loads_of_five_devices_become_even(chain):
+    problem = Problem.from_request(chain([1.0] * 20, devices=5, constraints=FREE))
+    found = pair_search.improved(problem, reduced(problem), [0] * 20, lambda work: False)
+    assert sorted(found.count(device) for device in range(5)) == [4] * 5
+
+
+def test_what_no_pair_makes_better_is_found_from_other_placements(chain):
+    """8 6 | 4 2 7 | 3 9: neither of the others can take anything from the first, all three together come to 13."""
+    problem = Problem.from_request(chain([8.0, 6, 4, 2, 7, 3, 9], devices=3, constraints=FREE))
+    found = pair_search.improved(problem, reduced(problem), [0, 0, 1, 1, 1, 2, 2], lambda work: False)
+    assert costs.evaluate(problem, found).objective_value == 13.0
+
+
+def test_a_search_that_is_over_returns_its_start(chain):
+    problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=FREE))
+    found = pair_search.improved(problem, reduced(problem), [0] * 8, lambda work: True)
+    result = costs.evaluate(problem, found)
+    assert costs.allowed(problem, found) and result.objective_value <= 8.0
+
+
+def test_it_ends_where_nothing_is_smaller(chain):
+    problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=FREE))
+    looks = []
+    pair_search.improved(problem, reduced(problem), [0, 0, 1, 1, 2, 2, 3, 3], lambda work: looks.append(1), enough=2.0)
+    assert len(looks) <= 3
+
+
+def test_the_same_is_found_twice(chain):
+    times = [1.0 + 0.37 * (i * i % 11) for i in range(24)]
+    problem = Problem.from_request(chain(times, devices=4, value_bytes=1, constraints=FREE))
+    start = [layer // 6 for layer in range(24)]
+    first = pair_search.improved(problem, reduced(problem), start, lambda work: False)
+    assert first == pair_search.improved(problem, reduced(problem), start, lambda work: False)
+
+
+def test_it_goes_on_where_it_was_stopped_until_patience_is_over(chain):
+    """Stopped at every tenth look, it takes about as many in all, and none more when it has ended by itself."""
+    times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
+    problem = Problem.from_request(chain(times, devices=3, value_bytes=1, constraints=FREE))
+    start, looks, stopped = [layer // 4 for layer in range(12)], [], []
+    at_once = pair_search.improved(problem, reduced(problem), start, lambda work: bool(looks.append(work)))
+    search, found = pair_search.PairSearch(problem, reduced(problem)), start
+    for _ in range(len(looks)):
+        found = search.improved(found, lambda work: stopped.append(work) or len(stopped) % 10 == 0)
+    assert 0.5 * len(looks) < len(stopped) < 2 * len(looks)
+    assert costs.evaluate(problem, found).objective_value == costs.evaluate(problem, at_once).objective_value
+
+
+def test_it_goes_on_from_a_better_placement_that_others_found(chain):
+    problem = Problem.from_request(chain([1.0] * 20, devices=5, constraints=FREE))
+    search = pair_search.PairSearch(problem, reduced(problem))
+    search.improved([0] * 20, lambda work: True)
+    even = [layer // 4 for layer in range(20)]
+    assert costs.evaluate(problem, search.improved(even, lambda work: True)).objective_value == 4.0
+
+
+def test_where_sweeps_are_too_wide_small_moves_come_instead(chain, monkeypatch):
+    monkeypatch.setattr(pair_sweep, "MOST_STATES", 0)
+    moved = []
+    improved = local.improved
+    monkeypatch.setattr(local, "improved", lambda *given: moved.append(1) or improved(*given))
+    times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
+    placement = solve(chain(times, devices=3, value_bytes=1, constraints=FREE))
+    assert moved and placement.status == "optimal"
