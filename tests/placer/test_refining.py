@@ -103,10 +103,10 @@ def test_a_loss_that_works_hard_is_seen_and_given_to_the_last_layer() -> None:
 def test_the_halves_of_a_backward_pass_are_measured_where_the_schedule_has_them() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     x = torch.randn(8, 16)
-    found, placement = _placed(model, x, training=True)
-    split = placement.model_copy(update={"schedule": "zero-bubble"})
-    request = PlacementRequest(profile=found, chunks=2, schedule="zero-bubble")
-    refined = placer.refine(split, model, x, request=request, rounds=1, timer=flops_clock)
+    found = placer.profile(model, x, PLACES, training=True, progress=False, repeats=1)
+    halves = {layer.name: PLACES[i // 2] for i, layer in enumerate(found.layers)}
+    request = PlacementRequest(profile=found, chunks=2, schedule="zero-bubble", constraints=Constraints(pinned=halves))
+    refined = placer.refine(placer.solve(request), model, x, request=request, rounds=1, timer=flops_clock)
     one = 2 * 8 * 16 * 16  # what one product of matrices takes; the first layer has no gradient to hand on
     assert [stage.weights_ms for stage in refined.rounds[0].stages] == [2 * one, 2 * one]
     assert [stage.backward_ms for stage in refined.rounds[0].stages] == [3 * one, 4 * one]
