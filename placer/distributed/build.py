@@ -23,7 +23,7 @@ from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.tree import Names, plant
 from placer.distributed.weights import Sharing, Weights
 from placer.errors import CaptureError, InputError, PlacementError
-from placer.executor.assignment import Assignment, layer_names, placing, refuse_unknown_layers
+from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.graph import arguments
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export

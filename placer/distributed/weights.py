@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from placer import devices
 from placer.distributed.line import Line
 from placer.errors import InputError, PlacementError
-from placer.executor.apply import relocate
+from placer.executor.state.apply import relocate
 from placer.graph.layers import LayerGraph
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from placer.executor.pipeline import join, run
 from placer.executor.segments import MicroBatch, Segment
-from placer.executor.statistics import BatchStatistics
+from placer.executor.state.statistics import BatchStatistics
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 

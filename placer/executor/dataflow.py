@@ -19,21 +19,21 @@ from torch import nn
 from placer import devices
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError
-from placer.executor.apply import Home, move_state, settle
-from placer.executor.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.calls import call_captured, joined, joined_by_size
 from placer.executor.checkpointed import with_checkpoints
-from placer.executor.clones import Clones, state_lookup
 from placer.executor.faults import nothing_held
 from placer.executor.hooked import HookPath
+from placer.executor.inference.repeated_calls import RepeatedCalls
+from placer.executor.inference.stream import Streams
 from placer.executor.ordering import stage_by_stage
 from placer.executor.pipeline import scatter
 from placer.executor.pipelined_runs import PipelinedRuns
 from placer.executor.program import Capture, Program
-from placer.executor.repeated_calls import RepeatedCalls
 from placer.executor.segments import Segment, StateLookup, segments
-from placer.executor.statistics import refuse_uncaptured
-from placer.executor.stream import Streams
+from placer.executor.state.apply import Home, move_state, settle
+from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
+from placer.executor.state.clones import Clones, state_lookup
+from placer.executor.state.statistics import refuse_uncaptured
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_chunks
 from placer.graph.granularity import Granularity

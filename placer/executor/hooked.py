@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from placer.executor.assignment import Assignment
 from placer.executor.pipeline import to_device
+from placer.executor.state.assignment import Assignment
 from placer.graph import checkpoints
 from placer.graph.alignment import Alignment, Arrivals
 from placer.graph.structure import Structure, flatten

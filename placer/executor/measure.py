@@ -11,14 +11,14 @@ import torch
 from placer import devices
 from placer.devices import Clock, Courier, Delivery, Lane
 from placer.errors import InputError
-from placer.executor.inference import InferencePipeline, Stage
+from placer.executor.inference.pipeline import InferencePipeline, Stage
+from placer.executor.inference.stream import Flow, Streams
 from placer.executor.issued import Issued
 from placer.executor.pipeline import scatter
 from placer.executor.predict import predicted
-from placer.executor.stage import Stage as TrainingStage
-from placer.executor.stream import Flow, Streams
-from placer.executor.train import TrainingPipeline
-from placer.executor.train_step import TrainStep
+from placer.executor.training.pipeline import TrainingPipeline
+from placer.executor.training.stage import Stage as TrainingStage
+from placer.executor.training.step import TrainStep
 from placer.graph import arguments
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from placer.errors import InputError
-from placer.executor import stream
-from placer.executor.compiled import backend_of
-from placer.executor.compiled_segments import Backend
+from placer.executor.inference import stream
+from placer.executor.inference.stream import Streams
 from placer.executor.measure import measure_step, measure_stream
-from placer.executor.stream import Streams
-from placer.executor.train import Order
-from placer.executor.train_step import Flow, TrainStep
-from placer.executor.update import Update
+from placer.executor.training.compiled import backend_of
+from placer.executor.training.compiled_segments import Backend
+from placer.executor.training.pipeline import Order
+from placer.executor.training.step import Flow, TrainStep
+from placer.executor.training.update import Update
 from placer.graph.given import refuse_no_chunks
 from placer.graph.losses import LossFunction
 from placer.report.timeline import Measurement

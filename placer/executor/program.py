@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from placer.errors import CaptureError
-from placer.executor.census import Attributes, Census
+from placer.executor.state.census import Attributes, Census
 from placer.graph import autocast
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export

@@ -25,8 +25,11 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import lanes, moving
-from placer.executor import feed, inference, passes, stream, train
-from placer.executor.weights import Weights
+from placer.executor.inference import pipeline as inference
+from placer.executor.inference import stream
+from placer.executor.training import feed, passes
+from placer.executor.training import pipeline as training
+from placer.executor.training.weights import Weights
 
 Clock = dict[Hashable, int]
 Site = tuple[str, int]
@@ -165,7 +168,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterat
     shared: dict[torch.device, _Lane] = {}
     with monkeypatch.context() as patch:
         patch.setattr(_Lane, "races", races, raising=False)
-        for module in (lanes, feed, inference, stream, train):
+        for module in (lanes, feed, inference, stream, training):
             patch.setattr(module, "Lane", _Lane)
         patch.setattr(devices, "shared_lane", lambda device: shared.setdefault(device, _Lane(device)))
         patch.setattr(devices, "synchronise", races.synchronise)

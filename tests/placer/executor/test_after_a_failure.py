@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer import DataFlow
 from placer.errors import InputError, StageError
-from placer.executor.train import Order
+from placer.executor.training.pipeline import Order
 
 CHUNKS = 2
 

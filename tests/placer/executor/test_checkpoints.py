@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from placer import DataFlow
 from placer.executor.checkpointed import CheckpointedSegment
-from placer.executor.train import Order
+from placer.executor.training.pipeline import Order
 from placer.testing import logical_devices
 
 

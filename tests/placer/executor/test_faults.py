@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import MixedDevicesError, StageError
-from placer.executor.train import Order
+from placer.executor.training.pipeline import Order
 from placer.testing import logical_devices
 
 CHUNKS = 4

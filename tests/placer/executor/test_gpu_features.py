@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import StageError
-from placer.executor import compiled
-from placer.executor.train import Order
+from placer.executor.training import compiled
+from placer.executor.training.pipeline import Order
 
 pytestmark = pytest.mark.gpu
 CHUNKS = 4

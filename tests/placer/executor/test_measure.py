@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import InputError
-from placer.executor.train import Order
+from placer.executor.training.pipeline import Order
 from placer.graph.capture import capture
 from placer.report.timeline import Measurement
 from placer.schema import Cluster, Device, Edge, Layer, Link, Placement, Profile

@@ -13,7 +13,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 from placer import DataFlow, PlacementRequest, capture, profile, solve
-from placer.executor.train import Order
+from placer.executor.training.pipeline import Order
 from placer.graph import nested
 from placer.graph.export import export
 from placer.graph.structure import flatten

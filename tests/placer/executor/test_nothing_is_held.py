@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import StageError
-from placer.executor.train import Order
+from placer.executor.training.pipeline import Order
 
 CHUNKS = 4
 

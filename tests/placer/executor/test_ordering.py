@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.executor.ordering import stage_by_stage
-from placer.executor.train import Order
+from placer.executor.training.pipeline import Order
 from placer.graph.capture import capture
 from placer.testing import logical_devices
 

@@ -8,7 +8,7 @@ from splitting import assert_same, assert_split_equals_unsplit, scatter_layers, 
 from torch import Tensor, nn
 
 from placer import DataFlow, devices, profile
-from placer.executor.train import Order
+from placer.executor.training.pipeline import Order
 from placer.graph.layers import tensor_bytes
 from placer.testing import logical_devices
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
-from placer.executor.train import SCHEDULES, Order
+from placer.executor.training.pipeline import SCHEDULES, Order
 from placer.testing import logical_devices
 
 

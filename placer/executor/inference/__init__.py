@@ -1,0 +1,1 @@
+"""Inference through the pipeline: streams of batches, and calls that come again."""

@@ -1,0 +1,374 @@
+"""``DataFlow.stream``: batch after batch through the devices, with no drain between them.
+
+    tick        0     1     2     3     4     5
+    segment 0   b0    b1    b2    b3
+    segment 1         b0    b1    b2    b3
+    segment 2               b0    b1    b2    b3          b0 is handed out once the ticks ahead of it are issued
+
+Every tick issues one segment of every batch that is on its way, the oldest first, so a device that holds several
+segments has work of several batches to turn to. Devices work off what was issued; the caller waits for none of them
+until it looks into a result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.devices import Courier, Lane
+from placer.errors import InputError, StageError
+from placer.executor.faults import StageMemoryError, nothing_held
+from placer.executor.inference.pipeline import InferencePipeline, Passage
+from placer.executor.latest_shapes import LatestShapes
+from placer.executor.program import Capture, shapes
+from placer.executor.segments import StateLookup
+from placer.executor.state.assignment import Assignment
+from placer.graph import arguments, autocast
+from placer.graph.layers import LayerGraph
+from placer.graph.structure import Structure, flatten
+
+_AHEAD = 2
+"""Batches beyond those that fill the pipeline: what the devices have to do while the caller looks into a result."""
+
+
+class Known(NamedTuple):
+    """A batch whose capture is known; its result is handed out flattened, as it was given.
+
+    Attributes:
+        capture: that covers it.
+        tensors: the flattened inputs.
+    """
+
+    capture: Capture
+    tensors: Sequence[Any]
+
+
+class Flow(Protocol):
+    """What a stream needs of a ``DataFlow``."""
+
+    output_device: torch.device
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The devices of the layers; None before the first ``update_flow``."""
+
+    def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
+        """The capture for inputs like these; None where the model runs through hooks."""
+
+    def holds(self, capture: Capture) -> bool:
+        """Whether a capture is still of the model as it is."""
+
+    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
+        """The layers of a capture and the device of each."""
+
+    def weights(self, graph: LayerGraph) -> StateLookup:
+        """What the layers of a graph use for their state."""
+
+    def __call__(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
+        """Run the model."""
+
+
+class _OutdatedError(Exception):
+    """The model is no longer what was recorded."""
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A batch that was taken from the source and whose result was not handed out.
+
+    Attributes:
+        pipeline: that it goes through; None where its result, or its error, is known.
+        passage: where it is there.
+        result: what the model returned for it, without a pipeline.
+        is_flat: whether its result is handed out flattened.
+        error: what is raised when its turn comes.
+    """
+
+    pipeline: InferencePipeline | None = None
+    passage: Passage | None = None
+    result: Any = None
+    is_flat: bool = False
+    error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to issue."""
+        if self.error is not None or self.pipeline is None or self.passage is None:
+            return True
+        return self.pipeline.is_through(self.passage)
+
+
+class Streams:
+    """All streams of one flow; they share its devices, and the recordings of each shape.
+
+    Args:
+        flow: the flow.
+
+    Attributes:
+        lanes: of every device that was used.
+        courier: for the copies.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self.lanes: dict[torch.device, Lane] = {}
+        self.courier = Courier()
+        lanes = self.lanes  # of all shapes, since batches of several are on their way at once
+        self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(lambda made: lanes)
+        self._moving: list[_Ticket] = []
+
+    def open(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
+        """A stream over these batches; see ``DataFlow.stream``.
+
+        Raises:
+            InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is no count.
+        """
+        if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
+            raise InputError(
+                f"batches is one {type(batches).__name__}; give an iterable of batches: [x], x.split(32), a DataLoader"
+            )
+        if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
+            raise InputError(f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None")
+        return self._results(iter(batches), in_flight)
+
+    def ahead(self, batches: Sequence[Known], is_unchanged: Callable[[], bool]) -> list[list[Any]] | None:
+        """Run recorded batches; the model is looked at when the devices have the first one's first segment to do.
+
+        Of a network of hundreds of modules, a look takes the host as long as many a segment takes its device.
+
+        Args:
+            batches: of one call.
+            is_unchanged: whether their captures are of the model as it is.
+
+        Returns:
+            Their flattened results; None where one is not recorded, or is of the model as it was.
+        """
+        known = [self._pipelines.used(self._key(batch)) for batch in batches]
+        graphs = {pipeline: graph for graph, pipeline in filter(None, known)}
+        if None in known or not all(pipeline.leaves_nothing for pipeline in graphs):
+            return None
+
+        def are_current() -> bool:
+            return is_unchanged() and all(
+                pipeline.refresh(self._flow.weights(graph)) for pipeline, graph in graphs.items()
+            )
+
+        try:
+            return list(self._results(iter(batches), None, are_current))
+        except _OutdatedError:
+            return None
+
+    def pipelines(self) -> list[InferencePipeline]:
+        """Those of the shapes that are kept, the latest used last."""
+        return [pipeline for _, pipeline in self._pipelines.values()]
+
+    def clear(self) -> None:
+        """Let go of recordings and static tensors, once the devices are done with them; batches on their way arrive."""
+        for place in self.lanes:
+            devices.synchronise(place)
+        self._pipelines.clear()
+
+    def _results(
+        self, source: Iterator[Any], in_flight: int | None, are_current: Callable[[], bool] | None = None
+    ) -> Generator[Any, None, None]:
+        tickets: deque[_Ticket] = deque()
+        taken, is_open = 0, True
+        try:
+            with _inference():
+                self._begin() if are_current is None else self._wait_for_callers()
+            while True:
+                while is_open and len(tickets) < (in_flight or self._wanted(tickets)):
+                    ticket = self._take(source, taken)
+                    if ticket is None:
+                        is_open = False
+                        break
+                    taken += 1
+                    tickets.append(ticket)
+                    self._tick()
+                    if taken == 1 and are_current is not None and not are_current():
+                        raise _OutdatedError
+                    is_open = all(ticket.error is None for ticket in tickets)
+                if not tickets:
+                    return
+                while not tickets[0].is_over:
+                    self._tick()
+                yield self._handed_out(tickets.popleft())
+        except KeyboardInterrupt:
+            self.clear()  # a batch may be half issued
+            raise
+        finally:
+            with _inference():
+                self._end(tickets)
+
+    @staticmethod
+    def _wanted(tickets: deque[_Ticket]) -> int:
+        """How many batches are to be on their way: as many as fill the pipeline, and some ahead."""
+        pipeline = tickets[-1].pipeline if tickets else None
+        return 1 if pipeline is None else len(pipeline.stages) + _AHEAD
+
+    def _take(self, source: Iterator[Any], number: int) -> _Ticket | None:
+        """The source's next batch, on its way; None where it has none."""
+        try:
+            batch = next(source)
+        except StopIteration:
+            return None
+        except Exception as error:
+            error.add_note(f"raised by the source of the stream, for batch {number}")
+            return _Ticket(error=error)
+        try:
+            with _inference():
+                return self._enter(batch, number)
+        except Exception as error:
+            error.add_note(f"in batch {number} of the stream{arguments.advice(error)}")
+            return _Ticket(error=error)
+
+    def _enter(self, batch: Any, number: int) -> _Ticket:
+        if isinstance(batch, Known):
+            return self._send_off(batch, number, is_flat=True)
+        args, kwargs = _arguments(batch)
+        tensors, inputs = flatten((args, kwargs))
+        capture = self._flow.captured(tensors, inputs) if self._flow.assignment is not None else None
+        if capture is None:
+            self._drain()
+            return _Ticket(result=self._flow(*args, chunks=1, **kwargs))
+        return self._send_off(Known(capture, tensors), number, is_flat=False)
+
+    def _send_off(self, batch: Known, number: int, is_flat: bool) -> _Ticket:
+        capture, tensors = batch
+        key = self._key(batch)
+        known = self._pipelines.used(key)
+        pipeline = self._add(key, capture) if known is None else known[1]
+        ticket = _Ticket(pipeline, is_flat=is_flat)
+        try:
+            ticket.passage = pipeline.enter(number, tensors)
+        except BaseException:
+            self._pipelines.let_go(key)  # it may be half recorded
+            raise
+        self._moving.append(ticket)
+        if pipeline.in_turn or not pipeline.is_known:  # the first of a shape makes the static tensors as it goes
+            self._drain()
+        return ticket
+
+    def _key(self, batch: Known) -> Hashable:
+        flow = self._flow
+        return batch.capture, flow.assignment, flow.output_device, shapes(batch.tensors), autocast.state()
+
+    def _add(self, key: Hashable, capture: Capture) -> InferencePipeline:
+        """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""
+        self._pipelines.keep_only(lambda other: self._flow.holds(other[0]))
+        self._pipelines.make_room()
+        graph, places = self._flow.layers(capture)
+        outputs, target = capture.exported.outputs, self._flow.output_device
+        weights = self._flow.weights(graph)
+        pipeline = InferencePipeline(graph, places, outputs, target, weights, self.lanes, self.courier)
+        self._pipelines[key] = (graph, pipeline)
+        self._wait_for_callers()
+        return pipeline
+
+    def _tick(self) -> None:
+        """Issue one segment of every batch that is on its way, the oldest first."""
+        with _inference():
+            for ticket in list(self._moving):
+                assert ticket.pipeline is not None and ticket.passage is not None
+                try:
+                    ticket.pipeline.advance(ticket.passage)
+                except Exception as error:
+                    ticket.error = error if isinstance(error, StageError) else _outside_layers(error, ticket.passage)
+                if ticket.is_over:
+                    self._moving.remove(ticket)
+
+    def _drain(self) -> None:
+        while self._moving:
+            self._tick()
+
+    def _handed_out(self, ticket: _Ticket) -> Any:
+        if ticket.error is not None:
+            self._fail(ticket)
+        if ticket.pipeline is None or ticket.passage is None:
+            return ticket.result
+        with _inference():
+            leaves = ticket.pipeline.leaves(ticket.passage)
+        return leaves if ticket.is_flat else ticket.pipeline.outputs.unflatten(leaves)
+
+    def _fail(self, ticket: _Ticket) -> NoReturn:
+        """Raise the error of a batch, which is then held by nothing; for want of memory, recordings are let go of."""
+        error = ticket.error
+        assert error is not None
+        self._drop(ticket)
+        if isinstance(error, torch.OutOfMemoryError):
+            self.clear()
+        try:
+            with nothing_held():
+                raise error
+        finally:
+            del error
+
+    def _drop(self, ticket: _Ticket) -> None:
+        """Forget a batch, wherever it is; the ticket, which an error's calls may hold, then holds nothing."""
+        if ticket in self._moving:
+            self._moving.remove(ticket)
+        if ticket.pipeline is not None and ticket.passage is not None:
+            ticket.pipeline.drop(ticket.passage)
+        ticket.pipeline = ticket.passage = ticket.result = ticket.error = None
+
+    def _begin(self) -> None:
+        """Let the devices see the model as it is now."""
+        self._wait_for_lanes()
+        current = {key: graph for key, (graph, _) in self._pipelines.items()}
+        for key, graph in current.items():
+            if not self._pipelines[key][1].refresh(self._flow.weights(graph)):
+                self.clear()
+                break
+        self._wait_for_callers()
+
+    def _end(self, tickets: Iterable[_Ticket]) -> None:
+        """Whatever the caller issues from now on, on any device, comes after the stream."""
+        for ticket in tickets:
+            self._drop(ticket)
+        self._wait_for_lanes()
+
+    def _wait_for_callers(self) -> None:
+        marks = [Lane(place, caller=True).mark() for place in self.lanes]
+        for lane in self.lanes.values():
+            lane.wait(*marks)
+
+    def _wait_for_lanes(self) -> None:
+        for place, lane in self.lanes.items():
+            Lane(place, caller=True).wait(lane.mark())
+
+
+def _inference() -> AbstractContextManager[None]:
+    """No gradients; and not torch's inference mode, whose tensors could not be written to outside of it."""
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return inference()
+    return nullcontext()
+
+
+@contextmanager
+def inference() -> Iterator[None]:
+    """What ``_inference`` enters; inside it, that costs nothing."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch,), {}
+
+
+def _outside_layers(error: Exception, passage: Passage) -> StageError:
+    text = f"batch {passage.number} failed between segments, before segment {passage.stage}"
+    kind = StageMemoryError if isinstance(error, torch.OutOfMemoryError) else StageError
+    failure = kind(f"{text}: {type(error).__name__}: {error}", "", None, passage.number)
+    failure.__cause__ = error
+    return failure

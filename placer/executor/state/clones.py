@@ -1,0 +1,92 @@
+"""A model's weights on every device at once, so that a layer changes its device without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.errors import InputError
+from placer.executor.segments import StateLookup
+from placer.executor.state.census import Census, are_same
+from placer.executor.state.written import writes
+from placer.graph.layers import LayerGraph, named_state
+
+
+class Clones:
+    """Copies of a module's state, one a device; a tied weight has one copy a device, too.
+
+    The module's own tensors stay where they are and stand in on their own device. When they change (an optimizer step,
+    ``load_state_dict``), ``refresh`` brings the copies up to date.
+    """
+
+    def __init__(self, module: nn.Module, places: Sequence[torch.device]) -> None:
+        self._module = module
+        self._places = list(places)
+        self._census: Census | None = None
+        self._state: dict[str, Tensor] = {}
+        self._written: list[int] = []
+        self._copies: dict[torch.device, dict[str, Tensor]] = {}
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Copy again if the module's state has changed since; says whether it had."""
+        if self._census is None or not self._census.holds():
+            self._census = Census(self._module)
+            state = named_state(self._module)
+            if [*state] != [*self._state] or not are_same([*state.values()], [*self._state.values()]):
+                self._written = []
+            self._state = state
+        written = writes([*self._state.values()])
+        if written == self._written:
+            return False
+        self._written = written
+        with torch.no_grad():
+            self._copies = {
+                place: {name: _twin(tensor, place) for name, tensor in self._state.items()} for place in self._places
+            }
+        return True
+
+    def refuse_training(self) -> None:
+        """Raise an InputError where the model would be trained: clones would not be."""
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._module.parameters())
+        if trains or self._module.training:
+            raise InputError(
+                "enable_clone is for inference: clones are not trained. Call flow.eval() and run under torch.no_grad() "
+                "(or make the flow with inference_only=True), or make it without enable_clone to train"
+            )
+
+    def get(self, name: str, place: torch.device) -> Tensor:
+        """The copy of a parameter or buffer on a device."""
+        if place not in self._copies:
+            self._places.append(place)
+            self._written = []
+            self.refresh()
+        return self._copies[place][name]
+
+
+def state_lookup(graph: LayerGraph, clones: Clones | None) -> StateLookup:
+    """What the layers of a graph use for their state.
+
+    Args:
+        graph: the layers; a constant of theirs has a copy on each device that reads it.
+        clones: of the model's state; None to use that itself.
+    """
+    constants: dict[tuple[str, torch.device], Tensor] = {}
+
+    def lookup(name: str, place: torch.device) -> Tensor:
+        if name in graph.constants:
+            if (name, place) not in constants:
+                constants[name, place] = devices.move(graph.state[name].detach(), place)
+            return constants[name, place]
+        return graph.state[name] if clones is None else clones.get(name, place)
+
+    return lookup
+
+
+def _twin(tensor: Tensor, place: torch.device) -> Tensor:
+    if devices.same(devices.location(tensor), place):
+        return tensor
+    return devices.copy(tensor, place)

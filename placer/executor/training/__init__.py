@@ -1,0 +1,1 @@
+"""Training through the pipeline: stages with passes forwards and backwards, and the optimizer behind them."""

@@ -1,0 +1,147 @@
+"""``torch.compile`` of a whole segment, kept where it is faster.
+
+It fuses what a layer border would keep apart. What it gains is measured against the same segment without it, on the
+device; where it gains nothing, or cannot compile the segment, the segment stays as it was and the reason is told.
+
+Where weight gradients are a pass of their own they stay one: see ``placer.graph.opened``. A segment that cannot be
+compiled so is compiled with whole backward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.errors import InputError
+from placer.executor.checkpointed import CheckpointedSegment
+from placer.executor.segments import MicroBatch
+from placer.executor.training.compiled_segments import Backend, Border, CompiledSegment, OpenedSegment
+from placer.executor.training.recomputed import RecomputedStage
+from placer.executor.training.stage import Stage
+from placer.graph import autocast
+
+_REPEATS = 5
+
+
+def backend_of(compile: bool | Backend | None) -> Backend | None:
+    """The backend of torch.compile that a user asks for; None for none.
+
+    Args:
+        compile: True for torch's own, a name, or what torch.compile takes in its place.
+
+    Raises:
+        InputError: torch knows no backend of that name, or it is none.
+    """
+    if compile is None or compile is False:
+        return None
+    if compile is True:
+        return "inductor"
+    if callable(compile):
+        return compile
+    if not isinstance(compile, str):
+        raise InputError(f"compile={compile!r}: give True, False, a function, or the name of a backend")
+    known = torch.compiler.list_backends(exclude_tags=())
+    if compile not in known:
+        raise InputError(f"compile={compile!r} is no backend of torch.compile; it knows {', '.join(sorted(known))}")
+    return compile
+
+
+def compile_stage(stage: Stage, backend: Backend) -> None:
+    """Let a stage whose slots are open run compiled, if that is faster.
+
+    Args:
+        stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as it is.
+        backend: of ``torch.compile``.
+    """
+    stage.not_compiled_because = _obstacle(stage)
+    if stage.not_compiled_because:
+        return
+    plain, split = stage.segment, stage.split
+    try:
+        before_ms = _trial_ms(stage)
+    except devices.NotRecordable as error:
+        stage.not_compiled_because = f"it runs without CUDA graphs: {error}"
+        return
+    why_whole, border = "", _border(stage)
+    for kind in (OpenedSegment, CompiledSegment) if split and not autocast.dtype() else (CompiledSegment,):
+        stage.split, stage.reuses = kind is OpenedSegment, True  # such passes write to what the forward pass left
+        try:
+            stage.segment = kind.of(plain, border, backend)
+            after_ms = _trial_ms(stage)
+        except Exception as error:  # whatever a compiler may raise: the segment runs without it
+            why_whole = stage.not_compiled_because = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            continue
+        times = f"{after_ms:.3g} ms forwards and backwards, {before_ms:.3g} ms without"
+        if after_ms < before_ms:
+            stage.compiled = times + (f"; backward passes are whole: {why_whole}" if why_whole else "")
+            stage.not_compiled_because = ""
+            return
+        stage.not_compiled_because = f"it is no faster: {times}"
+        break
+    stage.segment, stage.split, stage.reuses = plain, split, False
+
+
+def _obstacle(stage: Stage) -> str:
+    """What forbids to compile a stage; empty if nothing does."""
+    if devices.registries:
+        return "logical_devices looks at every operation"
+    if stage.gathers:
+        return "deferred_batch_norm takes batch normalisations apart"
+    if isinstance(stage, RecomputedStage):
+        return "it recomputes"
+    if isinstance(stage.segment, CheckpointedSegment):
+        return "it keeps to checkpoints of the model's own"
+    foreign = next((step.layer.name for step in stage.segment.steps if step.foreign), None)
+    return "" if foreign is None else f"layer {foreign!r} uses state of another device"
+
+
+def _border(stage: Stage) -> Border:
+    """What a stage's segment is given, and what it makes that something outside it reads."""
+    made = {name for step in stage.segment.steps for name in step.layer.writes}
+    names = [*stage.writes, *(stage.head.names if stage.head is not None else ())]
+    writes = [name for name in dict.fromkeys(names) if name in made]
+    awaited = {name for name, _ in stage.slots[0].gradients} | _awaited_by_loss(stage)
+    return Border(stage.reads, tuple(writes), frozenset(writes) - awaited)
+
+
+def _awaited_by_loss(stage: Stage) -> set[str]:
+    """Of what the loss is given, the values that it depends on."""
+    slot, head = stage.slots[0], stage.head
+    if head is None:
+        return set()
+    batch = MicroBatch(slot.inputs.keys(), slot.inputs.values())
+    with torch.no_grad(), autocast.uncached(stage.device):
+        stage.segment.run(batch)
+    values = {name: batch.read(name, stage.device) for name in head.names}
+    leaves = {name: value.detach().requires_grad_() for name, value in values.items() if _is_differentiable(value)}
+    with torch.enable_grad(), autocast.uncached(stage.device):
+        loss = head.loss([leaves.get(name, values[name]) for name in head.names], slot.targets)
+    with autocast.off(stage.device):
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {name for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _trial_ms(stage: Stage) -> float:
+    """Time of a forward and a backward pass of the first slot."""
+    slot = stage.slots[0]
+    passes: list[Callable[[], None]] = [slot.forward, slot.backward, slot.weights]
+    if stage.device.type == "cuda":
+        recorded = devices.record(passes, stage.device)
+        return sum(median(times) for times in devices.queued_ms(recorded, stage.device, _REPEATS))
+    times = []
+    for _ in range(1 + _REPEATS):
+        began = perf_counter()
+        for run in passes:
+            run()
+        times.append(1e3 * (perf_counter() - began))
+    return median(times[1:])

@@ -1,0 +1,79 @@
+"""A batch and its target on their way to the stages that read them, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.devices import Courier, Lane, Mark
+from placer.executor.pipeline import cut
+from placer.executor.training.slot import Key
+
+
+class Feed:
+    """The micro-batches of one batch.
+
+    What lies on another GPU than the stage that reads it is brought there whole, at once: its owner would otherwise
+    wait until the pipeline has come to the last micro-batch, and could not begin the next step meanwhile.
+
+    Args:
+        given: what the caller gave.
+        sizes: samples in each micro-batch.
+        courier: for the copies.
+        ready: by device, when what the caller gave is there.
+
+    Attributes:
+        read: for each device that has a part of the batch, and each that reads it, when the last copy is done.
+    """
+
+    def __init__(
+        self, given: Mapping[Key, Any], sizes: Sequence[int], courier: Courier, ready: Mapping[torch.device, Mark]
+    ) -> None:
+        self._given = given
+        self._parts = dict(zip(given, zip(*cut(list(given.values()), sizes), strict=True), strict=True))
+        self._sizes = sizes
+        self._courier = courier
+        self._ready = ready
+        self._brought: dict[tuple[Key, torch.device], tuple[Sequence[Tensor], Mark]] = {}
+        self.read: dict[tuple[torch.device, torch.device], Mark] = {}
+
+    def send(self, key: Key, chunk: int, place: torch.device, target: Tensor, free: Mark, label: Any) -> Mark:
+        """Copy a part of the batch into a stage's slot.
+
+        Args:
+            key: which tensor.
+            chunk: which micro-batch of it.
+            place: the stage's device.
+            target: of the same shape.
+            free: when it may be overwritten.
+            label: what a trace is to say of the copy.
+
+        Returns:
+            When the copy is done.
+        """
+        given = self._parts[key][chunk]
+        here = devices.location(given)
+        if here.type == place.type and not devices.same(here, place):
+            parts, there = self._bring(key, here, place, label)
+            return self._courier.send(parts[chunk], there, target, free, "batch", label)
+        source = devices.staged(given, place)
+        mark = self._courier.send(source, self._ready[here], target, free, "batch", label)
+        if source is given:
+            self.read[here, place] = mark
+        return mark
+
+    def _bring(self, key: Key, here: torch.device, place: torch.device, label: Any) -> tuple[Sequence[Tensor], Mark]:
+        """The micro-batches of a tensor on another device, and when they are there."""
+        if (key, place) not in self._brought:
+            given = self._given[key].detach()
+            whole = self._courier.landing(key, given, place)
+            # It is the caller's when it is new, and else when all have left it that went on from there.
+            free = Lane(place, caller=True).mark(), self._courier.mark(place, place, "batch")
+            mark = self._courier.send(given, self._ready[here], whole, free, "batch", label)
+            self._brought[key, place] = [part for (part,) in cut([whole], self._sizes)], mark
+            self.read[here, place] = mark
+        return self._brought[key, place]

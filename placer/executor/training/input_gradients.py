@@ -1,0 +1,102 @@
+"""The gradients of what a training step was given: of inputs and targets that require one, leaves or not.
+
+    a stage that reads it, by micro-batch ──▶ its part of the whole's gradient ──▶ .grad, or the graph before it
+
+Several stages may read one; their gradients are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.devices import Courier, Lane, Mark
+from placer.executor.pipeline import cut
+from placer.executor.training.slot import Key
+
+
+def detached(tensors: Sequence[Any]) -> list[Any]:
+    """The same tensors as leaves of their own; those that require a gradient still do."""
+    return [
+        tensor.detach().requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
+        for tensor in tensors
+    ]
+
+
+def hand_out(tensors: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+    """Let gradients go where a backward pass would take them from here: into ``.grad``, or on through a graph.
+
+    Args:
+        tensors: as the caller gave them.
+        gradients: of each; None where it has none.
+    """
+    pairs = [(tensor, gradient) for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+
+
+class InputGradients:
+    """Those of one batch.
+
+    Args:
+        given: inputs and targets by name or position; those that require a gradient are meant.
+        sizes: samples in each micro-batch.
+        courier: for the copies.
+    """
+
+    def __init__(self, given: Mapping[Key, Any], sizes: Sequence[int], courier: Courier) -> None:
+        self._given = {key: item for key, item in given.items() if isinstance(item, Tensor) and item.requires_grad}
+        self._sizes = sizes
+        self._courier = courier
+        self._parts: dict[tuple[Key, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._marks: list[tuple[torch.device, Mark]] = []
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._given
+
+    def take(self, key: Key, reader: int, chunk: int, gradient: Tensor, ready: Mark, label: Any) -> Mark:
+        """Copy the gradient of a part of the batch out of a stage.
+
+        Args:
+            key: of which tensor.
+            reader: the stage.
+            chunk: of which micro-batch.
+            gradient: that of the part.
+            ready: when it is there.
+            label: what a trace is to say of the copy.
+
+        Returns:
+            When the copy is done.
+        """
+        home = devices.location(self._given[key])
+        if (key, reader) not in self._parts:
+            self._parts[key, reader] = self._room(self._given[key].detach(), home, gradient)
+        target = self._parts[key, reader][1][chunk]
+        mark = self._courier.send(gradient, ready, target, Lane(home, caller=True).mark(), "backward", label)
+        self._marks.append((home, mark))
+        return mark
+
+    def _room(self, like: Tensor, home: torch.device, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Memory for a gradient: what is to be summed up, and in it the part of each micro-batch."""
+        pinned = gradient.is_cuda and home.type == devices.CPU  # else the copy would hold the caller up
+        new = partial(torch.empty, like.shape, dtype=like.dtype, device=home, pin_memory=pinned)
+        if like.dim() and like.shape[0] == sum(self._sizes):
+            whole = new()
+            return [whole], [part for (part,) in cut([whole], self._sizes)]
+        each = [new() for _ in self._sizes]
+        return each, each
+
+    def hand_out(self) -> None:
+        """Let them go where a backward pass of the unsplit model would take them."""
+        for home, mark in self._marks:
+            Lane(home, caller=True).wait(mark)
+        sums: dict[Key, Tensor] = {}
+        for (key, _), (terms, _) in self._parts.items():
+            for term in terms:
+                sums[key] = sums[key] + term if key in sums else term
+        hand_out(list(self._given.values()), [sums.get(key) for key in self._given])

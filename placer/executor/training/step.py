@@ -1,0 +1,399 @@
+"""What ``DataFlow.train_step`` returns: one batch at a time, forwards, backwards and the optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.errors import InputError
+from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
+from placer.executor.latest_shapes import LatestShapes
+from placer.executor.pipeline import cut, micro_batch_sizes
+from placer.executor.program import Capture
+from placer.executor.segments import segments, taken_in_turn
+from placer.executor.state.assignment import Assignment
+from placer.executor.state.statistics import refuse_uncaptured
+from placer.executor.training.compiled_segments import Backend
+from placer.executor.training.input_gradients import detached, hand_out
+from placer.executor.training.kept import Kept
+from placer.executor.training.pipeline import SCHEDULES, Order, Recipe, TrainingPipeline
+from placer.executor.training.update import Update
+from placer.executor.training.weights import Weights
+from placer.graph import arguments, autocast
+from placer.graph.export import batch_size
+from placer.graph.given import refuse_no_chunks, refuse_no_loss
+from placer.graph.layers import LayerGraph
+from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
+from placer.graph.structure import Structure, flatten
+
+
+class Flow(Protocol):
+    """What a training step needs of a ``DataFlow``."""
+
+    module: nn.Module
+    chunks: int
+    enable_clone: bool
+    deferred_batch_norm: bool
+    gradients_wait: bool
+    output_device: torch.device
+
+    @property
+    def not_captured_because(self) -> str:
+        """Why the model runs through hooks; empty where it does not."""
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The devices of the layers; None before the first ``update_flow``."""
+
+    def recomputed(self) -> frozenset[torch.device]:
+        """The devices that run forwards once more in their backward passes."""
+
+    def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
+        """The capture for inputs like these; None where the model runs through hooks."""
+
+    def holds(self, capture: Capture) -> bool:
+        """Whether a capture is still of the model as it is."""
+
+    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
+        """The layers of a capture and the device of each."""
+
+    def __call__(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
+        """Run the model."""
+
+
+class TrainStep:
+    """A training step of a flow.
+
+    Args:
+        flow: a flow to which ``update_flow`` has been called.
+        loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
+        update: what follows the gradients.
+        schedule: the order of micro-batches.
+        compile: the backend of torch.compile; None to compile nothing.
+
+    Raises:
+        InputError: the loss is no function, or has parameters of its own; the schedule is not known; or the optimizer
+            is of another model.
+    """
+
+    def __init__(
+        self, flow: Flow, loss_fn: LossFunction, update: Update, schedule: Order, compile: Backend | None = None
+    ) -> None:
+        refuse_no_loss(loss_fn)
+        if schedule not in SCHEDULES:
+            raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
+        _refuse_other_models(update.optimizer, flow.module)
+        self.flow = flow
+        self.loss_fn = loss_fn
+        self.update = update
+        self.schedule = schedule
+        self.compile = compile
+        self._pipelines = _no_pipelines()
+        self._placed: Any = None
+
+    def __call__(self, inputs: Any, target: Any, chunks: int | None = None, update: bool = True) -> Tensor:
+        """Train on one batch; afterwards every parameter's ``grad`` is that of the mean loss.
+
+        Args:
+            inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch first. Those that
+                require a gradient are given theirs, and what they were made of, as by the unsplit model.
+            target: what the loss compares with, the batch first; likewise.
+            chunks: micro-batches; what the placement says if None. Where the batch does not divide, the last one is
+                smaller, and its loss counts by its size; if it were less than half as large, there are fewer.
+            update: False lets the gradients wait: the next call, also of another step of the flow, adds its own to
+                them, and the optimizer is stepped by the first call that does not say so. ``optimizer.zero_grad()``
+                drops them.
+
+        Returns:
+            The mean loss, detached.
+
+        Raises:
+            InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode, or the target is of
+                another size than the batch.
+        """
+        batch = self._taken(inputs, target, chunks)
+        keep, self.flow.gradients_wait = self.flow.gradients_wait, False
+        with nothing_held():
+            loss = self._computed(*batch, keep)
+            self.flow.gradients_wait = not update
+            if update:
+                self.update(self.flow.module)
+            return loss
+
+    def _computed(
+        self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int], keep: bool
+    ) -> Tensor:
+        """The loss of a batch; gradients are in place then, and gone where it fails."""
+        pipeline = None
+        try:
+            pipeline = self._ready(tensors, inputs, goals, target, sizes)
+            if pipeline is None:
+                return self._through_hooks(tensors, inputs, goals, target, sizes, keep)
+            return pipeline.run(tensors, goals, keep, self.update.scale(pipeline.stages[-1].device))
+        except BaseException as error:
+            self.flow.module.zero_grad()
+            self._let_go(None if isinstance(error, Exception) else pipeline)
+            raise
+
+    def _ready(
+        self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int]
+    ) -> TrainingPipeline | None:
+        """As ``_pipeline``, its passes made; without those of other shapes, where there is no memory for both."""
+        pipeline = self._pipeline(tensors, inputs, goals, target, sizes)
+        others = len(self._pipelines) - 1
+        try:
+            if pipeline is not None:
+                with nothing_held():
+                    pipeline.prepare(tensors, goals)
+            return pipeline
+        except torch.OutOfMemoryError as error:
+            if not others:
+                raise
+            why = str(error)
+        pipeline = None
+        self._pipelines.keep_only(lambda key: False)
+        devices.release_cache()
+        warnings.warn(
+            f"there is no memory for a batch of this shape beside the passes of {others} other(s), which are let go of "
+            f"and made again when such a batch comes: {why}",
+            stacklevel=4,
+        )
+        return self._pipeline(tensors, inputs, goals, target, sizes)
+
+    def _let_go(self, interrupted: TrainingPipeline | None) -> None:
+        """Keep no passes that were half made, and none that an interrupt, which comes anywhere, may have left so."""
+        for key, pipeline in list(self._pipelines.items()):
+            if pipeline is interrupted or not pipeline.is_prepared:
+                with suppress(RuntimeError):  # of a device that is lost the first error tells
+                    self._pipelines.let_go(key)
+
+    def pipeline(
+        self, inputs: Any, target: Any, chunks: int | None = None
+    ) -> tuple[TrainingPipeline | None, list[Any], list[Any]]:
+        """What a batch like this goes through, without running it.
+
+        Args:
+            inputs: as for a step.
+            target: as for a step.
+            chunks: as for a step.
+
+        Returns:
+            The stages, None where the model runs through hooks; and the flattened inputs and target.
+        """
+        tensors, structure, goals, target_structure, sizes = self._taken(inputs, target, chunks)
+        tensors, goals = _without_gradients(tensors), _without_gradients(goals)
+        return self._pipeline(tensors, structure, goals, target_structure, sizes), tensors, goals
+
+    def _taken(
+        self, inputs: Any, target: Any, chunks: int | None
+    ) -> tuple[list[Any], Structure, list[Any], Structure, list[int]]:
+        """Inputs and target, flattened and with their structures, and the sizes of micro-batches."""
+        self._refuse()
+        tensors, structure = flatten(arguments.split(inputs))
+        goals, target_structure = flatten(target)
+        size = batch_size(tensors)
+        _refuse_no_batch(inputs, tensors, size)
+        refuse_other_batch(goals, size)
+        if not torch.is_grad_enabled():
+            tensors, goals = _without_gradients(tensors), _without_gradients(goals)
+        return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the passes, which are made again when needed."""
+        return {**self.__dict__, "_pipelines": None, "_placed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pipelines = _no_pipelines()
+
+    @property
+    def pipelines(self) -> list[TrainingPipeline]:
+        """What batches went through so far: one for each shape that is kept, the latest used last."""
+        return list(self._pipelines.values())
+
+    @property
+    def not_recorded_because(self) -> dict[str, str]:
+        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them, and why."""
+        return {place: why for item in self._pipelines.values() for place, why in item.not_recorded_because.items()}
+
+    @property
+    def compiled(self) -> dict[str, str]:
+        """For each segment that torch.compile made faster: by how much, as measured."""
+        return {place: gain for item in self._pipelines.values() for place, gain in item.compiled.items()}
+
+    @property
+    def not_compiled_because(self) -> dict[str, str]:
+        """For each segment that runs without torch.compile though it was asked for: why."""
+        return {place: why for item in self._pipelines.values() for place, why in item.not_compiled_because.items()}
+
+    def _refuse(self) -> None:
+        flow = self.flow
+        if flow.assignment is None:
+            raise InputError("the flow is not placed yet: call update_flow() before a training step")
+        if flow.enable_clone:
+            raise InputError("clones are not trained: make the flow without enable_clone to train it")
+        if torch.is_inference_mode_enabled():
+            raise InputError("inference mode makes no gradients: leave torch.inference_mode() for a training step")
+        if not flow.module.training:
+            raise InputError("the model is in eval mode: call flow.train() before a training step")
+
+    def _pipeline(
+        self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int]
+    ) -> TrainingPipeline | None:
+        """The stages for batches like this one; None where micro-batches run one after another through the flow.
+
+        So they do where there is no capture; where a layer reads a number that another took from a tensor: passes are
+        prepared once, and would keep the number that they were prepared with; where a segment uses what another one
+        changes; and where parameters have hooks, which passes over aliases of them would not run.
+        """
+        flow = self.flow
+        if flow.assignment is not self._placed:
+            self._pipelines.keep_only(lambda key: False)
+            self._placed = flow.assignment
+        parts = cut(tensors, sizes)
+        capture = flow.captured(parts[0], inputs)
+        if capture is None:
+            return None
+        recompute = flow.recomputed()
+        asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (*tensors, *goals))
+        key = (capture, tuple(sizes), target.key, _kinds(goals), asked, flow.deferred_batch_norm, recompute)
+        known = self._pipelines.used(key)
+        if known is not None and not known.is_stale():
+            return None if _hooked(known.weights) else known
+        self._pipelines.keep_only(lambda other: other != key and flow.holds(other[0]))
+        graph, places = flow.layers(capture)
+        if graph.passes_numbers_on or _hooked(Weights.of(graph)) or (len(sizes) > 1 and _in_turn(graph, places)):
+            return None
+        if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
+            # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
+            return self._pipeline(tensors, inputs, goals, target, _equal_sizes(len(sizes), sum(sizes)))
+        recipe = Recipe(
+            self.loss_fn,
+            capture.exported.outputs,
+            target,
+            self.schedule,
+            tuple(sizes),
+            flow.deferred_batch_norm,
+            recompute,
+            self.compile,
+            capture.exported.checkpoints,
+        )
+        self._pipelines.make_room()
+        self._pipelines[key] = made = TrainingPipeline(graph, places, recipe)
+        made.weights.leave_out(flow.module.parameters())
+        return made
+
+    @torch.enable_grad()
+    def _through_hooks(
+        self,
+        tensors: list[Any],
+        inputs: Structure,
+        goals: list[Any],
+        target: Structure,
+        sizes: list[int],
+        keep: bool,
+    ) -> Tensor:
+        """A model that could not be captured: micro-batches one after another."""
+        module, place = self.flow.module, self.flow.output_device
+        if self.flow.deferred_batch_norm and len(sizes) > 1:
+            refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
+        kept = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
+        kept.save()
+        if not keep:
+            module.zero_grad()
+        losses: list[Tensor] = []
+        given = [*tensors, *goals]
+        leaves = detached(given)
+        parts = zip(cut(leaves[: len(tensors)], sizes), cut(leaves[len(tensors) :], sizes), sizes, strict=True)
+        try:
+            for part, goal, size in parts:
+                args, kwargs = inputs.unflatten(part)
+                output = self.flow(*args, chunks=1, **kwargs)
+                there = [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in goal]
+                loss = self.loss_fn(output, target.unflatten(there))
+                refuse_no_number(loss)
+                refuse_untrained(loss)
+                loss = loss * (size / sum(sizes))
+                scale = self.update.scale(devices.location(loss))
+                with autocast.off(place):
+                    loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+            hand_out(given, [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves])
+        except BaseException as error:
+            kept.restore()
+            raise_explained(error, self._place(error, len(losses)))
+        return torch.stack(losses).sum()
+
+    def _place(self, error: BaseException, micro_batch: int) -> Place:
+        """Where a micro-batch failed on its way through hooks."""
+        layer = failed_module(error, self.flow.module)
+        assignment = self.flow.assignment
+        device = assignment.of_path(layer) if assignment is not None and layer else None
+        return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
+
+
+def _no_pipelines() -> LatestShapes[TrainingPipeline]:
+    return LatestShapes(lambda pipeline: pipeline.lanes)
+
+
+def _hooked(weights: Weights) -> bool:
+    """Whether the user has hooks on a parameter; says so."""
+    name = weights.hooked()
+    return name is not None and _told(f"parameter {name!r} has hooks, which a pipeline would not run")
+
+
+def _in_turn(graph: LayerGraph, places: list[torch.device]) -> bool:
+    """Whether a micro-batch would find in a buffer what later ones left; says so."""
+    name = taken_in_turn(segments(graph, places, lambda name, _: graph.state[name]))
+    return name is not None and _told(f"buffer {name!r} is changed in one segment and used in another")
+
+
+def _told(why: str) -> bool:
+    warnings.warn(f"{why}: micro-batches run one after another", stacklevel=5)
+    return True
+
+
+def _without_gradients(tensors: list[Any]) -> list[Any]:
+    return [tensor.detach() if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+
+
+def _kinds(goals: list[Any]) -> Hashable:
+    """What passes keep of a target beside its values."""
+    return tuple((goal.shape, goal.dtype) if isinstance(goal, Tensor) else None for goal in goals)
+
+
+def _refuse_other_models(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        raise InputError(
+            f"the optimizer holds no parameter of this {type(model).__name__}, so a step would change nothing; "
+            "make it from flow.parameters()"
+        )
+
+
+def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:
+    if not any(isinstance(tensor, Tensor) for tensor in tensors):
+        raise InputError(f"inputs, a {type(inputs).__name__}, hold no tensor; give tensors, as torch.as_tensor(x) is")
+    if not size:
+        raise InputError("the batch has no samples: leave empty batches out")
+
+
+def _sizes(wanted: int, size: int) -> list[int]:
+    """Of the micro-batches."""
+    refuse_no_chunks(wanted)
+    return micro_batch_sizes(size, wanted)
+
+
+def _equal_sizes(wanted: int, size: int) -> list[int]:
+    """The most micro-batches, up to those wanted, of one size."""
+    count = next(count for count in range(min(wanted, size), 0, -1) if size % count == 0)
+    return [size // count] * count

@@ -1,0 +1,222 @@
+"""Segments under torch.compile train as the unsplit model; what cannot be compiled runs as it is, and says why."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.errors import InputError
+from placer.executor.training import compiled
+from placer.executor.training.compiled_segments import OpenedSegment
+from placer.executor.training.pipeline import Order
+from placer.executor.training.step import TrainStep
+from placer.testing import logical_devices
+
+CHUNKS = 4
+
+
+class _Model(nn.Module):
+    """A skip from device to device, running statistics, a write in place, and several layers a segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU()
+        self.blur, self.relu = nn.Conv1d(1, 2, 3, padding=1), nn.ReLU(inplace=True)
+        self.middle, self.tanh = nn.Linear(8, 8), nn.Tanh()
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(self.first(x)))
+        y = self.relu(self.blur(y[:, None])).sum(1)
+        result: Tensor = self.last(self.tanh(self.middle(y)) + y)
+        return result
+
+
+def _batch(size: int = 8) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(size, 4, dtype=torch.float64), torch.randn(size, 2, dtype=torch.float64)
+
+
+def _flow(model: nn.Module, **options: Any) -> DataFlow:
+    flow = DataFlow(model, ["cpu:0", "cpu:1"], **options)
+    for index, name in enumerate(flow.layer_gpus):
+        flow.layer_gpus[name] = index * 2 // len(flow.layer_gpus)
+    flow.update_flow()
+    return flow
+
+
+def _train(schedule: Order, backend: Any, size: int = 8, **options: Any) -> TrainStep:
+    """Two steps, compared with the unsplit model's over the same micro-batches."""
+    torch.manual_seed(0)
+    model = _Model().double()
+    whole = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    inputs, target = _batch(size)
+    flow = _flow(model)
+    for name, value in options.items():
+        setattr(flow, name, value)
+    step = flow.train_step(functional.mse_loss, ours, schedule, compile=backend)
+    losses = [step(inputs, target, chunks=CHUNKS) for _ in range(2)]
+    parts = -(-size // CHUNKS)
+    for loss in losses:
+        theirs.zero_grad()
+        expected = torch.zeros((), dtype=torch.float64)
+        for part, goal in zip(inputs.split(parts), target.split(parts), strict=True):
+            part_loss = functional.mse_loss(whole(part), goal) * (len(part) / size)
+            part_loss.backward()
+            expected += part_loss.detach()
+        theirs.step()
+        torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, atol=1e-10, rtol=1e-10, msg=name)
+    return step
+
+
+@pytest.fixture
+def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trial takes less time than the one before it."""
+    times = iter(range(1000, 0, -1))
+    trial = compiled._trial_ms
+
+    def faster(stage: Any) -> float:
+        trial(stage)
+        return float(next(times))
+
+    monkeypatch.setattr(compiled, "_trial_ms", faster)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("size", [8, 11])
+@pytest.mark.usefixtures("always_faster")
+def test_compiled_segments_train_as_the_unsplit_model(schedule: Order, size: int) -> None:
+    step = _train(schedule, "aot_eager", size)
+    assert step.not_compiled_because == {}
+    assert list(step.compiled) == ["segment 0 of 2 on cpu:0", "segment 1 of 2 on cpu:1"]
+    assert step.compiled["segment 0 of 2 on cpu:0"] == "999 ms forwards and backwards, 1e+03 ms without"
+    for stage in step.pipelines[0].stages:  # a pass of their own under zero-bubble alone
+        assert stage.split is isinstance(stage.segment, OpenedSegment) is (schedule == "zero-bubble")
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_products_of_compiled_segments_leave_their_weight_gradients_for_later() -> None:
+    step = _train("zero-bubble", "aot_eager")
+    found = []
+    for stage in step.pipelines[0].stages:
+        slot = stage.slots[0]
+        slot.forward()
+        slot.backward()
+        found += [addition.layer for addition in slot.deferred]
+        slot.weights()
+        assert not slot.deferred
+    assert sorted(found, key=str) == ["blur", "first", "last", "middle"]
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_what_cannot_be_compiled_so_has_whole_backward_passes_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: Any) -> OpenedSegment:
+        raise NotImplementedError("no openings")
+
+    monkeypatch.setattr(OpenedSegment, "of", refused)
+    step = _train("zero-bubble", "aot_eager")
+    assert step.not_compiled_because == {}
+    told = "backward passes are whole: NotImplementedError: no openings"
+    assert all(told in gain for gain in step.compiled.values()) and len(step.compiled) == 2
+    assert not any(stage.split for stage in step.pipelines[0].stages)
+
+
+class _Aside(nn.Module):
+    """A result of its own layer, and a value for another stage, that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lost, self.last, self.aside = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, z = self.first(x), self.lost(x)
+        return self.last(y), self.aside(y) + z
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.usefixtures("always_faster")
+def test_what_the_loss_does_not_depend_on_has_no_gradient_compiled_either(schedule: Order) -> None:
+    model = _Aside()
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(first=0, lost=0, last=1, aside=1)
+    flow.update_flow()
+    step = flow.train_step(lambda made, goal: functional.mse_loss(made[0], goal), None, schedule, compile="aot_eager")
+    step(torch.randn(8, 4), torch.randn(8, 4), chunks=CHUNKS)
+    assert len(step.compiled) == 2
+    reached = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert reached == {"first.weight", "first.bias", "last.weight", "last.bias"}
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_under_autocast_compiled_segments_have_whole_backward_passes() -> None:
+    model, whole = (copy.deepcopy(made).float() for made in [_Model()] * 2)
+    inputs, target = (tensor.float() for tensor in _batch())
+    step = _flow(model).train_step(functional.mse_loss, None, "zero-bubble", compile="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        step(inputs, target, chunks=1)
+        expected = functional.mse_loss(whole(inputs), target)
+    expected.backward()
+    assert step.compiled and not any(stage.split for stage in step.pipelines[0].stages)
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-2, rtol=1e-2)
+
+
+def test_a_segment_that_gains_nothing_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 2.0] * 2)
+    monkeypatch.setattr(compiled, "_trial_ms", lambda stage: next(times))
+    step = _train("1f1b", "aot_eager")
+    assert step.compiled == {}
+    why = "it is no faster: 2 ms forwards and backwards, 1 ms without"
+    assert set(step.not_compiled_because.values()) == {why}
+
+
+def test_a_compiler_that_fails_leaves_the_segments_as_they_were_and_says_why() -> None:
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        raise NotImplementedError("no such operation")
+
+    step = _train("zero-bubble", backend)
+    assert step.compiled == {}
+    reasons = set(step.not_compiled_because.values())
+    assert len(reasons) == 1 and "no such operation" in reasons.pop()
+
+
+@pytest.mark.parametrize(
+    ("compile", "told"),
+    [
+        ("inducter", r"compile='inducter' is no backend of torch.compile; it knows .*aot_eager.*inductor"),
+        ("", "compile='' is no backend"),
+        (2, "compile=2: give True, False, a function, or the name of a backend"),
+    ],
+)
+def test_what_is_no_backend_is_named_at_once_with_those_that_are(compile: Any, told: str) -> None:
+    flow = _flow(_Model())
+    with pytest.raises(InputError, match=told):
+        flow.train_step(functional.mse_loss, compile=compile)
+
+
+def test_without_being_asked_nothing_is_compiled() -> None:
+    step = _train("1f1b", False)
+    assert step.compiled == {} and step.not_compiled_because == {}
+
+
+def test_what_recomputes_is_not_compiled_and_says_so() -> None:
+    step = _train("1f1b", "aot_eager", recompute=[0, 1])
+    assert set(step.not_compiled_because.values()) == {"it recomputes"}
+
+
+def test_under_logical_devices_segments_run_as_they_are_and_say_so() -> None:
+    with logical_devices(2):
+        flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+        flow.update_flow()
+        step = flow.train_step(functional.mse_loss, compile=True)
+        step(torch.randn(4, 4), torch.randn(4, 2))
+    assert step.not_compiled_because == {"segment 0 of 1 on cpu:0": "logical_devices looks at every operation"}

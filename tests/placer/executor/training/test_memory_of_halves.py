@@ -1,0 +1,135 @@
+"""What the passes of a zero-bubble step make and keep, storage by storage, is what its placement predicts of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from placer import Constraints, DataFlow, PlacementRequest, profile, solve
+from placer.executor.training import accumulation
+from placer.executor.training.slot import Slot
+from placer.executor.training.stage import Stage
+from placer.profiler import writing
+from placer.testing import logical_devices
+from placer.zoo import gpt, resnet18, unet
+
+CHUNKS = 4
+"""Of two stages all of them are in flight."""
+
+
+class Pool(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The storages that are made while it is entered, until they are freed, entered or not.
+
+    Attributes:
+        most: the most bytes that they were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self.made: dict[int, int] = {}
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and id_of(tensor) not in self.made:
+                self.known.add(id_of(tensor))  # made elsewhere
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+            self.free(args[0])  # without a mode such as this, autograd adds gradients up in place
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and id_of(tensor) not in self.made and id_of(tensor) not in self.known:
+                self.add(tensor)
+        self.known.clear()
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        key, storage = id_of(tensor), tensor.untyped_storage()
+        self.made[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self.gone, key)
+
+    def free(self, tensor: Tensor) -> None:
+        if tensor.nbytes == tensor.untyped_storage().nbytes():
+            self.gone(id_of(tensor))
+
+    def gone(self, key: int) -> None:
+        self.now -= self.made.pop(key, 0)
+
+
+def id_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    logits = output.flatten(0, 1) if output.dim() == 3 else output
+    return functional.cross_entropy(logits, target.flatten() if output.dim() == 3 else target)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
+    "resnet18": (resnet18, lambda size: (torch.randn(size, 3, 64, 64), torch.randint(1000, (size,)))),
+    "unet": (
+        lambda: unet(width=8),
+        lambda size: (torch.randn(size, 3, 64, 64), torch.randint(2, (size, 64, 64))),
+    ),
+    "gpt": (
+        lambda: gpt(layers=4, width=64, heads=2, context=64, vocabulary=128),
+        lambda size: (torch.randint(128, (size, 64)), torch.randint(128, (size, 64))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_passes_of_a_micro_batch_take_what_is_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, data = MODELS[name]
+    model, (part, target) = make(), data(4)
+    monkeypatch.setattr(writing, "_material", lambda size: size)  # here 1 MiB is much
+    monkeypatch.setattr(accumulation, "_MOST_BYTES", 0)  # and so are 32
+    given: Any = {"optimizer": None, "loss_fn": _loss, "target": target}
+    with logical_devices(2):
+        measured = profile(model, part, 2, progress=False, repeats=1, cache=False, **given)
+        names = [layer.name for layer in measured.layers]
+        pinned = {name: f"cpu:{2 * place // len(names)}" for place, name in enumerate(names)}
+        rules = Constraints(contiguous=True, pinned=pinned)
+        placement = solve(PlacementRequest(profile=measured, schedule="zero-bubble", chunks=CHUNKS, constraints=rules))
+        taken: dict[str, dict[str, int]] = defaultdict(dict)
+        for which in ("_forward", "_backward"):
+            monkeypatch.setattr(Stage, which, _watched(getattr(Stage, which), which, taken))
+        flow = DataFlow(model)
+        flow.update_flow(placement)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        batch, goals = data(4 * CHUNKS)
+        step = flow.train_step(_loss, optimizer, "zero-bubble")
+        step(batch, goals, chunks=CHUNKS)
+        places = {str(stage.device): _places(stage) for pipeline in step.pipelines for stage in pipeline.stages}
+    for load in placement.devices:
+        used = CHUNKS * (sum(taken[load.device].values()) + places[load.device])
+        assert 0.98 <= load.memory.activation_bytes / used <= 1.1, (load, taken[load.device], places)
+
+
+def _places(stage: Stage) -> int:
+    """The bytes of what arrives from other stages for a micro-batch: values that need gradients, and gradients."""
+    slot = stage.slots[0]
+    arriving = [*(slot.static(key) for key in slot.entering), *slot.gradients.values()]
+    return sum(int(tensor.nbytes) for tensor in arriving)
+
+
+def _watched(run: Callable[[Stage, Slot], None], which: str, taken: dict[str, dict[str, int]]) -> Any:
+    def watched(stage: Stage, slot: Slot) -> None:
+        pool = Pool()
+        with pool:
+            run(stage, slot)
+        most = taken[str(stage.device)]
+        most[which] = max(most.get(which, 0), pool.most)
+
+    return watched

@@ -1,0 +1,374 @@
+"""A training step through the pipeline equals the unsplit model's over the same micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import tokens_loss
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.errors import InputError
+from placer.executor.training.pipeline import Order
+from placer.testing import logical_devices
+from placer.zoo import gpt, resnet18, unet
+
+SCHEDULES: tuple[Order, ...] = ("1f1b", "fill-drain", "zero-bubble")
+
+
+def _images(count: int) -> Tensor:
+    return torch.randn(count, 3, 32, 32, dtype=torch.float64)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], Any]] = {
+    "resnet18": (resnet18, lambda size: (_images(size), torch.randint(1000, (size,))), functional.cross_entropy),
+    "unet": (
+        lambda: unet(width=4),
+        lambda size: (_images(size), torch.randint(2, (size, 32, 32))),
+        functional.cross_entropy,
+    ),
+    "tied gpt": (
+        lambda: gpt(layers=3, width=16, heads=2, context=8, vocabulary=11, tied=True),
+        lambda size: (torch.randint(11, (size, 8)), torch.randint(11, (size, 8))),
+        tokens_loss,
+    ),
+}
+
+
+def _compare(
+    name: str,
+    schedule: Order,
+    places: Callable[[int, int], int],
+    chunks: int = 4,
+    steps: int = 2,
+    size: int = 8,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9),
+) -> None:
+    """Train a model split over three stand-ins, and its copy unsplit, and compare losses, parameters and buffers."""
+    make, data, loss_fn = MODELS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    whole = copy.deepcopy(model)
+    ours, theirs = optimizer(model.parameters()), optimizer(whole.parameters())
+    inputs, target = data(size)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        names = list(flow.layer_gpus)
+        for index, layer in enumerate(names):
+            flow.layer_gpus[layer] = places(index, len(names))
+        flow.update_flow()
+        step = flow.train_step(loss_fn, ours, schedule)
+        losses = [step(inputs, target, chunks=chunks).cpu() for _ in range(steps)]
+    for loss in losses:
+        theirs.zero_grad()
+        expected = torch.zeros((), dtype=torch.float64)
+        for part, goal in zip(inputs.chunk(chunks), target.chunk(chunks), strict=True):
+            part_loss = loss_fn(whole(part), goal) / chunks
+            part_loss.backward()
+            expected += part_loss.detach()
+        theirs.step()
+        torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key].cpu(), value, atol=1e-9, rtol=1e-9, msg=key)
+
+
+def _in_order(index: int, count: int) -> int:
+    return index * 3 // count
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_two_steps_equal_the_unsplit_models_over_the_same_micro_batches(name: str, schedule: Order) -> None:
+    _compare(name, schedule, _in_order)
+
+
+def test_a_device_may_hold_several_segments() -> None:
+    _compare("unet", "1f1b", lambda index, _: index % 3)
+
+
+def _in_rounds(index: int, count: int) -> int:
+    return (index * 6 // count) % 3
+
+
+def _and_back(index: int, count: int) -> int:
+    return (0, 1, 2, 1, 0, 2)[index * 6 // count]
+
+
+@pytest.mark.parametrize("places", [_in_rounds, _and_back])
+@pytest.mark.parametrize(("name", "chunks"), [("unet", 4), ("tied gpt", 4), ("tied gpt", 8)])  # no whole rounds of 3
+def test_interleaved_segments_train_as_the_unsplit_model(
+    name: str, chunks: int, places: Callable[[int, int], int]
+) -> None:
+    _compare(name, "interleaved", places, chunks=chunks)
+
+
+def test_whole_rounds_of_micro_batches_go_in_megatrons_order_and_train_as_the_unsplit_model() -> None:
+    _compare("tied gpt", "interleaved", _in_rounds, chunks=6, size=12)
+
+
+def test_a_tied_weight_is_trained_once_though_two_devices_use_it() -> None:
+    _compare(
+        "tied gpt", "zero-bubble", _in_order, steps=4, optimizer=lambda weights: torch.optim.Adam(weights, lr=0.01)
+    )
+
+
+def test_one_micro_batch_and_as_many_as_samples_agree_with_the_unsplit_model() -> None:
+    _compare("tied gpt", "zero-bubble", _in_order, chunks=1)
+    _compare("tied gpt", "1f1b", _in_order, chunks=8)
+
+
+class _Branching(nn.Module):
+    """A branch on a tensor's value: it cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return self.two(x if x.sum() > 0 else -x)
+
+
+def _step_of(model: nn.Module, **options: Any) -> Any:
+    flow = DataFlow(model, **options)
+    flow.layer_gpus["two"] = 1
+    flow.update_flow()
+    return flow.train_step(functional.mse_loss)
+
+
+def test_a_model_that_cannot_be_captured_trains_through_hooks() -> None:
+    torch.manual_seed(0)
+    model = _Branching().double()
+    whole = copy.deepcopy(model)
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    with logical_devices(2):
+        step = _step_of(model)
+        loss = step(inputs, target.to("cpu:0"), chunks=2)
+    expected = torch.stack(
+        [functional.mse_loss(whole(x), y) / 2 for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True)]
+    )
+    expected.sum().backward()
+    torch.testing.assert_close(loss.cpu(), expected.sum().detach())
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+
+
+def test_a_batch_that_does_not_divide_is_cut_into_fewer_equal_micro_batches() -> None:
+    model = nn.Sequential(OrderedLinear(), nn.Linear(4, 2)).double()
+    whole = copy.deepcopy(model)
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus["1"] = 1
+        flow.update_flow()
+        loss = flow.train_step(functional.mse_loss)(inputs, target, chunks=4)
+    functional.mse_loss(whole(inputs), target).backward()
+    torch.testing.assert_close(loss.cpu(), functional.mse_loss(whole(inputs), target).detach())
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+
+
+class OrderedLinear(nn.Linear):
+    """A linear layer of its own class."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+def test_the_running_statistics_are_not_touched_by_preparing_the_pipeline() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus["2"] = 1
+        flow.update_flow()
+        flow.train_step(functional.mse_loss)(inputs, target, chunks=2)
+    assert model[1].num_batches_tracked.item() == 2  # type: ignore[operator,union-attr]
+
+
+def test_a_loss_that_fails_leaves_the_model_as_it_was_and_the_next_step_right() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    whole = copy.deepcopy(model)
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    fails = [True]
+
+    def loss_fn(output: Tensor, goal: Tensor) -> Tensor:
+        if fails.pop():
+            raise RuntimeError("the loss fails")
+        fails.append(False)
+        return functional.mse_loss(output, goal)
+
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus["2"] = 1
+        flow.update_flow()
+        step = flow.train_step(loss_fn)
+        with pytest.raises(RuntimeError, match="the loss fails"):
+            step(inputs, target, chunks=2)
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name].cpu(), value)
+        fails.append(False)
+        loss = step(inputs, target, chunks=2)
+    expected = sum(functional.mse_loss(whole(x), y) / 2 for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True))
+    torch.testing.assert_close(loss.cpu(), expected.detach())  # type: ignore[union-attr]
+
+
+def test_moving_the_layers_between_steps_keeps_training_right() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    whole = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole))
+    inputs, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        step = None
+        for place in (0, 1):
+            flow.layer_gpus["1"] = place
+            flow.update_flow()
+            step = step or flow.train_step(functional.mse_loss, ours)
+            step(inputs, target, chunks=3)
+    for _ in range(2):
+        theirs.zero_grad()
+        functional.mse_loss(whole(inputs), target).backward()
+        theirs.step()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda flow: flow.undo(), "update_flow"),
+        (lambda flow: flow.eval(), r"flow.train\(\)"),
+    ],
+)
+def test_a_flow_that_cannot_train_says_what_to_do(spoil: Callable[[DataFlow], Any], words: str) -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss)
+    spoil(flow)
+    with pytest.raises(InputError, match=words):
+        step(torch.randn(2, 4), torch.randn(2, 2))
+
+
+def test_clones_refuse_to_train() -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)), enable_clone=True)
+    flow.update_flow()
+    with pytest.raises(InputError, match="without enable_clone"):
+        flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5])
+def test_a_wrong_number_of_micro_batches_is_named(chunks: Any) -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+    flow.update_flow()
+    with pytest.raises(InputError, match=f"chunks={chunks}"):
+        flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(2, 2), chunks=chunks)
+
+
+def test_an_unknown_schedule_is_named() -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+    with pytest.raises(InputError, match="'gpipe' is not known; give one of fill-drain, 1f1b, zero-bubble"):
+        flow.train_step(functional.mse_loss, schedule="gpipe")  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_no_function_is_named() -> None:
+    with pytest.raises(InputError, match="loss_fn is 'mse'"):
+        DataFlow(nn.Sequential(nn.Linear(4, 2))).train_step("mse")  # type: ignore[arg-type]
+
+
+def test_a_target_of_another_size_than_the_batch_is_named() -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
+    flow.update_flow()
+    with pytest.raises(InputError, match=r"target of shape \(3, 2\) goes with a batch of 2"):
+        flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (lambda output, target: (output - target).pow(2), r"loss_fn gave a tensor of shape \(2, 2\); let it give one"),
+        (lambda output, target: 0.0, "loss_fn gave 0.0; let it give one number"),
+        (lambda output, target: (output.detach() - target).pow(2).mean(), "there is nothing to train"),
+    ],
+)
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_loss_that_cannot_be_trained_on_is_named(loss_fn: Any, words: str, captured: bool) -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(4, 2)) if captured else _Branching())
+    flow.update_flow()
+    with pytest.raises(InputError, match=words):
+        flow.train_step(loss_fn)(torch.randn(2, 4), torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_makes_gradients_though_none_are_made_around_it(captured: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 2)) if captured else _Branching()
+    flow = DataFlow(model)
+    flow.update_flow()
+    with torch.no_grad():
+        flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(2, 2))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("frozen", [slice(0, 2), slice(2, 4), slice(4, 6)])
+def test_a_device_all_of_whose_layers_are_frozen_trains_nothing_and_lets_gradients_through(
+    frozen: slice, schedule: Order
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh()))).double()
+    model[frozen].requires_grad_(False)
+    whole = copy.deepcopy(model)
+    inputs = torch.randn(8, 4, dtype=torch.float64)
+    with logical_devices(3):
+        flow = DataFlow(model)
+        for index, name in enumerate(flow.layer_gpus):
+            flow.layer_gpus[name] = index // 2
+        flow.update_flow()
+        flow.train_step(functional.mse_loss, schedule=schedule)(inputs, inputs, chunks=4)
+    functional.mse_loss(whole(inputs), inputs).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad, atol=1e-10, rtol=1e-10)
+
+
+def test_weights_that_are_assigned_between_steps_are_those_that_train() -> None:
+    # Pipelines were told apart by the address of their capture, which a later capture may take over.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2)).double()
+    inputs, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    flow = DataFlow(model)
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss)
+    for scale in (1.0, 2.0, 3.0):
+        new = {name: torch.full_like(value, scale) for name, value in model.state_dict().items()}
+        flow.load_state_dict(new, assign=True)
+        expected = functional.mse_loss(torch.nn.functional.linear(inputs, *new.values()), target)
+        torch.testing.assert_close(step(inputs, target), expected)
+
+
+def test_a_tied_weight_on_two_plain_cpu_stand_ins_has_the_gradients_of_both() -> None:
+    # Stand-ins share memory outside logical_devices: each had an alias of the same weight, and the last one's won.
+    make, data, loss_fn = MODELS["tied gpt"]
+    torch.manual_seed(0)
+    model = make().double()
+    whole = copy.deepcopy(model)
+    inputs, target = data(8)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    for index, layer in enumerate(flow.layer_gpus):
+        flow.layer_gpus[layer] = index % 2
+    flow.update_flow()
+    flow.train_step(loss_fn)(inputs, target, chunks=2)
+    loss_fn(whole(inputs), target).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-10, rtol=1e-10)
