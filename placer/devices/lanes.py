@@ -7,7 +7,7 @@ mark = lane.mark()         stands for all that was issued so far
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from time import perf_counter
 from types import TracebackType
@@ -106,6 +106,9 @@ class Delivery(NamedTuple):
     label: Any
 
 
+_Write = Callable[[Tensor, Tensor, Lane, Lane], None]
+
+
 class Courier:
     """Copies tensors between devices beside their computations.
 
@@ -120,6 +123,7 @@ class Courier:
         self._lanes: dict[tuple[torch.device, torch.device, str], tuple[Lane, Lane]] = {}
         self._stopovers: dict[tuple[Lane, torch.Size, torch.dtype], tuple[Tensor, Mark]] = {}
         self._landings: dict[tuple[Hashable, torch.device], Tensor] = {}
+        self._summands: dict[tuple[Lane, torch.Size, torch.dtype], Tensor] = {}
 
     def landing(self, key: Hashable, like: Tensor, place: torch.device) -> Tensor:
         """Memory on a device for a tensor like this one, the same for the same key again.
@@ -170,6 +174,7 @@ class Courier:
         free: Mark | Sequence[Mark],
         channel: str,
         label: Any = None,
+        adds: Sequence[bool] = (),
     ) -> Mark:
         """Copy all that goes from one device to another at one time, as ``send`` does; the host waits and marks once.
 
@@ -180,6 +185,8 @@ class Courier:
             free: when all of them may be overwritten.
             channel: as for ``send``.
             label: as for ``send``; a trace has them as one.
+            adds: for each target, whether to add to what is there, which came from elsewhere, in place of writing over
+                it; empty for none.
 
         Returns:
             When all copies are done, for both sides.
@@ -190,13 +197,12 @@ class Courier:
         incoming.wait(ready, *(free if isinstance(free, Sequence) else (free,)))
         timed = self.trace is not None
         began = incoming.mark(timed=True) if timed else None
-        if has_detour(here, there):
-            for source, target in zip(sources, targets, strict=True):
-                self._send_through_host(source, target, outgoing, incoming)
-        else:
-            with outgoing, incoming:
-                for source, target in zip(sources, targets, strict=True):
-                    moving.write(source, target, here, there)
+        write = self._write_through_host if has_detour(here, there) else self._write
+        for source, target, is_added in zip(sources, targets, adds or [False] * len(sources), strict=True):
+            if is_added:
+                self._add(source, target, outgoing, incoming, write)
+            else:
+                write(source, target, outgoing, incoming)
         ended = incoming.mark(timed=timed)
         if self.trace is not None:
             self.trace.append(Delivery(here, there, began, ended, incoming.device, label))
@@ -212,7 +218,24 @@ class Courier:
         """
         return self._pair(source, target, channel)[1].mark()
 
-    def _send_through_host(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
+    def _write(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
+        with outgoing, incoming:
+            moving.write(source, target, location(source), location(target))
+
+    def _add(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane, write: _Write) -> None:
+        """Copy beside the target and add from there; the next copy to that place is behind this in the lane."""
+        key = (incoming, target.shape, target.dtype)
+        with incoming:
+            if key not in self._summands:
+                self._summands[key] = torch.empty_like(target)
+        write(source, self._summands[key], outgoing, incoming)
+        adding = incoming if incoming.device == location(target) else Lane(location(target))
+        if adding is not incoming:
+            adding.wait(incoming.mark())
+        with adding:
+            moving.add(self._summands[key], target)
+
+    def _write_through_host(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
         """Copy to the host's memory and on; the buffer there is used again once what was in it has left."""
         key = (incoming, source.shape, source.dtype)
         buffer, left = self._stopovers.get(key) or (_host_like(source), None)

@@ -47,6 +47,11 @@ def write(source: Tensor, target: Tensor, here: torch.device, there: torch.devic
     target.copy_(source, non_blocking=True)
 
 
+def add(summand: Tensor, total: Tensor) -> None:
+    """Add to a tensor what is on its device."""
+    total.add_(summand)
+
+
 def staged(tensor: Tensor, device: torch.device) -> Tensor:
     """What to write to a device in a tensor's place, so that the host goes on meanwhile.
 

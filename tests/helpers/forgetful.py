@@ -26,7 +26,15 @@ class Forgetful:
         monkeypatch.setattr(Courier, "send_all", lambda courier, *rest: self._send(courier, *rest))
 
     def _send(
-        self, courier: Courier, sources: Sequence[Tensor], ready: Any, targets: Sequence[Tensor], *rest: Any
+        self,
+        courier: Courier,
+        sources: Sequence[Tensor],
+        ready: Any,
+        targets: Sequence[Tensor],
+        free: Any,
+        channel: str,
+        label: Any = None,
+        adds: Sequence[bool] = (),
     ) -> Any:
         first, self.sent = self.sent, self.sent + len(sources)
         kept = [index for index in range(len(sources)) if first + index != self.forgotten]
@@ -34,5 +42,5 @@ class Forgetful:
             targets[index].fill_(torch.nan)  # else the value of an earlier run may lie there
         if not kept:
             return None
-        some, others = ([row[index] for index in kept] for row in (sources, targets))
-        return self._send_all(courier, some, ready, others, *rest)
+        some, others, sums = ([row[index] for index in kept] if row else [] for row in (sources, targets, adds))
+        return self._send_all(courier, some, ready, others, free, channel, label, sums)

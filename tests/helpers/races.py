@@ -180,12 +180,17 @@ def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterat
 
 def _note_memory(races: Races, patch: pytest.MonkeyPatch) -> None:
     """Copies, and what is taken from the allocator: the memory may be what the caller used a moment ago."""
-    write, empty_like = moving.write, torch.empty_like
+    write, add, empty_like = moving.write, moving.add, torch.empty_like
 
     def noted_write(source: Tensor, target: Tensor, here: torch.device, there: torch.device) -> None:
         what = f"a copy from {here} to {there}"
         races.run([lane.queue for lane in races.active], [source], [target], what)
         write(source, target, here, there)
+
+    def noted_add(summand: Tensor, total: Tensor) -> None:
+        place = moving.location(total)
+        races.run([lane.queue for lane in races.active], [summand, total], [total], f"a sum on {place}")
+        add(summand, total)
 
     def noted_empty_like(tensor: Tensor, **options: Any) -> Tensor:
         made = empty_like(tensor, **options)
@@ -194,6 +199,7 @@ def _note_memory(races: Races, patch: pytest.MonkeyPatch) -> None:
         return made
 
     patch.setattr(moving, "write", noted_write)
+    patch.setattr(moving, "add", noted_add)
     patch.setattr(torch, "empty_like", noted_empty_like)
 
 

@@ -106,7 +106,7 @@ def _border(stage: Stage) -> Border:
     made = {name for step in stage.segment.steps for name in step.layer.writes}
     names = [*stage.writes, *(stage.head.names if stage.head is not None else ())]
     writes = [name for name in dict.fromkeys(names) if name in made]
-    awaited = {name for name, _ in stage.slots[0].gradients} | _awaited_by_loss(stage)
+    awaited = {*stage.awaited} | _awaited_by_loss(stage)
     return Border(stage.reads, tuple(writes), frozenset(writes) - awaited)
 
 

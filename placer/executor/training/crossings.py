@@ -56,8 +56,8 @@ def _values(names: Sequence[str], made: Slot, read: Slot) -> Copies:
 
 
 def _gradients(names: Sequence[str], reader: int, stages: Sequence[Stage], maker: int) -> Copies:
-    gradients, awaited = stages[reader].slots[0].input_gradients, stages[maker].slots[0].gradients
-    return [(gradients[name], awaited[name, reader]) for name in names if (name, reader) in awaited]
+    sent, summed = stages[reader].slots[0].input_gradients, stages[maker].slots[0].gradients
+    return [(sent[name], summed[name]) for name in names if reader in stages[maker].awaited.get(name, ())]
 
 
 @torch.no_grad()

@@ -48,6 +48,7 @@ class Passes:
         self._maker = {name: index for index, stage in enumerate(self._stages) for name in stage.writes}
         self._done: dict[tuple[int, Half, int], Mark] = {}
         self._landed: dict[tuple[int, int], list[Mark]] = {}
+        self._summed: set[tuple[str, int]] = set()  # values a gradient of which has come, and micro-batches
         self._turns: dict[str, Mark] = {}
 
     def issue(self) -> None:
@@ -106,21 +107,25 @@ class Passes:
         sent_before, slot.sent = slot.sent, []
         self._run(index, "backward", chunk, slot.backward, [*self._landed.pop((index, chunk), []), *sent_before])
         # Gradients leave at once: the slot that waits for them is theirs until its backward pass, this one is not.
-        going: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        going: defaultdict[int, list[tuple[Tensor, Tensor, bool]]] = defaultdict(list)
         for name, gradient in slot.input_gradients.items():
             if isinstance(name, int) or name not in self._maker:
                 self._leave(index, chunk, name, gradient)
                 continue
             maker = self._maker[name]
-            target = self._stages[maker].slot(chunk).gradients.get((name, index))
-            if target is not None:
-                going[maker].append((gradient, target))
-        for maker, pairs in going.items():
-            gradients, targets = zip(*pairs, strict=True)
-            free = self._free(self._stages[maker].slot(chunk), self._stages[maker].device)
+            if index in self._stages[maker].awaited.get(name, ()):
+                target = self._stages[maker].slot(chunk).gradients[name]
+                going[maker].append((gradient, target, (name, chunk) in self._summed))
+                self._summed.add((name, chunk))
+        for maker, sums in going.items():
+            gradients, targets, adds = zip(*sums, strict=True)
+            landed = self._landed.setdefault((maker, chunk), [])
+            free = [self._free(self._stages[maker].slot(chunk), self._stages[maker].device)]
+            if any(adds):
+                free += landed
             ready, label = self._done[index, "backward", chunk], (index, maker, "backward", chunk)
-            mark = self._courier.send_all(gradients, ready, targets, free, "backward", label)
-            self._landed.setdefault((maker, chunk), []).append(mark)
+            mark = self._courier.send_all(gradients, ready, targets, free, "backward", label, adds)
+            landed.append(mark)
             slot.sent.append(mark)
 
     def _leave(self, index: int, chunk: int, key: Key, gradient: Tensor) -> None:

@@ -14,9 +14,6 @@ from placer.executor.faults import Trail
 from placer.executor.training.accumulation import Accumulation
 from placer.graph.deferred import Addition, Queue
 
-Reader = int | None
-"""The stage that reads a value; None for the loss."""
-
 Key = str | int
 """The name of a value, or the position of a tensor in the target."""
 
@@ -49,7 +46,7 @@ class Slot:
         inputs: static tensors, or numbers, by name.
         weight: of its loss in the batch's: its share of the samples.
         targets: static tensors of the loss's target, in the last stage.
-        gradients: of each output from each of its readers, static.
+        gradients: of each output, static: the sum of what its readers send.
         entering: the inputs and targets that a gradient goes back to.
         leaves: what the forward pass differentiates by, of these.
         outputs: what it made, by name.
@@ -70,7 +67,7 @@ class Slot:
     inputs: dict[str, Any]
     weight: float
     targets: list[Any] = field(default_factory=list)
-    gradients: dict[tuple[str, Reader], Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
     entering: tuple[Key, ...] = ()
     leaves: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)

@@ -83,6 +83,7 @@ class Stage:
         slots: the micro-batches in flight.
         tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
         unreached: of what it reads, the values that the loss does not depend on.
+        awaited: by value that is read elsewhere: the stages that send a gradient of it.
         not_recorded_because: why the passes are no CUDA graphs; empty where they are, or no GPU is.
         reuses: whether a backward pass may leave its results where the forward pass works, so that they must be read
             before the slot's next forward pass runs.
@@ -117,6 +118,7 @@ class Stage:
         self.not_compiled_because = ""
         self.trail = Trail(backwards=True)
         self.unreached: frozenset[Key] = frozenset()
+        self.awaited: dict[str, set[int]] = {}
         self._made_of: dict[str, frozenset[Key]] = {}
         self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
         self._shared_memory: Any = None
@@ -171,11 +173,10 @@ class Stage:
             self.unreached = self._beyond_loss(first)
         made = {name: first.outputs[name] for name in self.writes}
         self._made_of = {name: reached(value, first.leaves) for name, value in made.items()}
+        self.awaited = {name: {*readers} for name, readers in self.writes.items() if _flows_back(made[name])}
         for slot in slots:
-            for name, readers in self.writes.items():
-                if _flows_back(made[name]):
-                    for reader in readers:
-                        slot.gradients[name, reader] = torch.zeros_like(made[name])
+            for name in self.awaited:
+                slot.gradients[name] = torch.zeros_like(made[name])
         # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
         first.leaves, first.outputs, first.roots = {}, {}, []
         return slots, dict(zip(made, detached(list(made.values())), strict=True))
@@ -200,12 +201,14 @@ class Stage:
         Args:
             stages: all; those after this one have been told so.
         """
-        for slot in (*self.slots, *self.tail.values()):
-            for name, reader in list(slot.gradients):
-                if reader is not None and name in stages[reader].unreached:
-                    del slot.gradients[name, reader]
+        for name, readers in list(self.awaited.items()):
+            readers -= {reader for reader in readers if name in stages[reader].unreached}
+            if not readers:
+                del self.awaited[name]
+                for slot in (*self.slots, *self.tail.values()):
+                    del slot.gradients[name]
         if self.head is None:
-            awaited = frozenset[Key]().union(*(self._made_of[name] for name, _ in self.slots[0].gradients))
+            awaited = frozenset[Key]().union(*(self._made_of[name] for name in self.awaited))
             self.unreached = frozenset(self.slots[0].entering) - awaited
 
     def begin(self) -> None:
@@ -313,7 +316,7 @@ class Stage:
 
     def _backward(self, slot: Slot) -> None:
         roots, gradients = list(slot.roots), [self._scale(root) for root in slot.roots]
-        for (name, _), gradient in slot.gradients.items():
+        for name, gradient in slot.gradients.items():
             roots.append(slot.outputs[name])
             gradients.append(gradient)
         for leaf in slot.leaves.values():
