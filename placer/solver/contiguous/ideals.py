@@ -247,9 +247,10 @@ class _Chains:
     def _all_through(self, before: Front, behind: Front, values: dict[Counts, Vector]) -> bool:
         """Take all chains into account, ideals of about the same work together; whether the pairs are not too many."""
         blocks = list(self._blocks(before.sums(self.fastest), behind.sums(self.fastest)))
-        self.pairs += sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in blocks)
-        if self.pairs > MOST_PAIRS:
+        pairs = sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in blocks)
+        if self.pairs + pairs > MOST_PAIRS:
             return False
+        self.pairs += pairs
         between = Between(before, behind)
         self.added = Added(self.loose, before, behind) if self.loose and self.loose.members else None
         for rows, columns in blocks:

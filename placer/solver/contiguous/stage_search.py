@@ -16,12 +16,13 @@ from itertools import count
 from math import inf
 
 from placer.solver import costs, maps
-from placer.solver.contiguous import ideals
+from placer.solver.contiguous import ideals, part_bounds
 from placer.solver.contiguous.divide import divide_anew
 from placer.solver.contiguous.loose import LooseModel, loose_nodes
 from placer.solver.contiguous.merges import merged
 from placer.solver.contiguous.stages import StageModel
-from placer.solver.program.cpsat import Answer
+from placer.solver.linear import starts
+from placer.solver.program.cpsat import Answer, Meter
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
@@ -46,6 +47,9 @@ ASKED = 2
 
 LOOSE, SHORT = 0.2, 1.0
 """Where the gap is more than this share, a question of so much work is asked before parts are made better."""
+
+PART_SHARE = 1.0
+"""How much of a question's work goes to each part that is looked at alone."""
 
 GROUP_SHARE = 0.08
 """How much of a question's work goes to each group of stages that is divided anew."""
@@ -87,11 +91,12 @@ def _worth_chains(search: Search, threshold: float) -> bool:
     return search.bound < threshold < search.too_many * (1 - STEP)
 
 
-def sweep(search: Search) -> None:
+def sweep(search: Search, *, parts: bool = True) -> None:
     """Go on until the best is proven, time or work is over, or nothing more can be learnt.
 
     Args:
         search: with a placement, or with a bottleneck that will do; of a problem that ``stage_scope.applies`` to.
+        parts: whether some stages are looked at alone, too.
     """
     if search.best is not None and search.enough is None:
         _ideals_but_for_loose_nodes(search)
@@ -100,6 +105,8 @@ def sweep(search: Search) -> None:
             return
         work = FIRST * TIMES**turn
         known, done = (search.value, search.bound), search.meter.done
+        if parts:
+            _parts_alone(search, PART_SHARE * work)
         loose = search.value - search.bound > LOOSE * search.value
         _anything_better(search, SHORT if loose else work)
         if search.open():
@@ -157,6 +164,39 @@ def _ideals_but_for_loose_nodes(search: Search) -> None:
             search.offer(model.solve(replace(search.limits(PLACING), workers=1)).devices, "ideals")
             return
         threshold = (search.bound + min(hard, search.better())) / 2
+
+
+def _parts_alone(search: Search, work: float) -> None:
+    """Raise the bound by what the busiest stages take alone, with ever more beside them until they are too many."""
+    if search.best is None:
+        return
+    for layers in part_bounds.parts(search.problem, search.best):
+        part = _part(search, layers, work)
+        if part.value <= search.bound + STEP * search.value:
+            continue  # the layers may be placed so well that they prove nothing
+        few_ideals(part)
+        if part.open():
+            sweep(part, parts=False)
+        search.meter.done += part.meter.done
+        search.prove(min(part.bound, search.nothing_below()))
+        if part.open() or not search.open() or search.over(1.0):
+            return
+
+
+def _part(search: Search, layers: list[int], work: float) -> Search:
+    """A search for the best placement of some layers, with that in the best known and those of linear orders."""
+    problem = part_bounds.part_of(search.problem, layers)
+    limited = search.request.model_copy(update={"time_limit_s": search.left_s()})
+    meter = Meter(min(work, search.meter.left))
+    part = Search(
+        replace(problem, request=limited), stop=search.stop, meter=meter, bound=search.bound, enough=search.enough
+    )
+    assert search.best is not None
+    part.offer([search.best[layer] for layer in layers], search.method)
+    for start in starts.starts(part.problem, part.nodes):
+        part.prove(start.bound)
+        part.offer(start.devices, start.method)
+    return part
 
 
 def _groups_anew(search: Search, work: float) -> None:
