@@ -105,10 +105,10 @@ def sweep(search: Search, *, parts: bool = True) -> None:
             return
         work = FIRST * TIMES**turn
         known, done = (search.value, search.bound), search.meter.done
-        if parts:
-            _parts_alone(search, PART_SHARE * work)
         loose = search.value - search.bound > LOOSE * search.value
         _anything_better(search, SHORT if loose else work)
+        if parts and loose and search.open():
+            _parts_alone(search, PART_SHARE * work)
         if search.open():
             _groups_anew(search, work)
         if search.open() and loose:
