@@ -28,8 +28,8 @@ from placer.errors import PlacerError, UnreachableError
 from placer.executor.dataflow import DataFlow
 from placer.profiler.profile import profile
 from placer.report.explain import table
-from placer.report.units import bytes_text
 from placer.schema import Cluster, Constraints, Placement, PlacementRequest, Profile
+from placer.units import bytes_text
 from placer.zoo import resnet18, resnet50, unet
 from placer_client.client import Client
 

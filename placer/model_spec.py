@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from placer.errors import InputError
-from placer.report.units import bytes_text
 from placer.schema.faults import nearest
+from placer.units import bytes_text
 
 __all__ = ["load_function", "load_model", "parse_inputs"]
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from placer.errors import InputError
-from placer.report.units import parse_bytes
 from placer.schema import (
     Cluster,
     Constraints,
@@ -24,6 +23,7 @@ from placer.schema import (
     Steps,
     Transfers,
 )
+from placer.units import parse_bytes
 
 __all__ = ["blank_profile", "check_words", "limited", "request_for", "rules"]
 

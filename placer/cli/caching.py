@@ -9,7 +9,7 @@ import typer
 
 from placer.errors import InputError
 from placer.profiler.cache import Cache, open_cache
-from placer.report.units import bytes_text
+from placer.units import bytes_text
 
 
 def cache(

@@ -8,8 +8,8 @@ from placer.cli.files import load_profile
 from placer.cli.terminal import extra
 from placer.errors import InputError
 from placer.profiler.merge import merge_profiles
-from placer.report.units import parse_bandwidth, parse_seconds
 from placer.schema import Profile, Rate
+from placer.units import parse_bandwidth, parse_seconds
 
 
 def merged(files: Sequence[str], network: str | None) -> Profile:

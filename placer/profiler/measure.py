@@ -21,6 +21,7 @@ from placer.profiler.progress import Step
 from placer.profiler.remembered import Remembered, layers_to_run
 from placer.profiler.timing import measure_step, measure_time
 from placer.profiler.trial import Trial, bring_input, bring_state
+from placer.units import bytes_text
 
 __all__ = ["Measurement", "measure_layers", "measure_trial"]
 
@@ -132,11 +133,11 @@ def _blaming(layer: Layer, graph: LayerGraph, device: torch.device) -> Iterator[
     except Exception as error:
         lines = str(error).splitlines() or [""]
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in lines[0]:
-            state = sum(tensor_bytes(graph.state[name]) for name in layer.state)
-            read = sum(graph.values[name].bytes for name in layer.reads)
-            written = sum(graph.values[name].bytes for name in layer.writes)
+            state = bytes_text(sum(tensor_bytes(graph.state[name]) for name in layer.state))
+            read = bytes_text(sum(graph.values[name].bytes for name in layer.reads))
+            written = bytes_text(sum(graph.values[name].bytes for name in layer.writes))
             raise ProfilingError(
-                f"layer {layer.name!r} does not fit on {device}: its state takes {state} bytes, what it reads {read}, "
+                f"layer {layer.name!r} does not fit on {device}: its state takes {state}, what it reads {read}, "
                 f"what it writes {written}, beside what it keeps; "
                 f"cut the model finer or take a smaller batch ({lines[0]})"
             ) from error

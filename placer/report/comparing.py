@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.errors import InputError
-from placer.report.units import bytes_text, ms_text
 from placer.schema import DeviceLoad, Layer, Placement, Profile
+from placer.units import bytes_text, ms_text
 
 __all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "comparison_table"]
 

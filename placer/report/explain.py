@@ -13,8 +13,8 @@ from rich.text import Text
 from placer.report.cluster import cluster_table
 from placer.report.fitting import Fitting
 from placer.report.shares import share_texts
-from placer.report.units import bytes_text, ms_text
 from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile, Step, StepChoice
+from placer.units import bytes_text, ms_text
 
 __all__ = ["explain", "proven", "segment_texts", "table"]
 

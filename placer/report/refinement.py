@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from placer.report.units import bytes_text, ms_text
 from placer.schema.refinement import Refinement, Round, StageTime
+from placer.units import bytes_text, ms_text
 
 __all__ = ["refinement_table"]
 

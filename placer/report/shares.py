@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from placer.report.units import Text, bytes_text, ms_text
 from placer.schema import Layer, Profile
+from placer.units import Text, bytes_text, ms_text
 
 __all__ = ["share_texts"]
 

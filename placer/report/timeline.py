@@ -16,8 +16,8 @@ from rich.text import Text
 
 from placer.errors import InputError
 from placer.report.trace import save
-from placer.report.units import ms_text
 from placer.schema.faults import first_fault
+from placer.units import ms_text
 
 __all__ = ["Comparison", "Measurement", "Row"]
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from placer import devices
 from placer.errors import PlacementError
 from placer.graph.layers import LayerGraph, named_state
+from placer.units import bytes_text
 
 
 class Home:
@@ -69,9 +70,9 @@ def move_state(
             for done, back in reversed(moved):
                 relocate(done, back, optimizer)
             if isinstance(error, torch.OutOfMemoryError):
-                size = tensor.numel() * tensor.element_size()
+                size = bytes_text(tensor.numel() * tensor.element_size())
                 raise PlacementError(
-                    f"no room on {target} for {name!r} ({size} bytes); the model was put back. "
+                    f"no room on {target} for {name!r} ({size}); the model was put back. "
                     "Place fewer layers there, or give the placement a lower memory limit for it"
                 ) from error
             raise

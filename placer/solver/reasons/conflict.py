@@ -30,9 +30,10 @@ from placer.solver.program import memory_rules
 from placer.solver.program.cpsat import Answer
 from placer.solver.program.model import PlacementModel, worth_building
 from placer.solver.reasons.infeasible import CONTRADICTION, plain_reason
-from placer.solver.reasons.words import listed, readable
+from placer.solver.reasons.words import listed
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.step.choices import bottleneck_of
+from placer.units import bytes_text
 
 AMPLE_BYTES = 2**60
 FREE = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
@@ -130,7 +131,7 @@ def _of_devices(problem: Problem) -> Iterator[Requirement]:
     most = memory_rules.use_of_all(problem)
     for index, device in enumerate(problem.devices):
         if device.usable_bytes < most:
-            yield Requirement(f"{device.name!r} holds at most {readable(device.usable_bytes)}", "limit", (), index)
+            yield Requirement(f"{device.name!r} holds at most {bytes_text(device.usable_bytes)}", "limit", (), index)
 
 
 class Conflict:

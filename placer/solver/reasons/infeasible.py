@@ -13,8 +13,9 @@ from placer.solver.problem import Problem
 from placer.solver.program import memory_rules
 from placer.solver.program.cpsat import Answer, Limits, Meter
 from placer.solver.program.model import PlacementModel
-from placer.solver.reasons.words import listed, readable
+from placer.solver.reasons.words import listed
 from placer.solver.reduce import Reduction
+from placer.units import bytes_text
 
 CONTRADICTION = "the pins, forbidden devices, colocated layers, links, numbers and contiguity contradict each other"
 
@@ -96,8 +97,8 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
             subject = f"layer {names[0]!r} needs" if len(names) == 1 else f"layers {listed(names)}, kept together, need"
             choice = "the largest limit" if len(short) == len(problem.devices) else "the largest limit allowed for it"
             return Infeasibility(
-                reason=f"{subject} {readable(need)}; {choice} is {readable(device.usable_bytes)} "
-                f"({device.name}): {readable(short[nearest])} short",
+                reason=f"{subject} {bytes_text(need)}; {choice} is {bytes_text(device.usable_bytes)} "
+                f"({device.name}): {bytes_text(short[nearest])} short",
                 layers=names,
                 devices=_device_names(problem, short),
                 short_bytes=short[nearest],
@@ -115,8 +116,8 @@ def _too_large_together(problem: Problem) -> Infeasibility | None:
         return None
     devices = _device_names(problem, able)
     return Infeasibility(
-        reason=f"the layers need at least {readable(need)} in all; {listed(devices)} may use {readable(there)} "
-        f"together: {readable(need - there)} short",
+        reason=f"the layers need at least {bytes_text(need)} in all; {listed(devices)} may use {bytes_text(there)} "
+        f"together: {bytes_text(need - there)} short",
         devices=devices,
         short_bytes=need - there,
     )
@@ -150,7 +151,7 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
         return None
     short = int(answer.bound)
     if answer.devices is None:
-        least = f": whatever the placement, some device is {readable(short)} or more over its limit" if short else ""
+        least = f": whatever the placement, some device is {bytes_text(short)} or more over its limit" if short else ""
         return Infeasibility(reason=f"no placement keeps every device within its memory{least}", short_bytes=short)
     result = costs.evaluate(problem, answer.devices)
     assert result is not None  # the model refuses missing links and cycles
@@ -163,7 +164,7 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
     worst = max(excess, key=lambda name: excess[name])
     return Infeasibility(
         reason=f"no placement keeps every device within its memory: the closest{found} leaves {worst} "
-        f"{readable(excess[worst])} short",
+        f"{bytes_text(excess[worst])} short",
         layers=tuple(problem.layers[i].name for i, d in enumerate(answer.devices) if problem.devices[d].name == worst),
         devices=tuple(excess),
         short_bytes=short or excess[worst],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 
 from placer.schema import Cluster, Device, Help, Limiting, Limits, Link, Objective, Placement, PlacementRequest
-from placer.solver.reasons.words import readable
+from placer.units import bytes_text
 
 Solve = Callable[[PlacementRequest], Placement]
 
@@ -82,7 +82,7 @@ def _fullest(placement: Placement) -> str:
     sizes = load.memory.model_dump()
     kind = max(sizes, key=lambda name: sizes[name])
     what = kind.removesuffix("_bytes").replace("param", "parameter").replace("grad", "gradient")
-    return f"{load.device} holds {readable(load.memory.total_bytes)}, {readable(sizes[kind])} of it for {what}s"
+    return f"{load.device} holds {bytes_text(load.memory.total_bytes)}, {bytes_text(sizes[kind])} of it for {what}s"
 
 
 def _too_much_for_fewer(request: PlacementRequest, placement: Placement) -> tuple[Limiting, str]:
@@ -98,7 +98,7 @@ def _too_much_for_fewer(request: PlacementRequest, placement: Placement) -> tupl
 
 def _value_text(objective: Objective, value: float) -> str:
     if objective == "memory":
-        return readable(int(value))
+        return bytes_text(int(value))
     return f"{value:.4g}" + ("" if objective == "devices" else " ms")
 
 
@@ -117,7 +117,7 @@ def _of_memory(request: PlacementRequest, placement: Placement) -> Iterator[tupl
     for number, load in enumerate(placement.devices):
         if load.memory.total_bytes > load.limit_bytes / 2:
             more = int(cluster.devices[number].memory_bytes * MORE_MEMORY)
-            yield f"{readable(more)} more on {load.device}", _with(request, _roomier(cluster, number, more))
+            yield f"{bytes_text(more)} more on {load.device}", _with(request, _roomier(cluster, number, more))
     if placement.training and request.constraints.recompute != "auto":
         yield "recompute allowed", _ruled(request, recompute="auto")
 

@@ -1,16 +1,6 @@
-"""Bytes and names, for people."""
+"""Names, for people."""
 
 from __future__ import annotations
-
-
-def readable(size_bytes: int) -> str:
-    """Bytes for people: ``9.2 GiB``."""
-    size = float(size_bytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def listed(names: tuple[str, ...]) -> str:

@@ -93,5 +93,5 @@ def test_a_schedule_that_keeps_stages_together_and_pins_that_go_round_are_named(
 def test_memory_that_no_choice_makes_do_names_the_device_and_the_choice_that_comes_nearest(chain):
     request = chain([1, 1], devices=1, param_bytes=600, objective="step", chunks=2, schedule="auto")
     why = solve(request).infeasible
-    assert why.requirements == ("'d0' holds at most 1000 bytes",) and why.smallest
+    assert why.requirements == ("'d0' holds at most 1000 B",) and why.smallest
     assert why.short_bytes == pytest.approx(200)

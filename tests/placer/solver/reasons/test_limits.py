@@ -69,7 +69,7 @@ def test_a_help_that_does_not_add_up_is_caught(chain):
 def test_the_largest_memory_is_less_with_a_device_more(chain):
     placement = solve(chain([1.0] * 6, param_bytes=100, devices=2, objective="memory", explain=True))
     assert placement.limits.kind == "memory"
-    assert placement.limits.what == "d0 holds 300 bytes, 300 bytes of it for parameters"
+    assert placement.limits.what == "d0 holds 300 B, 300 B of it for parameters"
     assert changes(placement)["one device more"] == pytest.approx(3 / 2)
 
 

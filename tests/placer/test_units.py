@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placer.errors import InputError
-from placer.report.units import bytes_text, ms_text, parse_bandwidth, parse_bytes, parse_seconds
+from placer.units import bytes_text, ms_text, parse_bandwidth, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
