@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 import httpx
 from pydantic import BaseModel
 
-from placer.errors import InputError, PlacerError, ServerError, TimeoutExceeded, UnreachableError
+from placer.errors import InputError, PlacerError, ServerError, TimeoutExceeded, UnreachableError, kind_of
 from placer.schema import (
     BatchAnswers,
     Cluster,
@@ -262,13 +262,13 @@ def _path(key: str) -> str:
 
 def _quoted(key: str) -> str:
     if not isinstance(key, str):
-        raise InputError(f"the id is a {type(key).__name__}; give 32 hexadecimal digits, such as placement.id")
+        raise InputError(f"the id is {kind_of(key)}; give 32 hexadecimal digits, such as placement.id")
     return quote(key, safe="")
 
 
 def _map(where: Map) -> dict[str, str]:
     if not isinstance(where, Mapping):
-        raise InputError(f"a map is a {type(where).__name__}; give a device for each layer, as placement.layer_devices")
+        raise InputError(f"a map is {kind_of(where)}; give a device for each layer, as placement.layer_devices")
     return dict(where)
 
 
@@ -290,7 +290,7 @@ def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
 def _content(request: PlacementRequest) -> dict[str, Any]:
     """The request without what is default, but with its versions, so that a reader of another version can tell."""
     if not isinstance(request, PlacementRequest):
-        raise InputError(f"the request is a {type(request).__name__}; give a placer.PlacementRequest(profile=profile)")
+        raise InputError(f"the request is {kind_of(request)}; give a placer.PlacementRequest(profile=profile)")
     content = request.model_dump(mode="json", exclude_defaults=True)
     content["schema_version"] = request.schema_version
     content["profile"]["schema_version"] = request.profile.schema_version

@@ -15,6 +15,7 @@ from placer.errors import (
     ServerError,
     SolveLimitError,
     UnreachableError,
+    kind_of,
 )
 from placer.request_spec import blank_profile
 from placer.schema import (
@@ -196,7 +197,7 @@ def _given(profile: Profile | Sequence[Profile]) -> list[Profile]:
     found = [profile] if isinstance(profile, Profile) else profile
     if not isinstance(found, Sequence) or not all(isinstance(one, Profile) for one in found):
         raise InputError(
-            f"profile is a {type(profile).__name__}; give a Profile, which Profile.model_validate_json(text) makes of "
+            f"profile is {kind_of(profile)}; give a Profile, which Profile.model_validate_json(text) makes of "
             "JSON, or a list of them"
         )
     return sorted(found, key=lambda one: one.batch_size)

@@ -35,7 +35,20 @@ __all__ = [
     "StageError",
     "TimeoutExceeded",
     "UnreachableError",
+    "kind_of",
 ]
+
+
+def kind_of(given: object) -> str:
+    """What a value is, for a message: ``a Linear``, ``an int``, ``None``.
+
+    Args:
+        given: the value.
+    """
+    if given is None:
+        return "None"
+    name = type(given).__name__
+    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"
 
 
 class PlacerError(Exception):

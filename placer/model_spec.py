@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 from placer.schema.faults import nearest
 from placer.units import bytes_text
 
@@ -42,7 +42,7 @@ def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
     if isinstance(maker, nn.Module) and not arguments:
         return maker
     if not callable(maker):
-        raise InputError(f"{spec!r} is a {type(maker).__name__}; name a callable that makes a torch.nn.Module")
+        raise InputError(f"{spec!r} is {kind_of(maker)}; name a callable that makes a torch.nn.Module")
     keywords = dict(_argument(text) for text in arguments)
     try:
         model = maker(**keywords)
@@ -50,7 +50,7 @@ def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
         shown = ", ".join(arguments)
         raise InputError(f"{spec}({shown}) failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise InputError(f"{spec!r} made a {type(model).__name__}; it must make a torch.nn.Module")
+        raise InputError(f"{spec!r} made {kind_of(model)}; it must make a torch.nn.Module")
     return model
 
 
@@ -65,7 +65,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     found = _find(spec, "function")
     if not callable(found):
-        raise InputError(f"{spec!r} is a {type(found).__name__}; name a function")
+        raise InputError(f"{spec!r} is {kind_of(found)}; name a function")
     return found
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from placer import devices
 from placer.correction import improve
-from placer.errors import InputError, ProfilingError
+from placer.errors import InputError, ProfilingError, kind_of
 from placer.executor.dataflow import DataFlow
 from placer.executor.segments import MicroBatch, Segment, segments
 from placer.graph.export import batch_size
@@ -85,7 +85,7 @@ def refine(
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
-        raise InputError(f"placement is a {type(placement).__name__}; give one that suggest or solve returned")
+        raise InputError(f"placement is {kind_of(placement)}; give one that suggest or solve returned")
     if not placement.layer_devices:
         raise InputError(f"the placement is {placement.status} and places no layer, so there is nothing to measure")
     if not all(isinstance(number, int) and number >= 1 for number in (rounds, repeats)):
@@ -277,8 +277,7 @@ def _refuse_others(profile: Any, request: Any) -> None:
         if not (given is None or isinstance(given, kind)):
             wanted = kind.__name__
             raise InputError(
-                f"{name} is a {type(given).__name__}; give a {wanted}, which {wanted}.model_validate_json(text) makes "
-                "of JSON"
+                f"{name} is {kind_of(given)}; give a {wanted}, which {wanted}.model_validate_json(text) makes of JSON"
             )
 
 

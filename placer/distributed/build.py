@@ -22,7 +22,7 @@ from placer.distributed.reach import Flows
 from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.tree import Names, plant
 from placer.distributed.weights import Sharing, Weights
-from placer.errors import CaptureError, InputError, PlacementError
+from placer.errors import CaptureError, InputError, PlacementError, kind_of
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.graph import arguments
 from placer.graph.capture import layer_graph
@@ -126,7 +126,7 @@ class _Placed:
     ) -> _Placed:
         if not isinstance(given, Placement | Mapping):
             raise PlacementError(
-                f"the placement is a {type(given).__name__}; give a Placement, which "
+                f"the placement is {kind_of(given)}; give a Placement, which "
                 "Placement.model_validate_json(text) makes of JSON, or a map {layer: device}"
             )
         if not isinstance(given, Placement) and "layer_devices" not in given:

@@ -18,7 +18,7 @@ from torch import nn
 
 from placer import devices
 from placer.devices import DeviceLike
-from placer.errors import InputError, PlacementError
+from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.calls import call_captured, joined, joined_by_size
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.faults import nothing_held
@@ -380,7 +380,7 @@ class DataFlow(PipelinedRuns):
 def _placement(given: Placement | Mapping[str, Any]) -> Placement:
     if not isinstance(given, Placement | Mapping):
         raise PlacementError(
-            f"update_flow was given a {type(given).__name__}; give a Placement, which "
+            f"update_flow was given {kind_of(given)}; give a Placement, which "
             "Placement.model_validate_json(text) makes of JSON"
         )
     if not isinstance(given, Placement) and "layer_devices" not in given:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 from placer.executor.inference import stream
 from placer.executor.inference.stream import Streams
 from placer.executor.measure import measure_step, measure_stream
@@ -127,7 +127,7 @@ class PipelinedRuns(nn.Module):
         chunks = self.chunks if chunks is None else chunks
         refuse_no_chunks(chunks)
         if profile is not None and not isinstance(profile, Profile):
-            raise InputError(f"profile is a {type(profile).__name__}; give the Profile, such as profile() returned")
+            raise InputError(f"profile is {kind_of(profile)}; give the Profile, such as profile() returned")
         if step is not None and cast(Any, step.flow) is not self:
             raise InputError("step is one of another flow; give one that this flow's train_step made")
         if step is not None:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from placer.errors import CaptureError
+from placer.errors import CaptureError, kind_of
 from placer.graph import chance, checkpoints
 from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import named_state
@@ -175,7 +175,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return f"[{', '.join(map(self.spelt, item))}]"
         if isinstance(item, Mapping):
             return f"{{{', '.join(f'{key}: {self.spelt(value)}' for key, value in item.items())}}}"
-        raise CaptureError(f"a {type(item).__name__} is no plain argument")
+        raise CaptureError(f"{kind_of(item)} is no plain argument")
 
     def _tensor(self, tensor: Tensor) -> str:
         if id(tensor) in self._numbers:

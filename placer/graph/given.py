@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 
 
 def refuse_no_module(model: Any, wanted: str = "an nn.Module") -> None:
@@ -22,7 +22,7 @@ def refuse_no_module(model: Any, wanted: str = "an nn.Module") -> None:
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise InputError(f"model is the class {model.__name__}; give an instance, such as {model.__name__}()")
     if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; give {wanted}")
+        raise InputError(f"model is {kind_of(model)}; give {wanted}")
 
 
 def refuse_no_loss(loss_fn: Any) -> None:

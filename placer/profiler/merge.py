@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from placer.errors import ProfileError
+from placer.errors import ProfileError, kind_of
 from placer.schema import Cluster, Device, Edge, Layer, Link, Profile, Rate
 
 __all__ = ["merge_profiles", "on_hosts", "through_network"]
@@ -51,7 +51,7 @@ def merge_profiles(*profiles: Profile, network: Rate | Mapping[tuple[str, str], 
     for number, profile in enumerate(profiles, start=1):
         if not isinstance(profile, Profile):
             raise ProfileError(
-                f"profile {number} is a {type(profile).__name__}; give each as an argument of its own, a Profile, "
+                f"profile {number} is {kind_of(profile)}; give each as an argument of its own, a Profile, "
                 "which Profile.model_validate_json(text) makes of JSON"
             )
     first, *others = profiles

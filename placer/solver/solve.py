@@ -23,7 +23,7 @@ from functools import partial
 from math import inf
 from time import monotonic
 
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
 from placer.solver import answer, bounds, ties
 from placer.solver.check import check
@@ -84,7 +84,7 @@ def solve(
     """
     began = monotonic()
     if not isinstance(request, PlacementRequest):
-        raise InputError(f"solve was given a {type(request).__name__}; give a placer.PlacementRequest(profile=profile)")
+        raise InputError(f"solve was given {kind_of(request)}; give a placer.PlacementRequest(profile=profile)")
     meter = Meter(request.work_limit or inf)
     if request.objective == "step":
         placement = _step_search(request, progress, stop, meter).answer()

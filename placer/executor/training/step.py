@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.pipeline import cut, micro_batch_sizes
@@ -382,7 +382,7 @@ def _refuse_other_models(optimizer: torch.optim.Optimizer | None, model: nn.Modu
 
 def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:
     if not any(isinstance(tensor, Tensor) for tensor in tensors):
-        raise InputError(f"inputs, a {type(inputs).__name__}, hold no tensor; give tensors, as torch.as_tensor(x) is")
+        raise InputError(f"inputs, {kind_of(inputs)}, hold no tensor; give tensors, as torch.as_tensor(x) is")
     if not size:
         raise InputError("the batch has no samples: leave empty batches out")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 
 _OF_SCALERS = ("scale", "unscale_", "step", "update", "is_enabled")
 """What is asked of a gradient scaler."""
@@ -63,7 +63,7 @@ class Update:
             raise InputError(f"optimizer is the class {given.__name__}; give an instance, such as {wanted}")
         if isinstance(given, LRScheduler):
             raise InputError(
-                f"optimizer is a {type(given).__name__}, which steps no parameters; give the optimizer that it "
+                f"optimizer is {kind_of(given)}, which steps no parameters; give the optimizer that it "
                 "was made for, and step the scheduler yourself"
             )
         if given is not None and not callable(getattr(given, "step", None)):
