@@ -115,6 +115,8 @@ def _awaited_by_loss(stage: Stage) -> set[str]:
     slot, head = stage.slots[0], stage.head
     if head is None:
         return set()
+    if len(head.names) == 1:
+        return set(head.names)  # a loss that depends on nothing is refused
     batch = MicroBatch(slot.inputs.keys(), slot.inputs.values())
     with torch.no_grad(), autocast.uncached(stage.device):
         stage.segment.run(batch)
