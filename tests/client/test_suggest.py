@@ -207,7 +207,7 @@ def test_an_argument_that_cannot_be_used_is_told_before_the_model_is_measured(mo
 
 @pytest.mark.parametrize("given", ["profile.json", {"layers": []}, ["profile.json"], 3])
 def test_what_is_no_profile_is_refused_with_how_to_make_one_of_json(given):
-    with pytest.raises(InputError, match=r"profile is a \w+; give a Profile, which Profile.model_validate_json"):
+    with pytest.raises(InputError, match=r"profile is an? \w+; give a Profile, which Profile.model_validate_json"):
         suggest(profile=given)
 
 

@@ -140,7 +140,7 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         (["placer.zoo.toy:Absent", "-i", "2x3"], "there is no 'Absent' in module 'placer.zoo.toy'"),
         (["placer.zoo.toy:ToyModl", "-i", "2x3"], "in module 'placer.zoo.toy'; did you mean 'ToyModel'?"),
         (["json:dumps", "-i", "2x3"], "json:dumps() failed: TypeError"),
-        (["collections:OrderedDict", "-i", "2x3"], "made a OrderedDict; it must make a torch.nn.Module"),
+        (["collections:OrderedDict", "-i", "2x3"], "made an OrderedDict; it must make a torch.nn.Module"),
         (["placer.zoo.toy:__name__", "-i", "2x3"], "is a str; name a callable"),
         (["placer.zoo.toy:ToyModel", "-i", "2xten"], "'2xten' is no input; write SHAPE or SHAPE:dtype"),
         (["placer.zoo.toy:ToyModel", "-i", "2x10:float33"], "'2x10:float33' is no input"),
