@@ -17,7 +17,7 @@ from placer.solver.search import Search
 
 def test_no_layers_alone_take_longer_than_all_do():
     smaller = 0
-    for seed in range(150):
+    for seed in range(100):
         problem, random = drawn(seed), Random(seed)
         best = best_of(problem, reduced(problem))
         if best is None:
@@ -27,7 +27,7 @@ def test_no_layers_alone_take_longer_than_all_do():
         found = best_of(part, reduced(part))
         assert found is not None and found <= best * (1 + 1e-12)
         smaller += found < best
-    assert smaller > 20
+    assert smaller > 12
 
 
 def wide_at_the_beginning(light=20, devices=6):

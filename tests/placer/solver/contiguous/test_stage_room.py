@@ -76,7 +76,7 @@ def test_stages_have_what_the_cost_model_says_and_sums_are_no_more(request, seed
                 assert more_ms == pytest.approx(again if device in result.recompute else 0.0)
 
 
-@examples(150)
+@examples(100)
 @given(request=trained())
 def test_chains_of_all_orders_are_no_worse_than_any_assignment_that_fits(request):
     problem, nodes = in_orders(request)
@@ -88,7 +88,7 @@ def test_chains_of_all_orders_are_no_worse_than_any_assignment_that_fits(request
         assert min(chain.bound for chain in found) <= min(fitting) * (1 + 1e-9)
 
 
-@examples(80)
+@examples(60)
 @given(request=trained())
 def test_the_solver_proves_the_best_or_that_there_is_none(request):
     placement = solve(request)

@@ -12,7 +12,7 @@ from placer.solver.problem import Problem
 from placer.solver.program.cpsat import Limits
 from placer.solver.reduce import reduced
 
-SETTINGS = examples(250)
+SETTINGS = examples(170)
 
 
 @SETTINGS
