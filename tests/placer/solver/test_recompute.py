@@ -13,7 +13,7 @@ from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, Place
 from placer.solver.check import check
 from placer.solver.solve import solve
 
-SETTINGS = examples(100)
+SETTINGS = examples(75)
 MS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.25])
 SIZE = st.sampled_from([0, 1, 2, 3, 5])
 

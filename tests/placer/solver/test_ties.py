@@ -13,7 +13,7 @@ from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, Place
 from placer.solver.check import check
 from placer.solver.solve import solve
 
-SETTINGS = examples(80)
+SETTINGS = examples(60)
 
 
 def assert_ties_are_broken(placement, ranks):

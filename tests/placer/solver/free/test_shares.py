@@ -16,7 +16,7 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.solve import solve
 
-SETTINGS = examples(40)
+SETTINGS = examples(30)
 ENOUGH = 1.0
 
 

@@ -16,7 +16,7 @@ from placer.solver.reasons import conflict
 from placer.solver.solve import solve
 from placer.solver.step.choices import questions
 
-SETTINGS = examples(60)
+SETTINGS = examples(45)
 
 
 @st.composite

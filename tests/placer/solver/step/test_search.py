@@ -15,7 +15,7 @@ from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, Place
 from placer.solver.check import check
 from placer.solver.solve import solve
 
-SETTINGS = examples(40)
+SETTINGS = examples(30)
 
 
 @SETTINGS

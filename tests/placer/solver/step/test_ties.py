@@ -8,7 +8,7 @@ from small_requests import examples
 from placer.solver.check import check
 from placer.solver.solve import solve
 
-SETTINGS = examples(60)
+SETTINGS = examples(45)
 
 
 def ranks_as_good(request, placement):
