@@ -20,16 +20,7 @@ from placer import DataFlow, devices
 from placer.errors import StageError
 from placer.zoo import gpt, resnet18, unet
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def exact() -> Iterator[None]:
-    """No TF32 while the test runs."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
 
 def _flow(model: nn.Module, interleaved: bool = False, **options: Any) -> DataFlow:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +15,9 @@ from placer import DataFlow
 from placer.executor.training.pipeline import Order
 from placer.zoo import gpt, resnet18, unet
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 CHUNKS = 8
-
-
-@pytest.fixture(autouse=True)
-def exact() -> Iterator[None]:
-    """No TF32 while the test runs."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def _case(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
