@@ -48,7 +48,7 @@ def kind_of(given: object) -> str:
     if given is None:
         return "None"
     name = type(given).__name__
-    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 class PlacerError(Exception):
