@@ -7,7 +7,7 @@ mark = lane.mark()         stands for all that was issued so far
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from time import perf_counter
 from types import TracebackType
@@ -106,9 +106,6 @@ class Delivery(NamedTuple):
     label: Any
 
 
-_Write = Callable[[Tensor, Tensor, Lane, Lane], None]
-
-
 class Courier:
     """Copies tensors between devices beside their computations.
 
@@ -123,7 +120,7 @@ class Courier:
         self._lanes: dict[tuple[torch.device, torch.device, str], tuple[Lane, Lane]] = {}
         self._stopovers: dict[tuple[Lane, torch.Size, torch.dtype], tuple[Tensor, Mark]] = {}
         self._landings: dict[tuple[Hashable, torch.device], Tensor] = {}
-        self._summands: dict[tuple[Lane, torch.Size, torch.dtype], Tensor] = {}
+        self._summands: dict[tuple[Lane, int, torch.Size, torch.dtype], Tensor] = {}
 
     def landing(self, key: Hashable, like: Tensor, place: torch.device) -> Tensor:
         """Memory on a device for a tensor like this one, the same for the same key again.
@@ -197,12 +194,16 @@ class Courier:
         incoming.wait(ready, *(free if isinstance(free, Sequence) else (free,)))
         timed = self.trace is not None
         began = incoming.mark(timed=True) if timed else None
-        write = self._write_through_host if has_detour(here, there) else self._write
-        for source, target, is_added in zip(sources, targets, adds or [False] * len(sources), strict=True):
-            if is_added:
-                self._add(source, target, outgoing, incoming, write)
-            else:
-                write(source, target, outgoing, incoming)
+        places = self._places(targets, adds, incoming) if any(adds) else targets
+        if has_detour(here, there):
+            for source, place in zip(sources, places, strict=True):
+                self._send_through_host(source, place, outgoing, incoming)
+        else:
+            with outgoing, incoming:
+                for source, place in zip(sources, places, strict=True):
+                    moving.write(source, place, here, there)
+        if any(adds):
+            self._add(places, targets, incoming, there)
         ended = incoming.mark(timed=timed)
         if self.trace is not None:
             self.trace.append(Delivery(here, there, began, ended, incoming.device, label))
@@ -218,24 +219,29 @@ class Courier:
         """
         return self._pair(source, target, channel)[1].mark()
 
-    def _write(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
-        with outgoing, incoming:
-            moving.write(source, target, location(source), location(target))
+    def _places(self, targets: Sequence[Tensor], adds: Sequence[bool], incoming: Lane) -> list[Tensor]:
+        """Where copies go: what is added comes beside its target, where the next one is behind this in the lane."""
+        places = []
+        for number, (target, is_added) in enumerate(zip(targets, adds, strict=True)):
+            key = (incoming, number, target.shape, target.dtype)
+            if is_added and key not in self._summands:
+                with incoming:
+                    self._summands[key] = torch.empty_like(target)
+            places.append(self._summands[key] if is_added else target)
+        return places
 
-    def _add(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane, write: _Write) -> None:
-        """Copy beside the target and add from there; the next copy to that place is behind this in the lane."""
-        key = (incoming, target.shape, target.dtype)
-        with incoming:
-            if key not in self._summands:
-                self._summands[key] = torch.empty_like(target)
-        write(source, self._summands[key], outgoing, incoming)
-        adding = incoming if incoming.device == location(target) else Lane(location(target))
-        if adding is not incoming:
+    def _add(self, places: Sequence[Tensor], targets: Sequence[Tensor], incoming: Lane, there: torch.device) -> None:
+        """Add what came beside its target."""
+        adding = incoming
+        if incoming.device != there:  # a copy to the host was in the lane of the GPU that it left
+            adding = Lane(there)
             adding.wait(incoming.mark())
         with adding:
-            moving.add(self._summands[key], target)
+            for place, target in zip(places, targets, strict=True):
+                if place is not target:
+                    moving.add(place, target)
 
-    def _write_through_host(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
+    def _send_through_host(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
         """Copy to the host's memory and on; the buffer there is used again once what was in it has left."""
         key = (incoming, source.shape, source.dtype)
         buffer, left = self._stopovers.get(key) or (_host_like(source), None)
