@@ -48,9 +48,6 @@ ASKED = 2
 LOOSE, SHORT = 0.2, 1.0
 """Where the gap is more than this share, a question of so much work is asked before parts are made better."""
 
-PART_SHARE = 1.0
-"""How much of a question's work goes to each part that is looked at alone."""
-
 GROUP_SHARE = 0.08
 """How much of a question's work goes to each group of stages that is divided anew."""
 
@@ -108,7 +105,7 @@ def sweep(search: Search, *, parts: bool = True) -> None:
         loose = search.value - search.bound > LOOSE * search.value
         _anything_better(search, SHORT if loose else work)
         if parts and loose and search.open():
-            _parts_alone(search, PART_SHARE * work)
+            _parts_alone(search, work)
         if search.open():
             _groups_anew(search, work)
         if search.open() and loose:
@@ -167,12 +164,15 @@ def _ideals_but_for_loose_nodes(search: Search) -> None:
 
 
 def _parts_alone(search: Search, work: float) -> None:
-    """Raise the bound by what the busiest stages take alone, with ever more beside them until they are too many."""
-    if search.best is None:
-        return
-    for layers in part_bounds.parts(search.problem, search.best):
+    """Raise the bound by what the busiest stages take alone, with ever more beside them until they are too many.
+
+    Args:
+        search: with a placement, or nothing is done.
+        work: that of each part at the most, in the measure of ``cpsat.Meter``.
+    """
+    for layers in part_bounds.parts(search.problem, search.best) if search.best is not None else ():
         part = _part(search, layers, work)
-        if part.value <= search.bound + STEP * search.value:
+        if part.best is None or part.value <= search.bound + STEP * search.value:
             continue  # the layers may be placed so well that they prove nothing
         few_ideals(part)
         if part.open():
