@@ -1,4 +1,7 @@
-"""What ``train_step(compile=True)`` gains over the same step without it, on two devices, both under zero-bubble."""
+"""What ``train_step(compile=True)`` gains over the same step without it, on two devices, both under zero-bubble.
+
+Beside both: eager PyTorch on one device, and there ``torch.compile`` of the whole model.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,44 @@ from torch import Tensor, nn
 
 from placer import DataFlow, Placement
 
-from . import cases, ours, timing
+from . import cases, ours, timing, tutorial_resnet50
 from .cases import Training
 from .sample import Sample, attempt, release
 
 PREFIX = "compile-"
-NAMES = ("resnet101", "unet", "gpt")
+NAMES = ("resnet101", "unet", "gpt", tutorial_resnet50.CASE)
 DEVICES = 2
 CHUNKS = 4
+ALONE = "torch.compile"
+"""The engine that compiles the whole model on one device."""
+
+
+def training(name: str) -> Training:
+    """What is trained, by one of ``NAMES``."""
+    return tutorial_resnet50.TRAINING if name == tutorial_resnet50.CASE else cases.training(name)
 
 
 def measure(case: Training) -> Iterator[Sample]:
-    """The step on two devices without and with the compiler, by the same placement."""
+    """The step on two devices without and with the compiler, by the same placement; then one device."""
     cases.prepare()
     name = PREFIX + case.name
     if len(cases.places()) < DEVICES:
         yield Sample(name, "ours", DEVICES, 0, failed=f"there are fewer than {DEVICES} devices")
         return
     model, batch = case.model(cases.home()), case.batch(cases.home())
+    for chunks in tutorial_resnet50.FASTEST if case is tutorial_resnet50.TRAINING else (CHUNKS,):
+        yield from _with_and_without(name, case, model, batch, chunks)
+    yield attempt(name, "eager", 1, 1, lambda: ours.eager(copy.deepcopy(model), batch, case.loss))
+    yield attempt(name, ALONE, 1, 1, partial(_alone, case, model, batch))
+
+
+def _with_and_without(
+    name: str, case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], chunks: int
+) -> Iterator[Sample]:
     placements: list[Placement] = []
 
     def prepare() -> dict[str, list[float]]:
-        placements.append(ours.placed(ours.measured(model, batch[0], CHUNKS), DEVICES, CHUNKS))
+        placements.append(ours.placed(ours.measured(model, batch[0], chunks), DEVICES, chunks))
         release()
         return {}
 
@@ -42,25 +61,39 @@ def measure(case: Training) -> Iterator[Sample]:
         yield prepared
         return
     for engine in ("ours", "compiled"):
-        run = partial(_steps, case, model, batch, placements[0], engine == "compiled")
-        yield attempt(name, engine, DEVICES, CHUNKS, run)
+        run = partial(_steps, case, model, batch, placements[0], chunks, engine == "compiled")
+        yield attempt(name, engine, DEVICES, chunks, run)
         release()
 
 
+def _alone(case: Training, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
+    compiled: Any = torch.compile(copy.deepcopy(model), backend=_backend())
+    return ours.eager(compiled, batch, case.loss)
+
+
+def _backend() -> str:
+    return "inductor" if cases.on_gpus() else "aot_eager"
+
+
 def _steps(
-    case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], placement: Placement, compiles: bool
+    case: Training,
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    placement: Placement,
+    chunks: int,
+    compiles: bool,
 ) -> dict[str, list[float]]:
     flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places(DEVICES)])
     flow.update_flow(placement)
-    backend: Any = (True if cases.on_gpus() else "aot_eager") if compiles else False
+    backend = _backend() if compiles else False
     step = flow.train_step(
         case.loss, torch.optim.SGD(flow.parameters(), lr=1e-3), schedule="zero-bubble", compile=backend
     )
     inputs, target = batch
-    losses = [step(inputs, target, chunks=CHUNKS).item()]
+    losses = [step(inputs, target, chunks=chunks).item()]
     for place, why in step.not_compiled_because.items():
         print(f"{place} is not compiled: {why}", flush=True)
     for place, gain in step.compiled.items():
         print(f"{place} is compiled: {gain}", flush=True)
-    values = timing.in_a_row(lambda: step(inputs, target, chunks=CHUNKS), cases.places(DEVICES))
+    values = timing.in_a_row(lambda: step(inputs, target, chunks=chunks), cases.places(DEVICES))
     return values | {"compiled_segments": [float(len(step.compiled))], "loss": losses}

@@ -46,7 +46,7 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
 
 
 def _compiled_label(name: str) -> str:
-    return f"compile=True, {cases.training(name).label}"
+    return f"compile=True, {compiling.training(name).label}"
 
 
 def belongs(case: str, name: str) -> bool:
@@ -133,13 +133,17 @@ def _compiled(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     plain, compiled = (best(samples, engine, compiling.DEVICES) for engine in ("ours", "compiled"))
     if plain is not None and compiled is not None:
         before, times = time_of(plain), compiled.values["step_ms"]
+        one, alone = (time_of(best(samples, engine, 1)) for engine in ("eager", compiling.ALONE))
         kept = time_of(compiled, "compiled_segments")
         if kept:
             spread = spread_of(times, before)
             yield row(
                 case, "training step with compile=True, speed-up", "x", ratio(before, median(times)), spread=spread
             )
-        yield row_of(case, "training step", plain.values["step_ms"])
+            if one is not None:
+                peers = {} if alone is None else {f"{compiling.ALONE} on one device": ratio(one, alone)}
+                yield row(case, SPEEDUP, "x", ratio(one, median(times)), spread=spread_of(times, one), peers=peers)
+        yield row_of(case, "training step without compile", plain.values["step_ms"])
         yield row(case, f"of {compiling.DEVICES} segments, compiled ones that were faster and so kept", "", kept)
     yield from failures(case, samples)
 

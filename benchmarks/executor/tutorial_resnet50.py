@@ -16,7 +16,7 @@ from torch.nn import functional
 from placer import DataFlow, Profile, profile, solve, zoo
 
 from . import cases, ours, parts
-from .cases import Loss
+from .cases import Loss, Training
 from .sample import Sample, attempt
 from .tutorial import Pipeline, step_times
 
@@ -24,6 +24,27 @@ CASE = "tutorial"
 DEVICES = 2
 BATCH, SIZE = (12, 32) if cases.is_small() else (120, 128)
 SPLITS = (6,) if cases.is_small() else (5, 10, 20, 40, 60)
+FASTEST = (2,) if cases.is_small() else (2, 3)
+"""Numbers of micro-batches of which one gives the shortest step."""
+
+
+def _model() -> zoo.ResNet:
+    return zoo.resnet18() if cases.is_small() else zoo.resnet50()
+
+
+def _data() -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(BATCH, 3, SIZE, SIZE)
+    return inputs, functional.one_hot(torch.randint(1000, (BATCH,)), 1000).float()
+
+
+TRAINING = Training(
+    CASE,
+    "tiny ResNet-18, MSE" if cases.is_small() else "ResNet-50, 128 px, batch 120, MSE",
+    _model,
+    _data,
+    functional.mse_loss,
+    FASTEST,
+)
 
 
 def measure() -> Iterator[Sample]:
@@ -34,10 +55,7 @@ def measure() -> Iterator[Sample]:
     cases.prepare()
     torch.manual_seed(0)
     with cases.home():
-        model = zoo.resnet18() if cases.is_small() else zoo.resnet50()
-        inputs = torch.randn(BATCH, 3, SIZE, SIZE)
-        target = functional.one_hot(torch.randint(1000, (BATCH,)), 1000).float()
-    data, loss = (inputs, target), functional.mse_loss
+        model, data, loss = _model(), _data(), functional.mse_loss
     yield attempt(CASE, "eager", 1, BATCH, lambda: ours.eager(copy.deepcopy(model), data, loss))
     if len(cases.places()) < DEVICES:
         yield Sample(CASE, "ours", DEVICES, 0, failed=f"there are fewer than {DEVICES} devices")

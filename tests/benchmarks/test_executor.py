@@ -348,19 +348,21 @@ def test_overheads_are_over_the_median_of_the_model_alone(part, monkeypatch):
 
 def test_the_compilers_gain_is_shown_where_a_segment_was_kept_compiled(part):
     sample = part("sample").Sample
-    for kept, measures in ((1.0, {"speed-up"}), (0.0, set())):
+    one = [sample("compile-gpt", "eager", 1, 1, {"step_ms": [15.0]})]
+    one += [sample("compile-gpt", "torch.compile", 1, 1, {"step_ms": [12.0]})]
+    for kept, expected in ((1.0, [2.0, 3.0]), (0.0, [])):
         compiled = sample("compile-gpt", "compiled", 2, 4, {"step_ms": [5.0], "compiled_segments": [kept]})
-        rows = part("rows").rows([sample("compile-gpt", "ours", 2, 4, {"step_ms": [10.0]}), compiled])
-        gains = [row for row in rows if row["measure"].endswith("speed-up")]
-        assert {"speed-up" for row in gains if row["value"] == 2.0} == measures
-        assert len(gains) == len(measures)
+        rows = part("rows").rows([sample("compile-gpt", "ours", 2, 4, {"step_ms": [10.0]}), compiled, *one])
+        gains = [row for row in rows if "speed-up" in row["measure"]]
+        assert [row["value"] for row in gains] == expected
+        assert [row["peers"] for row in gains[1:]] == [{"torch.compile on one device": 1.25}] * len(gains[1:])
         assert all(part("rows").belongs(row["case"], "compile-gpt") for row in rows)
 
 
 def test_the_compiler_at_its_tiny_size_gives_values_and_rows(part):
     part("cases").prepare()
-    samples = list(part("compiling").measure(part("cases").training("gpt")))
-    assert [sample.failed for sample in samples] == [""] * 2
+    samples = list(part("compiling").measure(part("compiling").training("gpt")))
+    assert [sample.failed for sample in samples] == [""] * 4
     rows = part("rows").rows(samples)
     assert rows and all(row["value"] is not None for row in rows)
 
