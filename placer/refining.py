@@ -24,6 +24,8 @@ from placer.correction import improve
 from placer.errors import InputError, ProfilingError, kind_of
 from placer.executor.dataflow import DataFlow
 from placer.executor.segments import MicroBatch, Segment, segments
+from placer.executor.training.compiled import backend_of
+from placer.executor.training.compiled_segments import Backend
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_loss, refuse_no_module
 from placer.graph.layers import tensor_bytes
@@ -55,6 +57,7 @@ def refine(
     rounds: int = 3,
     tolerance: float = 0.01,
     repeats: int = 7,
+    compile: bool | Backend = False,
     timer: Timer | None = None,
 ) -> Refinement:
     """Measure a placement's stages, correct the profile by them, and solve again, until nothing moves.
@@ -74,6 +77,7 @@ def refine(
         rounds: the most placements that are measured.
         tolerance: a gain below this share of the objective is not worth another round.
         repeats: how often each pass is timed; medians are kept.
+        compile: as for ``DataFlow.train_step``, in training: stages are measured as that step runs them.
         timer: times passes on a device; by default CUDA graphs on a GPU, the host's clock on a CPU stand-in.
 
     Returns:
@@ -81,7 +85,7 @@ def refine(
 
     Raises:
         InputError: there is no placement, or rounds or repeats are below 1; the profile is of other layers, another
-            model or another batch; or a target is given without a loss.
+            model or another batch; a target is given without a loss; or what does not train is to be compiled.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
@@ -95,6 +99,8 @@ def refine(
         refuse_no_loss(loss_fn)
     elif target is not None:
         raise InputError("target is given without loss_fn; give both to have the loss measured, or none")
+    if backend_of(compile) is not None and not placement.training:
+        raise InputError(f"compile={compile!r} is for training steps, and the placement is for inference; leave it out")
     _refuse_others(profile, request)
     if request is None:
         request = _request(placement, profile or _profile(placement, model, example_inputs, loss_fn, target))
@@ -102,7 +108,8 @@ def refine(
         request = request.model_copy(update={"profile": profile})
     request = _of_one_size(request, placement)
     _refuse_unlike(request.profile, placement, example_inputs)
-    stages = _Stages(model, example_inputs, loss_fn, target, repeats, timer or device_times, request.profile)
+    timed = timer or device_times
+    stages = _Stages(model, example_inputs, loss_fn, target, repeats, compile, timed, request.profile)
     return improve(placement, request, stages.measure, solve, rounds, tolerance)
 
 
@@ -145,6 +152,7 @@ class _Stages:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         target: Any,
         repeats: int,
+        compile: bool | Backend,
         timer: Timer,
         profile: Profile,
     ) -> None:
@@ -156,6 +164,7 @@ class _Stages:
         self._loss_fn = loss_fn or _mean
         self._target = target
         self._repeats = repeats
+        self._compile = compile
         self._timer = timer
 
     def measure(self, placement: Placement) -> list[StageTime]:
@@ -178,7 +187,7 @@ class _Stages:
             raise InputError(
                 "a training step takes positional or keyword arguments; give example_inputs as one of both"
             )
-        step = flow.train_step(self._loss_fn, None)
+        step = flow.train_step(self._loss_fn, None, compile=self._compile)
         step(batch, self._target, chunks=1)
         (pipeline,) = step.pipelines
         loss = self._loss_ms(flow)

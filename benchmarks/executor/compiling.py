@@ -1,6 +1,7 @@
 """What ``train_step(compile=True)`` gains over the same step without it, on two devices, both under zero-bubble.
 
-Beside both: eager PyTorch on one device, and there ``torch.compile`` of the whole model.
+Beside both: eager PyTorch on one device, and there ``torch.compile`` of the whole model; and the compiled step by the
+placement that ``refine(compile=True)`` finds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer import DataFlow, Placement
+from placer import DataFlow, Placement, Profile, refine, solve
 
 from . import cases, ours, timing, tutorial_resnet50
 from .cases import Training
@@ -25,6 +26,8 @@ DEVICES = 2
 CHUNKS = 4
 ALONE = "torch.compile"
 """The engine that compiles the whole model on one device."""
+REFINED = "compiled, refined"
+"""The engine whose placement is one for compiled stages."""
 
 
 def training(name: str) -> Training:
@@ -40,30 +43,40 @@ def measure(case: Training) -> Iterator[Sample]:
         yield Sample(name, "ours", DEVICES, 0, failed=f"there are fewer than {DEVICES} devices")
         return
     model, batch = case.model(cases.home()), case.batch(cases.home())
+    profiles: dict[int, Profile] = {}
     for chunks in tutorial_resnet50.FASTEST if case is tutorial_resnet50.TRAINING else (CHUNKS,):
-        yield from _with_and_without(name, case, model, batch, chunks)
+        prepared = attempt(name, "ours", 0, 0, partial(_profile, profiles, model, batch, chunks))
+        if prepared.failed:
+            yield prepared
+            continue
+        placement = ours.placed(profiles[chunks], DEVICES, chunks)
+        for engine in ("ours", "compiled"):
+            run = partial(_steps, case, model, batch, placement, engine == "compiled")
+            yield attempt(name, engine, DEVICES, chunks, run)
+            release()
     yield attempt(name, "eager", 1, 1, lambda: ours.eager(copy.deepcopy(model), batch, case.loss))
     yield attempt(name, ALONE, 1, 1, partial(_alone, case, model, batch))
+    for chunks, profile in list(profiles.items())[:1]:
+        yield attempt(name, REFINED, DEVICES, chunks, partial(_refined, case, model, batch, profile))
 
 
-def _with_and_without(
-    name: str, case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], chunks: int
-) -> Iterator[Sample]:
-    placements: list[Placement] = []
+def _profile(
+    profiles: dict[int, Profile], model: nn.Module, batch: tuple[Tensor, Tensor], chunks: int
+) -> dict[str, list[float]]:
+    """Puts that of so many micro-batches there."""
+    profiles[chunks] = ours.measured(model, batch[0], chunks)
+    return {}
 
-    def prepare() -> dict[str, list[float]]:
-        placements.append(ours.placed(ours.measured(model, batch[0], chunks), DEVICES, chunks))
-        release()
-        return {}
 
-    prepared = attempt(name, "ours", 0, 0, prepare)
-    if prepared.failed:
-        yield prepared
-        return
-    for engine in ("ours", "compiled"):
-        run = partial(_steps, case, model, batch, placements[0], chunks, engine == "compiled")
-        yield attempt(name, engine, DEVICES, chunks, run)
-        release()
+def _refined(
+    case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profile: Profile
+) -> dict[str, list[float]]:
+    asked = ours.question([profile], DEVICES, len(batch[0]))
+    part, goal = (tensor[: profile.batch_size] for tensor in batch)
+    given: Any = {"request": asked, "loss_fn": case.loss, "target": goal}
+    found = refine(solve(asked), copy.deepcopy(model), part, rounds=2, compile=_backend(), **given)
+    release()
+    return _steps(case, model, batch, found.placement, compiles=True)
 
 
 def _alone(case: Training, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
@@ -80,7 +93,6 @@ def _steps(
     model: nn.Module,
     batch: tuple[Tensor, Tensor],
     placement: Placement,
-    chunks: int,
     compiles: bool,
 ) -> dict[str, list[float]]:
     flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places(DEVICES)])
@@ -90,10 +102,10 @@ def _steps(
         case.loss, torch.optim.SGD(flow.parameters(), lr=1e-3), schedule="zero-bubble", compile=backend
     )
     inputs, target = batch
-    losses = [step(inputs, target, chunks=chunks).item()]
+    losses = [step(inputs, target, chunks=placement.chunks).item()]
     for place, why in step.not_compiled_because.items():
         print(f"{place} is not compiled: {why}", flush=True)
     for place, gain in step.compiled.items():
         print(f"{place} is compiled: {gain}", flush=True)
-    values = timing.in_a_row(lambda: step(inputs, target, chunks=chunks), cases.places(DEVICES))
+    values = timing.in_a_row(lambda: step(inputs, target, chunks=placement.chunks), cases.places(DEVICES))
     return values | {"compiled_segments": [float(len(step.compiled))], "loss": losses}

@@ -87,7 +87,7 @@ def _training(name: str, engine: str, limit_s: float) -> Job:
 
 
 def _compiled(name: str) -> Job:
-    return Job(compiling.PREFIX + name, "ours", 5 * PEER_S, lambda: compiling.measure(compiling.training(name)))
+    return Job(compiling.PREFIX + name, "ours", 7 * PEER_S, lambda: compiling.measure(compiling.training(name)))
 
 
 def _stream(name: str, engine: str, limit_s: float) -> Job:

@@ -143,6 +143,11 @@ def _compiled(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
             if one is not None:
                 peers = {} if alone is None else {f"{compiling.ALONE} on one device": ratio(one, alone)}
                 yield row(case, SPEEDUP, "x", ratio(one, median(times)), spread=spread_of(times, one), peers=peers)
+        refined = best(samples, compiling.REFINED, compiling.DEVICES)
+        if refined is not None and one is not None:
+            times = refined.values["step_ms"]
+            measure = f"{SPEEDUP}, the placement refined under compile"
+            yield row(case, measure, "x", ratio(one, median(times)), spread=spread_of(times, one))
         yield row_of(case, "training step without compile", plain.values["step_ms"])
         yield row(case, f"of {compiling.DEVICES} segments, compiled ones that were faster and so kept", "", kept)
     yield from failures(case, samples)

@@ -27,6 +27,9 @@ def refine(
     target: Target = None,
     rounds: Annotated[int, typer.Option(min=1, help="the most placements that are measured")] = 3,
     repeats: Annotated[int, typer.Option(min=1, help="how often each pass is timed")] = 7,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="measure a training step's stages under torch.compile")
+    ] = False,
     placement_output: Annotated[
         Path | None, typer.Option("--save-placement", metavar="FILE", help="write the best placement alone, too")
     ] = None,
@@ -43,7 +46,7 @@ def refine(
         from placer.model_spec import load_model
         from placer.refining import refine as refine_here
     module = load_model(model, arg)
-    asked: dict[str, Any] = {"rounds": rounds, "repeats": repeats} | loss_of(loss, target)
+    asked: dict[str, Any] = {"rounds": rounds, "repeats": repeats, "compile": compile} | loss_of(loss, target)
     asked["request" if isinstance(question, PlacementRequest) else "profile"] = question
     with told(), spinner("measuring stages"):
         found = refine_here(where, module, example_of(module, input), **asked)

@@ -82,6 +82,35 @@ def test_the_stages_of_a_training_step_do_together_what_the_model_does() -> None
     assert sum(layer.backward_ms[kind] for layer in found.profile.layers) == pytest.approx(backward)
 
 
+def test_stages_are_measured_compiled_where_that_is_asked_for() -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    def clock(passes: Sequence[Callable[[], None]], device: torch.device, repeats: int) -> list[float]:
+        for run in passes:
+            run()
+        return [1.0] * len(passes)
+
+    model = _gpt()
+    found, placement = _placed(model, TOKENS, training=True)
+    given = {"profile": found, "timer": clock, "rounds": 1, "loss_fn": _loss, "target": TOKENS}
+    placer.refine(placement, model, TOKENS, **given)
+    assert not compiled
+    placer.refine(placement, model, TOKENS, compile=backend, **given)
+    assert len(compiled) >= len({*placement.layer_devices.values()})
+
+
+def test_what_does_not_train_is_not_compiled() -> None:
+    model = _gpt()
+    with pytest.raises(InputError, match="compile=True is for training steps"):
+        _refined(model, TOKENS, training=False, compile=True)
+    with pytest.raises(InputError, match="is no backend of"):
+        _refined(model, TOKENS, training=True, compile="inductr")
+
+
 def test_a_loss_that_works_hard_is_seen_and_given_to_the_last_layer() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     matrix = torch.randn(16, 512)
