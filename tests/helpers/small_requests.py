@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from random import Random
 
 from hypothesis import HealthCheck, settings
@@ -18,10 +20,14 @@ STATE = ("param_bytes", "buffer_bytes")
 TRAINED = ("grad_bytes", "optimizer_bytes", "saved_bytes", "backward_workspace_bytes", "pass_workspace_bytes")
 
 
+SHARE = float(os.environ.get("PLACER_EXAMPLES", "0.6"))
+"""Of the drawn examples that a test names, so many are run; 1 or more for a change of the solver."""
+
+
 def examples(count):
     """As many drawn examples, the same in every run; a slow draw, or one that is filtered, is no fault."""
     return settings(
-        max_examples=count,
+        max_examples=math.ceil(count * SHARE),
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
