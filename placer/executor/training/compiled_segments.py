@@ -1,4 +1,8 @@
-"""Segments as one compiled function: what ``torch.compile`` is given, and how a micro-batch runs through it."""
+"""Segments as one compiled function: what ``torch.compile`` is given, and how a micro-batch runs through it.
+
+Shapes are static (``dynamic=False``): a slot has one, and torch, which tells functions apart by file and line, would
+take what differs between two segments for variable and make slower kernels.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ class CompiledSegment(Segment):
             border: what it is given and makes.
             backend: of ``torch.compile``.
         """
-        made = torch.compile(_own_code(_function(segment, border)), backend=backend)
+        made = torch.compile(_own_code(_function(segment, border)), backend=backend, dynamic=False)
         return cls(segment.device, segment.steps, border, made)
 
     def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
@@ -103,7 +107,7 @@ class OpenedSegment(CompiledSegment):
         """Compile a segment; see ``CompiledSegment``."""
         layers = [opened(step.layer, step.state) for step in segment.steps]
         own = _own_code(_opened_function(segment, border, [run for run, _ in layers]))
-        made = torch.compile(own, backend=backend)
+        made = torch.compile(own, backend=backend, dynamic=False)
         return cls(segment.device, segment.steps, border, made, own, [products for _, products in layers])
 
     @contextmanager

@@ -78,6 +78,20 @@ def _train(schedule: Order, backend: Any, size: int = 8, **options: Any) -> Trai
     return step
 
 
+def test_every_segment_is_compiled_for_its_own_shapes_alone() -> None:
+    """Torch tells functions apart by file and line, and takes sizes that differ between two of them for variable."""
+    variable = []
+
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        variable.append([given for given in inputs if isinstance(given, torch.SymInt)])
+        return graph.forward
+
+    for size in (8, 12, 16):
+        _train("zero-bubble", backend, size)
+    assert len(variable) >= 6
+    assert not any(variable)
+
+
 @pytest.fixture
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trial takes less time than the one before it."""
