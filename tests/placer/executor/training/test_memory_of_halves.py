@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from bisect import bisect
 from collections import defaultdict
@@ -19,6 +20,7 @@ from placer import Constraints, DataFlow, PlacementRequest, profile, solve
 from placer.executor.training import accumulation
 from placer.executor.training.slot import Slot
 from placer.executor.training.stage import Stage
+from placer.graph.deferred import Addition
 from placer.profiler import writing
 from placer.testing import logical_devices
 from placer.zoo import gpt, resnet18, unet
@@ -46,7 +48,7 @@ class Pool(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.known.add(id_of(tensor))  # made elsewhere
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
-            self.free(args[0])  # without a mode such as this, autograd adds gradients up in place
+            self.free(args[0])  # without a mode such as this, autograd adds up in place what nobody else holds
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and id_of(tensor) not in self.made and id_of(tensor) not in self.known:
                 self.add(tensor)
@@ -61,7 +63,8 @@ class Pool(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self.gone, key)
 
     def free(self, tensor: Tensor) -> None:
-        if tensor.nbytes == tensor.untyped_storage().nbytes():
+        waits = any(isinstance(holder, Addition) for holder in gc.get_referrers(tensor))
+        if not waits and tensor.nbytes == tensor.untyped_storage().nbytes():
             self.gone(id_of(tensor))
 
     def gone(self, key: int) -> None:
@@ -127,7 +130,7 @@ def test_the_passes_of_a_micro_batch_take_what_is_predicted(
         if not load.layers:
             continue
         used = CHUNKS * (sum(taken[load.device].values()) + places[load.device])
-        assert 0.98 <= load.memory.activation_bytes / used <= 1.1, (load, taken[load.device], places)
+        assert 0.999 <= load.memory.activation_bytes / used <= 1.08, (load, taken[load.device], places)
 
 
 def _places(stage: Stage) -> int:
