@@ -142,7 +142,18 @@ def _compiled(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
             )
             if one is not None:
                 peers = {} if alone is None else {f"{compiling.ALONE} on one device": ratio(one, alone)}
-                yield row(case, SPEEDUP, "x", ratio(one, median(times)), spread=spread_of(times, one), peers=peers)
+                target = at_full_size(compiling.SPEEDUPS.get(name, 1.85))
+                spread = spread_of(times, one)
+                yield row(
+                    case,
+                    SPEEDUP,
+                    "x",
+                    ratio(one, median(times)),
+                    spread=spread,
+                    target=target,
+                    smaller_is_better=False,
+                    peers=peers,
+                )
         refined = best(samples, compiling.REFINED, compiling.DEVICES)
         if refined is not None and one is not None:
             times = refined.values["step_ms"]

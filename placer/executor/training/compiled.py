@@ -21,7 +21,7 @@ from placer import devices
 from placer.errors import InputError
 from placer.executor.checkpointed import CheckpointedSegment
 from placer.executor.segments import MicroBatch
-from placer.executor.training.compiled_segments import Backend, Border, CompiledSegment, OpenedSegment
+from placer.executor.training.compiled_segments import INDUCTOR, Backend, Border, CompiledSegment, OpenedSegment
 from placer.executor.training.recomputed import RecomputedStage
 from placer.executor.training.stage import Stage
 from placer.graph import autocast
@@ -41,7 +41,7 @@ def backend_of(compile: bool | Backend | None) -> Backend | None:
     if compile is None or compile is False:
         return None
     if compile is True:
-        return "inductor"
+        return INDUCTOR
     if callable(compile):
         return compile
     if not isinstance(compile, str):

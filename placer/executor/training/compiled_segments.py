@@ -6,6 +6,7 @@ take what differs between two segments for variable and make slower kernels.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,13 @@ from placer.graph.opened import OpenedFunction, Product, opened
 
 Backend = str | Callable[..., Any]
 """What ``torch.compile`` takes as one."""
+
+INDUCTOR = "inductor"
+"""Torch's own."""
+
+_OPTIONS: dict[str, dict[str, Any]] = {INDUCTOR: {"keep_output_stride": False, "bw_outputs_user_visible": False}}
+"""What products are given and their gradients stay in the layout that the compiler works in: where it chose channels
+last, it would copy each of them back to the model's own, and keep both."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +108,15 @@ class OpenedSegment(CompiledSegment):
     as_written: Callable[..., Any] = lambda *given: ()
     products: list[tuple[Product, ...]] = field(default_factory=list)
     _queue: Queue | None = None
-    _zeros: dict[Hashable, list[list[Tensor]]] = field(default_factory=dict)
+    _known: dict[Hashable, _AsWritten] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segment: Segment, border: Border, backend: Backend) -> OpenedSegment:
         """Compile a segment; see ``CompiledSegment``."""
         layers = [opened(step.layer, step.state) for step in segment.steps]
         own = _own_code(_opened_function(segment, border, [run for run, _ in layers]))
-        made = torch.compile(own, backend=backend, dynamic=False)
+        options = _OPTIONS.get(backend) if isinstance(backend, str) else None
+        made = torch.compile(own, backend=backend, dynamic=False, options=options)
         return cls(segment.device, segment.steps, border, made, own, [products for _, products in layers])
 
     @contextmanager
@@ -121,7 +130,7 @@ class OpenedSegment(CompiledSegment):
 
     def _computed(self, reads: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
         assert self._queue is not None
-        zeros = self._openings(reads, states)
+        known = self._as_written(reads, states)
         anchor = torch.zeros((), requires_grad=True)  # what comes from it requires a gradient
         left = [
             [_Left(self._queue, step.layer.name, product, state) for product in products]
@@ -129,20 +138,19 @@ class OpenedSegment(CompiledSegment):
         ]
         openings = [
             [_Opening.apply(anchor, zero, later) for zero, later in zip(*row, strict=True)]  # type: ignore[no-untyped-call]
-            for row in zip(zeros, left, strict=True)
+            for row in zip(known.zeros, left, strict=True)
         ]
         writes: tuple[Any, ...]
         writes, given = self.function(reads, states, openings)
         for row, items in zip(left, given, strict=True):
             for later, x in zip(row, items, strict=True):
                 later.x = x
-        return writes
+        return tuple(itertools.starmap(_laid_out, zip(writes, known.layouts, strict=True)))
 
     @torch.no_grad()
-    def _openings(self, reads: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """By layer, a zero as large as each product's result; they take no memory."""
+    def _as_written(self, reads: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> _AsWritten:
         key = tuple(read.shape if isinstance(read, Tensor) else read for read in reads)
-        if key not in self._zeros:
+        if key not in self._known:
             copies = [
                 [
                     tensor.clone() if name in step.layer.mutated else tensor
@@ -152,15 +160,42 @@ class OpenedSegment(CompiledSegment):
             ]
             closed = [[None] * len(products) for products in self.products]
             with devices.keep_random_state([self.device]):
-                _, given = self.as_written(reads, copies, closed)
-            self._zeros[key] = [
+                writes, given = self.as_written(reads, copies, closed)
+            zeros = [
                 [
                     torch.zeros((), dtype=x.dtype, device=x.device).expand(product.shape(x, state))
                     for product, x in zip(products, items, strict=True)
                 ]
                 for products, items, state in zip(self.products, given, states, strict=True)
             ]
-        return self._zeros[key]
+            self._known[key] = _AsWritten(zeros, [_layout_of(value) for value in writes])
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class _AsWritten:
+    """What is known of a segment, for reads of one shape, from a run that is not compiled.
+
+    Attributes:
+        zeros: by layer, a zero as large as each product's result; they take no memory.
+        layouts: of what it makes for others.
+    """
+
+    zeros: list[list[Tensor]]
+    layouts: list[torch.memory_format | None]
+
+
+def _layout_of(value: Any) -> torch.memory_format | None:
+    """Of what a segment makes; None for a layout that has no name, or what is no tensor."""
+    if not isinstance(value, Tensor):
+        return None
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim(), torch.contiguous_format)
+    return next((one for one in (torch.contiguous_format, last) if value.is_contiguous(memory_format=one)), None)
+
+
+def _laid_out(value: Any, layout: torch.memory_format | None) -> Any:
+    """As other devices expect it: copies between unlike layouts are slow."""
+    return value if layout is None else value.contiguous(memory_format=layout)
 
 
 @dataclass

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 from placer import DataFlow
@@ -129,6 +131,56 @@ def test_products_of_compiled_segments_leave_their_weight_gradients_for_later() 
         slot.weights()
         assert not slot.deferred
     assert sorted(found, key=str) == ["blur", "first", "last", "middle"]
+
+
+class _Images(nn.Module):
+    """Convolutions on both sides of the border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+        return result
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_a_compiler_may_choose_the_layout_of_products_and_not_of_what_is_sent() -> None:
+    def chosen(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        def run(*given: Any) -> list[Any]:
+            made = graph(*given)
+            images = [isinstance(one, Tensor) and one.dim() == 4 for one in made]
+            return [
+                one.contiguous(memory_format=torch.channels_last) if image else one
+                for one, image in zip(made, images, strict=True)
+            ]
+
+        return make_boxed_func(run)
+
+    torch.manual_seed(0)
+    model = _Images().double()
+    whole = copy.deepcopy(model)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(first=0, second=0, third=1)
+    flow.update_flow()
+    x, target = torch.randn(8, 2, 12, 12, dtype=torch.float64), torch.randn(8, 2, 6, 6, dtype=torch.float64)
+    backend = aot_autograd(fw_compiler=chosen)
+    step = flow.train_step(functional.mse_loss, None, "zero-bubble", compile=backend)
+    loss = step(x, target, chunks=2)
+    expected = functional.mse_loss(whole(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    first = step.pipelines[0].stages[0]
+    slot = first.slots[0]
+    slot.forward()
+    slot.backward()
+    assert all(made.is_contiguous() for made in slot.outputs.values())
+    given = [addition.x for addition in slot.deferred if addition.x.shape[1] == 4]
+    assert given and all(x.is_contiguous(memory_format=torch.channels_last) for x in given)
+    slot.weights()
 
 
 @pytest.mark.usefixtures("always_faster")
