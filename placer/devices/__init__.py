@@ -6,6 +6,7 @@ A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every 
 
 from placer.devices.chance import Repeated
 from placer.devices.clock import Clock
+from placer.devices.fitting import Rooms
 from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import Courier, Delivery, Lane, Mark, shared_lane
 from placer.devices.memory import (
@@ -60,6 +61,7 @@ __all__ = [
     "Onlooker",
     "Registry",
     "Repeated",
+    "Rooms",
     "Shipment",
     "addresses",
     "available",

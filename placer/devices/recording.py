@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from placer.devices.fitting import fit
+from placer.devices.caching import Request
+from placer.devices.fitting import Rooms, fit
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def record(
     *,
     pools: Sequence[Any] | None = None,
     generators: Sequence[Sequence[torch.Generator]] | None = None,
-    rooms: Sequence[int] = (),
+    rooms: Sequence[Rooms] = (),
 ) -> list[Callable[[], None]]:
     """Record each pass as a CUDA graph; graphs that share memory replay only in order, one after another.
 
@@ -89,8 +90,8 @@ def record(
         device: where they run.
         pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them, and theirs alone, if None.
         generators: by pass, those that it draws random numbers from beside the device's.
-        rooms: by pass, the piece of memory that it takes first, in bytes, and works in; see ``fitting_rooms``. If
-            empty it takes piece by piece.
+        rooms: by pass, the pieces of memory that it takes first and works in; see ``fitting_rooms``. Without any it
+            takes piece by piece.
 
     Returns:
         What replays each.
@@ -101,16 +102,16 @@ def record(
     pools = [memory_pool(device)] * len(passes) if pools is None else pools
     with _recordable(device) as stream:
         _warm_up(passes, stream)
-        rows = zip(passes, pools, generators or [()] * len(passes), rooms or [0] * len(passes), strict=True)
-        return [_captured(run, stream, pool, drawn_from, room)[0].replay for run, pool, drawn_from, room in rows]
+        rows = zip(passes, pools, generators or [()] * len(passes), rooms or [()] * len(passes), strict=True)
+        return [_captured(run, stream, pool, drawn_from, own)[0].replay for run, pool, drawn_from, own in rows]
 
 
-def fitting_rooms(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[int]:
-    """By pass, the piece of memory from which it takes the least in all, in bytes; 0: it does best piece by piece.
+def fitting_rooms(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Rooms]:
+    """By pass, the pieces of memory from which it takes the least in all; none: it does best piece by piece.
 
     Piece by piece, what is freed in a pass serves only what is no larger, and a small tensor in it spoils it for the
-    next large one: gaps stay that take up to half of the memory. Pieces that lie side by side are joined when they are
-    free. How much is enough no sum tells, so the passes are recorded a few times, each time in another piece.
+    next large one: gaps stay that take up to half of the memory. Blocks that lie side by side in a piece are joined
+    when they are free. Which pieces are best follows from what the passes ask for; see ``placer.devices.fitting``.
 
     Args:
         passes: as for ``record``; each is to have memory of its own, or to share it with others as large.
@@ -122,18 +123,45 @@ def fitting_rooms(passes: Sequence[Callable[[], Any]], device: torch.device) -> 
     with _recordable(device) as stream:
         _warm_up(passes, stream)
 
-        def taken(rooms: Sequence[int]) -> list[int]:
+        def taken(rooms: Sequence[Rooms]) -> list[int]:
             rows = zip(passes, rooms, strict=True)
-            return [_captured(run, stream, memory_pool(device), (), room)[1] for run, room in rows]
+            return [_captured(run, stream, memory_pool(device), (), own)[1] for run, own in rows]
 
-        first = taken([0] * len(passes))
+        first = taken([()] * len(passes))
         torch.cuda.empty_cache()
         scarce = 2 * sum(first) > torch.cuda.mem_get_info(device)[0]  # a trial may take more than it will save
-        return [0] * len(passes) if scarce else fit(taken, first)
+        return [()] * len(passes) if scarce else fit(taken, first, _asked(passes, stream))
+
+
+def _asked(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> list[list[Request]] | None:
+    """What each pass asks the allocator for; None where its history cannot be had, or is a user's."""
+    rows = []
+    try:
+        if torch._C._cuda_isHistoryEnabled():
+            return None
+        try:
+            for run in passes:
+                torch.cuda.memory._record_memory_history("all", context=None, stacks="python", clear_history=True)
+                with torch.cuda.stream(stream):
+                    run()
+                torch.cuda.synchronize(stream.device)
+                history = torch.cuda.memory._snapshot()["device_traces"][stream.device.index or 0]
+                rows.append([*_requests(history, stream.cuda_stream)])
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+    except (AttributeError, TypeError, LookupError):  # these functions are torch's own, and may change
+        return None
+    return rows
+
+
+def _requests(history: Sequence[Mapping[str, Any]], stream: int) -> Iterator[Request]:
+    for entry in history:
+        if entry["action"] in ("alloc", "free_completed") and entry["stream"] == stream:
+            yield Request(entry["addr"], entry["size"] if entry["action"] == "alloc" else None)
 
 
 def _captured(
-    run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any, drawn_from: Sequence[torch.Generator], room: int
+    run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any, drawn_from: Sequence[torch.Generator], rooms: Rooms
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """The graph of a pass, and what it took of the device's memory beyond what its pool had, in bytes."""
     graph = torch.cuda.CUDAGraph()
@@ -143,8 +171,8 @@ def _captured(
         with _uncollected(), warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
             before = torch.cuda.memory_reserved(stream.device)
-            if room:
-                torch.empty(room, dtype=torch.uint8, device=stream.device)  # free at once, and the pool's from now on
+            pieces = [torch.empty(room, dtype=torch.uint8, device=stream.device) for room in rooms]
+            del pieces  # free at once, and the pool's from now on
             run()
             after = torch.cuda.memory_reserved(stream.device)
     except BaseException:

@@ -68,11 +68,11 @@ class RecomputedStage(Stage):
         for slot in (*self.slots, *self.tail.values()):
             self._let_go(slot)
 
-    def _rooms(self, slot: Slot) -> list[int]:
+    def _rooms(self, slot: Slot) -> list[devices.Rooms]:
         """None: both passes share one memory, in which the larger leaves room for the smaller."""
         return []
 
-    def _recorded(self, slot: Slot, rooms: Sequence[int]) -> None:
+    def _recorded(self, slot: Slot, rooms: Sequence[devices.Rooms]) -> None:
         """No pass leaves anything but in static tensors, so that all of them share their memory."""
         chance = self._chances.get(id(slot))
         generators = [[generator] for generator in chance.generators] if chance is not None else None

@@ -247,12 +247,12 @@ class Stage:
             for other in every:
                 self._run_eagerly(other)
 
-    def _rooms(self, slot: Slot) -> list[int]:
-        """In how large a piece of memory each pass of a slot works best."""
+    def _rooms(self, slot: Slot) -> list[devices.Rooms]:
+        """In which pieces of memory each pass of a slot works best."""
         passes = [slot.forward, slot.backward, slot.weights] if self.split else [slot.forward, slot.backward]
         return devices.fitting_rooms(passes, self.device)
 
-    def _recorded(self, slot: Slot, rooms: Sequence[int]) -> None:
+    def _recorded(self, slot: Slot, rooms: Sequence[devices.Rooms]) -> None:
         # What a pass leaves must not lie where another one works before it is used. A forward pass leaves activations
         # to the backward pass of its slot; this, where weights are apart, something to their pass, and gradients that
         # are still on their way to other stages when the slot's next forward pass runs. The last pass leaves nothing:

@@ -1,4 +1,8 @@
-"""The piece of memory that a pass works in, against passes whose needs are known."""
+"""The pieces of memory that a pass works in, against passes whose needs are known."""
+
+import sys
+from itertools import dropwhile
+from random import Random
 
 import pytest
 import torch
@@ -6,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placer import devices
-from placer.devices.fitting import TRIALS, WORTH_BYTES, fit
+from placer.devices import caching
+from placer.devices.caching import Request
+from placer.devices.fitting import TRIALS, WORTH_BYTES, fit, propose
 
+recording = sys.modules["placer.devices.recording"]  # the package has a function of that name
 MIB = 2**20
 SIZES = st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 3000), st.integers(0, 5)), min_size=1, max_size=3)
 
@@ -16,8 +23,9 @@ def passes(needs):
     """What passes take: all that they need in one piece if that is large enough, else as without it beside it."""
     tried = []
 
-    def taken(pieces):
-        tried.append(list(pieces))
+    def taken(rooms):
+        pieces = [sum(each) for each in rooms]
+        tried.append(pieces)
         return [
             piece + small if piece >= need else piece + need + gaps - int(0.3 * piece) + small
             for piece, (need, gaps, small) in zip(pieces, needs, strict=True)
@@ -30,22 +38,77 @@ def passes(needs):
 def test_no_pass_takes_more_than_without_a_piece(sizes):
     needs = [tuple(size * MIB for size in each) for each in sizes]
     taken, _ = passes(needs)
-    without = taken([0] * len(needs))
+    without = taken([()] * len(needs))
     assert all(new <= old for new, old in zip(taken(fit(taken, without)), without, strict=True))
 
 
 @given(need=st.integers(200, 4000), share=st.floats(0.1, 1.2))
-def test_gaps_are_gone_but_for_a_part_in_twenty(need, share):
+def test_by_trials_alone_gaps_are_gone_but_for_a_part_in_twenty(need, share):
     taken, tried = passes([(need * MIB, int(share * need) * MIB, MIB)])
-    (piece,) = fit(taken, taken([0]))
+    ((piece,),) = fit(taken, taken([()]))
     assert need * MIB <= piece <= 1.05 * need * MIB
     assert len(tried) == 1 + TRIALS
 
 
 def test_what_takes_little_is_not_tried():
     taken, tried = passes([(WORTH_BYTES // 4, WORTH_BYTES // 4, 0)] * 2)
-    assert fit(taken, taken([0, 0])) == [0, 0]
-    assert len(tried) == 1
+    for asked in (None, [spoiled(20), spoiled(20)]):
+        assert fit(taken, taken([(), ()]), asked) == [(), ()]
+    assert len(tried) == 2
+
+
+def spoiled(size):
+    """A small tensor that stays takes the room of a large one from the next."""
+    mib = size * MIB
+    return [Request(0, mib), Request(0), Request(1, 3 * MIB), Request(2, mib), Request(2)]
+
+
+def drawn(random, length):
+    """Tensors that come and go; about a third of them stay."""
+    there, asked = [], []
+    for tensor in range(length):
+        asked.append(Request(tensor, random.choice([1, 7, 30, 64, 200]) * MIB + random.randrange(MIB)))
+        there.append(tensor)
+        while there and random.random() < 0.4:
+            asked.append(Request(there.pop(random.randrange(len(there)))))
+    return asked
+
+
+def test_what_is_asked_for_tells_the_pieces_in_one_trial():
+    asked = [spoiled(400), spoiled(300)]
+    tried = []
+
+    def taken(rooms):
+        tried.append(rooms)
+        return [caching.taken(row, own) for row, own in zip(asked, rooms, strict=True)]
+
+    found = fit(taken, taken([(), ()]), asked)
+    assert len(tried) == 2
+    for row, rooms in zip(asked, found, strict=True):
+        assert caching.taken(row, rooms) <= 1.01 * caching.most_at_once(row)
+        assert caching.taken(row) > 1.9 * caching.most_at_once(row)
+
+
+@given(random=st.randoms(use_true_random=False), length=st.integers(5, 60))
+def test_a_proposal_takes_no_more_than_no_pieces_and_no_less_than_is_there_at_once(random, length):
+    asked = drawn(random, length)
+    size = caching.taken(asked, propose(asked))
+    assert caching.most_at_once(asked) <= size <= caching.taken(asked)
+
+
+def test_of_a_history_what_comes_and_goes_on_one_stream_counts():
+    rows = [("alloc", 1, 64, 7), ("alloc", 2, 32, 8), ("free_requested", 1, 64, 7), ("free_completed", 1, 64, 7)]
+    rows += [("segment_alloc", 3, 2**21, 7), ("alloc", 1, 16, 7), ("free_completed", 2, 32, 8)]
+    history = [dict(zip(("action", "addr", "size", "stream"), row, strict=True)) for row in rows]
+    assert [*recording._requests(history, 7)] == [Request(1, 64), Request(1), Request(1, 16)]
+
+
+def test_where_other_rules_hold_than_those_of_torch_trials_alone_tell():
+    asked = [spoiled(400)]
+    taken, tried = passes([(800 * MIB, 500 * MIB, MIB)])
+    ((piece,),) = fit(taken, taken([()]), asked)
+    assert 800 * MIB <= piece <= 840 * MIB
+    assert len(tried) == 2 + TRIALS
 
 
 @pytest.mark.gpu
@@ -73,3 +136,36 @@ def test_a_recorded_pass_takes_in_one_piece_what_it_holds_at_once():
         replay()
     assert sizes[0] > 790 * MIB
     assert sizes[1] < 430 * MIB
+
+
+@pytest.mark.gpu
+def test_torchs_allocator_takes_what_its_rules_say(monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    place, random = torch.device("cuda", 0), Random(0)
+    asked = [request for row in (spoiled(300), drawn(random, 40)) for request in row]
+    there = {}
+
+    def run() -> None:
+        there.clear()
+        for request in asked:
+            if request.size is None:
+                there.pop(request.tensor, None)
+            else:
+                there[request.tensor] = torch.empty(request.size, dtype=torch.uint8, device=place)
+
+    seen = []
+    monkeypatch.setattr(recording, "fit", lambda taken, without, known: seen.extend([without, known]) or [()])
+    devices.fitting_rooms([run], place)
+    (without,), (known,) = seen
+    came = dropwhile(lambda request: request.size is None, known)  # what goes first is of the run before
+    assert [request.size for request in came] == [request.size for request in asked]
+    assert without == caching.taken(asked)
+    for rooms in ((300 * MIB,), (300 * MIB, 500 * MIB), propose(asked)):
+        there.clear()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(place)
+        kept = devices.record([run], place, rooms=[rooms])
+        assert torch.cuda.memory_reserved(place) - before == caching.taken(asked, rooms)
+        kept[0]()
+        del kept

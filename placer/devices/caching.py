@@ -1,0 +1,159 @@
+"""What torch's caching allocator takes of a GPU for a row of requests, as far as its rules are fixed.
+
+    requests of a pass ──▶ pieces of the device, each cut into blocks ──▶ bytes of all pieces
+
+A request is served from the smallest free block that is large enough, which is cut in two; blocks that lie side by side
+in a piece are joined when they are free. Where there is none, the device gives a further piece. So what is freed serves
+only what is no larger, and a small tensor in it spoils it for the next large one.
+
+Source: c10/cuda/CUDACachingAllocator.cpp, with its default settings, for the private memory of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+_MIB = 2**20
+_UNIT_BYTES = 512
+_SMALL_BYTES = _MIB
+"""Requests up to this size have pieces of their own."""
+_SMALL_PIECE_BYTES = 2 * _MIB
+_MEDIUM_BYTES = 10 * _MIB
+"""Larger ones below this size share pieces of one size; a larger one has a piece as large as it is."""
+_MEDIUM_PIECE_BYTES = 20 * _MIB
+PIECE_UNIT_BYTES = 2 * _MIB
+
+
+@dataclass(frozen=True)
+class Request:
+    """A tensor that comes or goes.
+
+    Attributes:
+        tensor: tells it from others that are there at the same time.
+        size: in bytes, of one that comes; None of one that goes.
+    """
+
+    tensor: int
+    size: int | None = None
+
+
+def most_at_once(requests: Iterable[Request]) -> int:
+    """The most bytes that are there at once, as the allocator rounds them: what no way to place them is below."""
+    there: dict[int, int] = {}
+    now = most = 0
+    for request in requests:
+        if request.size is None:
+            now -= there.pop(request.tensor, 0)
+        else:
+            there[request.tensor] = _rounded(request.size, _UNIT_BYTES)
+            now += there[request.tensor]
+            most = max(most, now)
+    return most
+
+
+def taken(requests: Iterable[Request], rooms: Sequence[int] = ()) -> int:
+    """Bytes of all pieces.
+
+    Args:
+        requests: in the order in which they come; what goes without having come is not of this memory.
+        rooms: pieces that are there, and free, when the first comes.
+    """
+    memory = _Memory()
+    for room in rooms:
+        memory.add_piece(_rounded(room, PIECE_UNIT_BYTES), small=False)
+    for request in requests:
+        if request.size is None:
+            memory.free(request.tensor)
+        else:
+            memory.serve(request.tensor, _rounded(request.size, _UNIT_BYTES))
+    return memory.taken
+
+
+@dataclass(eq=False)
+class _Block:
+    """Part of a piece, between its neighbours."""
+
+    address: int
+    size: int
+    small: bool
+    before: _Block | None = None
+    behind: _Block | None = None
+    free: bool = True
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The smallest serves first, of those as large the one that lies first."""
+        return self.size, self.address
+
+
+@dataclass
+class _Memory:
+    taken: int = 0
+    used: dict[int, _Block] = field(default_factory=dict)
+    offered: tuple[list[_Block], list[_Block]] = field(default_factory=lambda: ([], []))
+
+    def add_piece(self, size: int, small: bool) -> None:
+        self._offer(_Block(self.taken, size, small))
+        self.taken += size
+
+    def serve(self, tensor: int, size: int) -> None:
+        small = size <= _SMALL_BYTES
+        offered = self.offered[small]
+        place = bisect_left(offered, (size, 0), key=_rank)
+        if place == len(offered):
+            self.add_piece(_piece(size, small), small)
+            place = bisect_left(offered, (size, 0), key=_rank)
+        block = offered.pop(place)
+        block.free = False
+        rest = block.size - size
+        if rest >= _UNIT_BYTES if small else rest > _SMALL_BYTES:
+            behind = _Block(block.address + size, rest, small, block, block.behind)
+            if block.behind is not None:
+                block.behind.before = behind
+            block.size, block.behind = size, behind
+            self._offer(behind)
+        self.used[tensor] = block
+
+    def free(self, tensor: int) -> None:
+        block = self.used.pop(tensor, None)
+        if block is None:
+            return
+        if block.behind is not None and block.behind.free:
+            self._withdraw(block.behind)
+            block = _joined(block, block.behind)
+        if block.before is not None and block.before.free:
+            self._withdraw(block.before)
+            block = _joined(block.before, block)
+        self._offer(block)
+
+    def _offer(self, block: _Block) -> None:
+        block.free = True
+        insort(self.offered[block.small], block, key=_rank)
+
+    def _withdraw(self, block: _Block) -> None:
+        offered = self.offered[block.small]
+        del offered[bisect_left(offered, block.rank, key=_rank)]
+
+
+def _rank(block: _Block) -> tuple[int, int]:
+    return block.rank
+
+
+def _joined(first: _Block, second: _Block) -> _Block:
+    first.size += second.size
+    first.behind = second.behind
+    if first.behind is not None:
+        first.behind.before = first
+    return first
+
+
+def _piece(size: int, small: bool) -> int:
+    if small:
+        return _SMALL_PIECE_BYTES
+    return _MEDIUM_PIECE_BYTES if size < _MEDIUM_BYTES else _rounded(size, PIECE_UNIT_BYTES)
+
+
+def _rounded(size: int, unit: int) -> int:
+    return max(1, -(-size // unit)) * unit
