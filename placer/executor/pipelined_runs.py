@@ -59,8 +59,9 @@ class PipelinedRuns(nn.Module):
             scaler: for training in float16: scales the loss, and skips the step where a gradient overflowed on any
                 device.
             max_norm: clip the gradients to this norm over all parameters on all devices.
-            compile: let torch.compile make one function of each segment, where that is faster; ``step.compiled`` tells
-                what it gained and ``step.not_compiled_because`` why it did not. True, or a backend.
+            compile: let torch.compile make one function of each segment, and one of the loss, where that is faster;
+                ``step.compiled`` tells what it gained and ``step.not_compiled_because`` why it did not. True, or a
+                backend.
 
         Returns:
             ``step(inputs, target) -> loss``, the mean over the batch. ``inputs`` is one tensor, a tuple of positional

@@ -1,4 +1,4 @@
-"""``torch.compile`` of a whole segment, kept where it is faster.
+"""``torch.compile`` of a whole segment, and of the loss, kept where it is faster.
 
 It fuses what a layer border would keep apart. What it gains is measured against the same segment without it, on the
 device; where it gains nothing, or cannot compile the segment, the segment stays as it was and the reason is told.
@@ -21,8 +21,16 @@ from placer import devices
 from placer.errors import InputError
 from placer.executor.checkpointed import CheckpointedSegment
 from placer.executor.segments import MicroBatch
-from placer.executor.training.compiled_segments import INDUCTOR, Backend, Border, CompiledSegment, OpenedSegment
+from placer.executor.training.compiled_segments import (
+    INDUCTOR,
+    Backend,
+    Border,
+    CompiledSegment,
+    OpenedSegment,
+    compiled_loss,
+)
 from placer.executor.training.recomputed import RecomputedStage
+from placer.executor.training.slot import Head
 from placer.executor.training.stage import Stage
 from placer.graph import autocast
 
@@ -53,7 +61,7 @@ def backend_of(compile: bool | Backend | None) -> Backend | None:
 
 
 def compile_stage(stage: Stage, backend: Backend) -> None:
-    """Let a stage whose slots are open run compiled, if that is faster.
+    """Let a stage whose slots are open run compiled, if that is faster; its loss, too.
 
     Args:
         stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as it is.
@@ -62,12 +70,19 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
     stage.not_compiled_because = _obstacle(stage)
     if stage.not_compiled_because:
         return
-    plain, split = stage.segment, stage.split
     try:
-        before_ms = _trial_ms(stage)
+        now_ms = _trial_ms(stage)
     except devices.NotRecordable as error:
         stage.not_compiled_because = f"it runs without CUDA graphs: {error}"
         return
+    now_ms = _compile_segment(stage, backend, now_ms)
+    if stage.head is not None:
+        _compile_loss(stage, stage.head, backend, now_ms)
+
+
+def _compile_segment(stage: Stage, backend: Backend, before_ms: float) -> float:
+    """What the stage's passes take then."""
+    plain, split = stage.segment, stage.split
     why_whole, border = "", _border(stage)
     for kind in (OpenedSegment, CompiledSegment) if split and not autocast.dtype() else (CompiledSegment,):
         stage.split, stage.reuses = kind is OpenedSegment, True  # such passes write to what the forward pass left
@@ -75,16 +90,43 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
             stage.segment = kind.of(plain, border, backend)
             after_ms = _trial_ms(stage)
         except Exception as error:  # whatever a compiler may raise: the segment runs without it
-            why_whole = stage.not_compiled_because = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            why_whole = stage.not_compiled_because = _told(error)
             continue
-        times = f"{after_ms:.3g} ms forwards and backwards, {before_ms:.3g} ms without"
+        times = _times(after_ms, before_ms)
         if after_ms < before_ms:
             stage.compiled = times + (f"; backward passes are whole: {why_whole}" if why_whole else "")
             stage.not_compiled_because = ""
-            return
+            return after_ms
         stage.not_compiled_because = f"it is no faster: {times}"
         break
     stage.segment, stage.split, stage.reuses = plain, split, False
+    return before_ms
+
+
+def _compile_loss(stage: Stage, head: Head, backend: Backend, before_ms: float) -> None:
+    """Also behind a segment that stays as it is. A loss that cannot be compiled stays as it is, too."""
+    plain = head.loss
+    try:
+        head.loss = compiled_loss(plain, backend)
+        after_ms = _trial_ms(stage)
+    except Exception as error:
+        after_ms = before_ms
+        if stage.compiled:
+            stage.compiled += f"; the loss is not: {_told(error)}"
+    if after_ms < before_ms:
+        stage.reuses = True  # as above
+        times = _times(after_ms, before_ms)
+        stage.compiled = f"{stage.compiled}; the loss too: {times}" if stage.compiled else f"the loss alone: {times}"
+    else:
+        head.loss = plain
+
+
+def _times(after_ms: float, before_ms: float) -> str:
+    return f"{after_ms:.3g} ms forwards and backwards, {before_ms:.3g} ms without"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _obstacle(stage: Stage) -> str:

@@ -24,6 +24,8 @@ from placer.graph.opened import OpenedFunction, Product, opened
 Backend = str | Callable[..., Any]
 """What ``torch.compile`` takes as one."""
 
+Loss = Callable[[list[Any], list[Any]], Tensor]
+
 INDUCTOR = "inductor"
 """Torch's own."""
 
@@ -170,6 +172,21 @@ class OpenedSegment(CompiledSegment):
             ]
             self._known[key] = _AsWritten(zeros, [_layout_of(value) for value in writes])
         return self._known[key]
+
+
+def compiled_loss(loss: Loss, backend: Backend) -> Loss:
+    """A loss, compiled; the compiler runs when it first runs.
+
+    Args:
+        loss: of the model's result and the target, both flattened.
+        backend: of ``torch.compile``.
+    """
+
+    def run(values: list[Any], targets: list[Any]) -> Tensor:
+        return loss(values, targets)
+
+    made: Loss = torch.compile(_own_code(run), backend=backend, dynamic=False)
+    return made
 
 
 @dataclass(frozen=True)

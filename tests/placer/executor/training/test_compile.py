@@ -236,8 +236,45 @@ def test_under_autocast_compiled_segments_have_whole_backward_passes() -> None:
         torch.testing.assert_close(one.grad, other.grad, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.usefixtures("always_faster")
+def test_the_loss_is_compiled_with_the_last_segment() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    step = _train("zero-bubble", backend)
+    first, last = step.compiled.values()
+    assert "loss" not in first and "; the loss too: 996 ms forwards and backwards, 997 ms without" in last
+    assert any("mse_loss" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize(("times", "told"), [([1, 2, 1, 2, 0.5], "the loss alone: 0.5"), ([2, 1, 2, 1, 3], "")])
+def test_the_loss_is_compiled_where_that_is_faster_whatever_its_segment(
+    times: list[float], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(times)
+    monkeypatch.setattr(compiled, "_trial_ms", lambda stage: float(next(left)))
+    step = _train("zero-bubble", "aot_eager")
+    last = step.compiled["segment 1 of 2 on cpu:1"]
+    assert told in last and ("loss" in last) is bool(told)
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_a_loss_that_cannot_be_compiled_stays_as_it_is_and_says_why() -> None:
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        if any("mse_loss" in str(node.target) for node in graph.graph.nodes):
+            raise NotImplementedError("no such loss")
+        return graph.forward
+
+    step = _train("zero-bubble", backend)
+    assert "the loss is not: " in step.compiled["segment 1 of 2 on cpu:1"]
+    assert "no such loss" in step.compiled["segment 1 of 2 on cpu:1"]
+
+
 def test_a_segment_that_gains_nothing_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 2.0] * 2)
+    times = iter([1.0, 2.0, 1.0, 2.0, 2.0])
     monkeypatch.setattr(compiled, "_trial_ms", lambda stage: next(times))
     step = _train("1f1b", "aot_eager")
     assert step.compiled == {}
