@@ -24,6 +24,8 @@ _MEDIUM_BYTES = 10 * _MIB
 """Larger ones below this size share pieces of one size; a larger one has a piece as large as it is."""
 _MEDIUM_PIECE_BYTES = 20 * _MIB
 PIECE_UNIT_BYTES = 2 * _MIB
+LEAST_ROOM_BYTES = _MEDIUM_BYTES
+"""A room is a piece of its own from this size on."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ def taken(requests: Iterable[Request], rooms: Sequence[int] = ()) -> int:
 
     Args:
         requests: in the order in which they come; what goes without having come is not of this memory.
-        rooms: pieces that are there, and free, when the first comes.
+        rooms: pieces that are there, and free, when the first comes; each at least ``LEAST_ROOM_BYTES``.
     """
     memory = _Memory()
     for room in rooms:
-        memory.add_piece(_rounded(room, PIECE_UNIT_BYTES), small=False)
+        memory.add_piece(_piece(room, small=False), small=False)
     for request in requests:
         if request.size is None:
             memory.free(request.tensor)

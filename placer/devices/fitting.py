@@ -36,11 +36,11 @@ _OFF_SHARE = 0.02
 _MOST_ROOMS = 2
 """More gained nothing more on Inception-v3, ResNet-101 and a U-Net."""
 
-_DRAWN = 30
-_COMPUTED = 120
+_DRAWN = 60
+_COMPUTED = 300
 """So many choices of pieces are drawn, and so many are computed in all, for each number of them."""
 
-_MOST_REQUESTS = 400_000
+_MOST_REQUESTS = 300_000
 """So many requests are gone through at the most for each number of pieces."""
 
 _ENOUGH_SHARE = 0.002
@@ -92,19 +92,24 @@ def _drawn(random: Random, count: int, most: int) -> Rooms:
     """Pieces that are together about as large as what is there at once."""
     parts = [random.random() for _ in range(count)]
     size = random.uniform(0.85, 1.05) * most / sum(parts)
-    return tuple(int(part * size) for part in parts)
+    return tuple(_room(part * size) for part in parts)
 
 
 def _varied(random: Random, rooms: Rooms, most: int) -> Rooms:
     """The same, but one piece is larger or smaller; another one may make up for it."""
-    changed = list(rooms)
+    changed: list[float] = list(rooms)
     here, there = random.randrange(len(rooms)), random.randrange(len(rooms))
     if random.random() < 0.6:
-        changed[here] = int(changed[here] * random.uniform(0.85, 1.15))
+        changed[here] *= random.uniform(0.85, 1.15)
     if here != there and random.random() < 0.5:
-        moved = int(random.uniform(-0.1, 0.1) * most)
+        moved = random.uniform(-0.1, 0.1) * most
         changed[here], changed[there] = changed[here] + moved, changed[there] - moved
-    return tuple(max(caching.PIECE_UNIT_BYTES, room) for room in changed)
+    return tuple(map(_room, changed))
+
+
+def _room(size: float) -> int:
+    units = -(-int(size) // caching.PIECE_UNIT_BYTES)
+    return max(caching.LEAST_ROOM_BYTES, units * caching.PIECE_UNIT_BYTES)
 
 
 def _searched(taken: Taken, without: Sequence[int]) -> list[Rooms]:
@@ -114,8 +119,7 @@ def _searched(taken: Taken, without: Sequence[int]) -> list[Rooms]:
     worth = [size >= WORTH_BYTES for size in least]
     for _ in range(TRIALS if any(worth) else 0):
         middles = [(low + high) // 2 for low, high in zip(scarce, enough, strict=True)]
-        unit = caching.PIECE_UNIT_BYTES
-        tried = [-(-size // unit) * unit * pays for size, pays in zip(middles, worth, strict=True)]
+        tried = [_room(size) * pays for size, pays in zip(middles, worth, strict=True)]
         for index, (piece, size) in enumerate(zip(tried, taken(_as_rooms(tried)), strict=True)):
             if worth[index] and size < least[index]:
                 best[index], least[index] = piece, size

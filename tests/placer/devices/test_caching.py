@@ -63,7 +63,7 @@ def test_what_goes_without_having_come_is_of_other_memory():
 
 @given(
     st.lists(st.tuples(st.integers(1, 40 * MIB), st.booleans()), min_size=1, max_size=30),
-    st.lists(st.integers(2 * MIB, 100 * MIB), max_size=3),
+    st.lists(st.integers(10 * MIB, 100 * MIB), max_size=3),
 )
 def test_no_less_is_taken_than_is_there_at_once(tensors, rooms):
     asked = []

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placer import devices
@@ -89,6 +89,7 @@ def test_what_is_asked_for_tells_the_pieces_in_one_trial():
         assert caching.taken(row) > 1.9 * caching.most_at_once(row)
 
 
+@settings(max_examples=20, deadline=None)
 @given(random=st.randoms(use_true_random=False), length=st.integers(5, 60))
 def test_a_proposal_takes_no_more_than_no_pieces_and_no_less_than_is_there_at_once(random, length):
     asked = drawn(random, length)
