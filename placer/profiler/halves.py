@@ -11,7 +11,8 @@ What was kept stays until both are over, so nothing of it is free for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,9 @@ from placer.profiler.side_by_side import LANES
 from placer.profiler.storages import StorageLog, key_of, peak_bytes
 from placer.profiler.trial import Trial
 
+Slices = tuple[int, tuple[int, ...]]
+"""The bytes of a storage, and the positions of the reads whose gradients are slices of it."""
+
 
 @dataclass(frozen=True)
 class Halves:
@@ -35,11 +39,13 @@ class Halves:
         deferred: of each storage that the half by input makes and the half by weight needs.
         input_workspace_bytes: the most that the half by input holds beyond what was kept; those included.
         weights_workspace_bytes: the most that the half by weight holds beside them, of two operations like the largest.
+        slices: of each storage of which gradients of reads are slices: its bytes, and the positions of these reads.
     """
 
     deferred: tuple[int, ...] = ()
     input_workspace_bytes: int = 0
     weights_workspace_bytes: int = 0
+    slices: tuple[Slices, ...] = ()
 
 
 def measure_halves(trial: Trial) -> Halves:
@@ -72,11 +78,21 @@ def _measured(trial: Trial, again: bool) -> Halves:
             found = gradients[: len(waiting.edges)]
             keys = {key_of(gradient) for gradient in found if gradient is not None and gradient.layout == torch.strided}
             deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
+            slices = _slices(log, trial.of_reads(gradients[len(found) :], waiting.weights))
             halves = zip(waiting.operations, found if again else [None] * len(found), strict=True)
             by_weight = [_weights_bytes(trial, log, *each) for each in halves]
-        return Halves(deferred, input_bytes, LANES * max(by_weight, default=0))
+        return Halves(deferred, input_bytes, LANES * max(by_weight, default=0), slices)
     finally:
         trial.set_gradients(present=False)
+
+
+def _slices(log: StorageLog, gradients: Mapping[int, Tensor]) -> tuple[Slices, ...]:
+    parts: defaultdict[int, list[int]] = defaultdict(list)
+    for position, gradient in gradients.items():
+        if gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
+            parts[key_of(gradient)].append(position)
+    live = log.live
+    return tuple((live[key], tuple(positions)) for key, positions in parts.items() if key in live)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.graph.layers import tensor_bytes
-from placer.profiler.halves import measure_halves
+from placer.profiler.halves import Slices, measure_halves
 from placer.profiler.storages import StorageLog, key_of, peak_bytes
 from placer.profiler.trial import Trial
 
@@ -49,6 +49,8 @@ class LayerMemory:
             included, those of parameters that wait not. 0 in inference.
         weights_workspace_bytes: the peak of the half by weight beyond what it waits with, of two operations like
             the largest.
+        slices: of each storage of which gradients of reads are slices, as those of what is concatenated are: its bytes,
+            and the positions of these reads. All of it is held until the last of them was used.
         in_segments: whether the device's allocator takes memory in such segments.
         fragmented_bytes: the most memory that stood empty beside the layer's tensors, where an allocator counts it.
     """
@@ -62,6 +64,7 @@ class LayerMemory:
     deferred_bytes: int = 0
     input_workspace_bytes: int = 0
     weights_workspace_bytes: int = 0
+    slices: tuple[Slices, ...] = ()
     in_segments: bool = False
     fragmented_bytes: int = 0
 
@@ -136,6 +139,7 @@ def _training_memory(
         deferred_bytes=sum(halves.deferred),
         input_workspace_bytes=halves.input_workspace_bytes,
         weights_workspace_bytes=halves.weights_workspace_bytes,
+        slices=halves.slices,
         in_segments=trial.device.type == "cuda",
     )
 

@@ -133,6 +133,17 @@ class Trial:
         arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
         return torch.autograd.grad(arrival, wanted, torch.empty_like(arrival), retain_graph=again, allow_unused=True)
 
+    def of_reads(self, gradients: Sequence[Tensor | None], left_out: Collection[int]) -> dict[int, Tensor]:
+        """Those of the reads among gradients of leaves, by the position of the read.
+
+        Args:
+            gradients: of the leaves, as ``backward_by_input`` gives them.
+            left_out: as there.
+        """
+        leaves = [leaf for leaf in self._leaves if id(leaf) not in left_out]
+        found = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
+        return {index: found[id(read)] for index, read in enumerate(self.reads) if id(read) in found}
+
     def set_gradients(self, present: bool) -> None:
         """Give the parameters gradients of zeros, or take all gradients away, and forget those that still wait."""
         self.deferred.clear()

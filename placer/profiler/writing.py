@@ -48,6 +48,7 @@ def write(
     sizes = _sizes(graph, measured)
     beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
     edges = _edges(graph, kept, sizes, training)
+    around = _around_slices(graph, measured, sizes)
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
     first_kept = _first_kept(graph, kept)
@@ -74,10 +75,10 @@ def write(
                 forward_workspace_bytes=max(
                     0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)
                 ),
-                backward_workspace_bytes=max(memory.backward_workspace_bytes for memory in memories),
-                pass_workspace_bytes=_pass_workspace(memories),
+                backward_workspace_bytes=max(memory.backward_workspace_bytes for memory in memories) + around[index],
+                pass_workspace_bytes=_beside(_pass_workspace(memories), around[index]),
                 deferred_bytes=max(memory.deferred_bytes for memory in memories),
-                input_workspace_bytes=_input_workspace(memories),
+                input_workspace_bytes=_beside(_input_workspace(memories), around[index]),
                 weights_workspace_bytes=_material(max(memory.weights_workspace_bytes for memory in memories)),
                 **held[layer.name],
             )
@@ -165,6 +166,36 @@ def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
         for index in there:
             beside[index] += sizes[name]
     return beside
+
+
+def _around_slices(
+    graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]], sizes: Mapping[str, int]
+) -> list[int]:
+    """By layer, what its backward pass finds of gradients of which slices wait, beside these slices.
+
+    Where values are concatenated their gradients are slices, all of which is held until the last of them was used: by
+    the layer that made the value. (Not where another layer reads the value before: that one's gradient is added to the
+    slice, or a copy of the slice leaves for another device.)
+    """
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    first_reader = {name: min(place[reader] for reader in found) for name, found in graph.readers().items() if found}
+    around = [0] * len(graph.layers)
+    for rows in measured.values():
+        beside = [0] * len(graph.layers)
+        for index, (layer, row) in enumerate(zip(graph.layers, rows, strict=True)):
+            for whole, positions in row.memory.slices:
+                names = {layer.reads[position] for position in positions}
+                made = {name: place[source] for name in names if (source := graph.values[name].source) is not None}
+                begins = min((at for name, at in made.items() if first_reader[name] == index), default=index)
+                for step in range(begins, index):
+                    beside[step] += max(0, whole - sum(sizes[name] for name, at in made.items() if at <= step))
+        around = list(map(max, around, beside))
+    return around
+
+
+def _beside(workspace: int, around: int) -> int:
+    """Both; 0, which stands for another workspace that has the latter, stays 0."""
+    return workspace + around if workspace else 0
 
 
 def _sizes(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> dict[str, int]:
