@@ -58,8 +58,8 @@ def fit(taken: Taken, without: Sequence[int], asked: Sequence[Sequence[Request]]
         proposed = [propose(row) if size >= WORTH_BYTES else () for row, size in zip(asked, without, strict=True)]
         computed = [caching.taken(row, rooms) for row, rooms in zip(asked, proposed, strict=True)]
         tried = taken(proposed) if any(proposed) else without
-        rows = zip(proposed, computed, tried, without, strict=True)
-        if all(found <= (1 + _OFF_SHARE) * said for rooms, said, found, _ in rows if rooms):
+        rows = zip(proposed, computed, tried, strict=True)
+        if all(found <= (1 + _OFF_SHARE) * said for rooms, said, found in rows if rooms):
             gains = [found < size for found, size in zip(tried, without, strict=True)]
             return [rooms if gain else () for rooms, gain in zip(proposed, gains, strict=True)]
     return _searched(taken, without)
