@@ -130,38 +130,36 @@ def _large(samples: Sequence[Sample]) -> Iterator[Row]:
 def _compiled(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     """What the compiler gains, and how many segments it was kept for."""
     case = f"{_compiled_label(name)}, {compiling.DEVICES} devices"
-    plain, compiled = (best(samples, engine, compiling.DEVICES) for engine in ("ours", "compiled"))
+    plain, compiled, refined = (
+        best(samples, engine, compiling.DEVICES) for engine in ("ours", "compiled", compiling.REFINED)
+    )
+    one, alone = (time_of(best(samples, engine, 1)) for engine in ("eager", compiling.ALONE))
     if plain is not None and compiled is not None:
-        before, times = time_of(plain), compiled.values["step_ms"]
-        one, alone = (time_of(best(samples, engine, 1)) for engine in ("eager", compiling.ALONE))
         kept = time_of(compiled, "compiled_segments")
         if kept:
-            spread = spread_of(times, before)
-            yield row(
-                case, "training step with compile=True, speed-up", "x", ratio(before, median(times)), spread=spread
-            )
-            if one is not None:
-                peers = {} if alone is None else {f"{compiling.ALONE} on one device": ratio(one, alone)}
-                target = at_full_size(compiling.SPEEDUPS.get(name, 1.85))
-                spread = spread_of(times, one)
-                yield row(
-                    case,
-                    SPEEDUP,
-                    "x",
-                    ratio(one, median(times)),
-                    spread=spread,
-                    target=target,
-                    smaller_is_better=False,
-                    peers=peers,
-                )
-        refined = best(samples, compiling.REFINED, compiling.DEVICES)
-        if refined is not None and one is not None:
-            times = refined.values["step_ms"]
-            measure = f"{SPEEDUP}, the placement refined under compile"
-            yield row(case, measure, "x", ratio(one, median(times)), spread=spread_of(times, one))
+            yield from _gain(case, "training step with compile=True, speed-up", compiled, time_of(plain))
+            peers = {} if alone is None else {f"{compiling.ALONE} on one device": ratio(one, alone)}
+            yield from _gain(case, SPEEDUP, compiled, one, compiling.SPEEDUPS.get(name, 1.85), peers)
+        yield from _gain(case, f"{SPEEDUP}, the placement refined under compile", refined, one)
         yield row_of(case, "training step without compile", plain.values["step_ms"])
         yield row(case, f"of {compiling.DEVICES} segments, compiled ones that were faster and so kept", "", kept)
     yield from failures(case, samples)
+
+
+def _gain(
+    case: str,
+    measure: str,
+    sample: Sample | None,
+    before: float | None,
+    target: float | None = None,
+    peers: Mapping[str, float | None] | None = None,
+) -> Iterator[Row]:
+    """How many times as fast its steps are as what took so long before, where both are known."""
+    if sample is None or before is None:
+        return
+    times = sample.values["step_ms"]
+    options: dict[str, Any] = {"target": at_full_size(target), "smaller_is_better": False, "peers": peers}
+    yield row(case, measure, "x", ratio(before, median(times)), spread=spread_of(times, before), **options)
 
 
 def _tutorial(samples: Sequence[Sample]) -> Iterator[Row]:
