@@ -206,7 +206,8 @@ def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
     head = ["case", "measure", "value", *figures, "target", "met", *peers]
     lines = [head, ["---"] * len(head), *(_cells(entry, figures, peers) for entry in rows)]
     where, commands = content["machine"], content["command"].split(AND_THEN)
-    ran = f"`{commands[0]}`" if len(commands) == 1 else f"`python -m benchmarks {name}`, in {len(commands)} parts"
+    program = commands[0][commands[0].index("python -m ") :]  # not by the file's name, which may be another
+    ran = f"`{commands[0]}`" if len(commands) == 1 else f"`{program}`, in {len(commands)} parts"
     gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""
     made = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     return "\n".join(

@@ -70,6 +70,8 @@ def test_of_results_made_in_parts_every_command_is_named_whose_rows_are_still_th
         "PLACER_MADE_CASES=two python -m benchmarks made",
     ]
     assert "; `python -m benchmarks made`, in 2 parts." in record.table("made", tmp_path)
+    (tmp_path / "some.json").write_text((tmp_path / "made.json").read_text())
+    assert "; `python -m benchmarks made`, in 2 parts." in record.table("some", tmp_path)
     assert run("one", "two", again=1.0) == "PLACER_MADE_CASES=one,two python -m benchmarks made"
 
 
