@@ -12,8 +12,11 @@ from random import Random
 from placer.devices import caching
 from placer.devices.caching import Request
 
-Rooms = tuple[int, ...]
-"""Pieces that are there before a pass begins, in bytes; none: it takes piece by piece."""
+Pieces = tuple[int, ...]
+"""That are there before a pass begins, in bytes; none: it takes piece by piece."""
+
+Rooms = tuple[Pieces, ...]
+"""By stream of a pass, what is there of its own: no stream is served from what another one has freed."""
 
 Taken = Callable[[Sequence[Rooms]], Sequence[int]]
 """Given the pieces of each pass, what each then takes in all, in bytes."""
@@ -24,7 +27,7 @@ TRIALS = 5
 LEAST_SHARE = 0.4
 """No piece smaller than this share of what is taken without one is tried."""
 
-WORTH_BYTES = 64 * 2**20
+WORTH_BYTES = 24 * 2**20
 """What takes less is left as it is."""
 
 _BESIDE_SHARE = 0.02
@@ -40,65 +43,74 @@ _DRAWN = 60
 _COMPUTED = 300
 """So many choices of pieces are drawn, and so many are computed in all, for each number of them."""
 
+_IN_VAIN = 100
+"""After so many that were no better no more are computed."""
+
 _MOST_REQUESTS = 300_000
 """So many requests are gone through at the most for each number of pieces."""
 
 _ENOUGH_SHARE = 0.002
 
 
-def fit(taken: Taken, without: Sequence[int], asked: Sequence[Sequence[Request]] | None = None) -> list[Rooms]:
+def fit(
+    taken: Taken, without: Sequence[int], asked: Sequence[Sequence[Sequence[Request]]] | None = None
+) -> list[Rooms]:
     """By pass, the pieces with which it takes the least.
 
     Args:
         taken: runs the passes.
         without: what each takes without pieces, in bytes.
-        asked: what each asks for; None where that is not known.
+        asked: what each asks for, by stream; None where that is not known.
     """
+    found: list[Rooms] = [()] * len(without)
+    left = [size >= WORTH_BYTES for size in without]
     if asked is not None:
-        proposed = [propose(row) if size >= WORTH_BYTES else () for row, size in zip(asked, without, strict=True)]
-        computed = [caching.taken(row, rooms) for row, rooms in zip(asked, proposed, strict=True)]
-        tried = taken(proposed) if any(proposed) else without
-        rows = zip(proposed, computed, tried, strict=True)
-        if all(found <= (1 + _OFF_SHARE) * said for rooms, said, found in rows if rooms):
-            gains = [found < size for found, size in zip(tried, without, strict=True)]
-            return [rooms if gain else () for rooms, gain in zip(proposed, gains, strict=True)]
-    return _searched(taken, without)
+        proposed = [tuple(map(propose, rows)) if pays else () for rows, pays in zip(asked, left, strict=True)]
+        tried = taken(proposed) if any(map(any, proposed)) else without
+        for index, (rows, rooms) in enumerate(zip(asked, proposed, strict=True)):
+            said = sum(map(caching.taken, rows, rooms))
+            if left[index] and tried[index] <= (1 + _OFF_SHARE) * said:
+                found[index], left[index] = rooms if tried[index] < without[index] else (), False
+    searched = _searched(taken, without, left)
+    return [other if open_ else rooms for rooms, other, open_ in zip(found, searched, left, strict=True)]
 
 
-def propose(asked: Sequence[Request]) -> Rooms:
+def propose(asked: Sequence[Request]) -> Pieces:
     """The pieces with which these requests take the least, of many that are drawn and varied.
 
     Args:
-        asked: all requests of a pass.
+        asked: all requests of a stream.
     """
-    least, rooms = caching.taken(asked), Rooms()
+    least, pieces = caching.taken(asked), Pieces()
     most = caching.most_at_once(asked)
     random = Random(0)
     for count in range(1, _MOST_ROOMS + 1):
-        best_size, best = least, Rooms()
+        best_size, best, came = least, Pieces(), 0
         for trial in range(min(_COMPUTED, _MOST_REQUESTS // max(1, len(asked)))):
+            if best_size <= (1 + _ENOUGH_SHARE) * most:
+                return best
+            if trial - came > _IN_VAIN:
+                break
             tried = _drawn(random, count, most) if trial < _DRAWN or not best else _varied(random, best, most)
             size = caching.taken(asked, tried)
             if size < best_size:
-                best_size, best = size, tried
-            if best_size <= (1 + _ENOUGH_SHARE) * most:
-                return best
+                best_size, best, came = size, tried, trial
         if best_size < least:
-            least, rooms = best_size, best
-    return rooms
+            least, pieces = best_size, best
+    return pieces
 
 
-def _drawn(random: Random, count: int, most: int) -> Rooms:
+def _drawn(random: Random, count: int, most: int) -> Pieces:
     """Pieces that are together about as large as what is there at once."""
     parts = [random.random() for _ in range(count)]
     size = random.uniform(0.85, 1.05) * most / sum(parts)
     return tuple(_room(part * size) for part in parts)
 
 
-def _varied(random: Random, rooms: Rooms, most: int) -> Rooms:
+def _varied(random: Random, pieces: Pieces, most: int) -> Pieces:
     """The same, but one piece is larger or smaller; another one may make up for it."""
-    changed: list[float] = list(rooms)
-    here, there = random.randrange(len(rooms)), random.randrange(len(rooms))
+    changed: list[float] = list(pieces)
+    here, there = random.randrange(len(pieces)), random.randrange(len(pieces))
     if random.random() < 0.6:
         changed[here] *= random.uniform(0.85, 1.15)
     if here != there and random.random() < 0.5:
@@ -112,11 +124,10 @@ def _room(size: float) -> int:
     return max(caching.LEAST_ROOM_BYTES, units * caching.PIECE_UNIT_BYTES)
 
 
-def _searched(taken: Taken, without: Sequence[int]) -> list[Rooms]:
-    """One piece for each pass, by trials that halve the sizes that are left."""
+def _searched(taken: Taken, without: Sequence[int], worth: Sequence[bool]) -> list[Rooms]:
+    """One piece for each pass that is worth it, by trials that halve the sizes that are left."""
     least, best = list(without), [0] * len(without)
     enough, scarce = list(least), [int(LEAST_SHARE * size) for size in least]
-    worth = [size >= WORTH_BYTES for size in least]
     for _ in range(TRIALS if any(worth) else 0):
         middles = [(low + high) // 2 for low, high in zip(scarce, enough, strict=True)]
         tried = [_room(size) * pays for size, pays in zip(middles, worth, strict=True)]
@@ -131,4 +142,4 @@ def _searched(taken: Taken, without: Sequence[int]) -> list[Rooms]:
 
 
 def _as_rooms(pieces: Sequence[int]) -> list[Rooms]:
-    return [(piece,) if piece else () for piece in pieces]
+    return [((piece,),) if piece else () for piece in pieces]

@@ -7,7 +7,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -79,6 +79,7 @@ def record(
     pools: Sequence[Any] | None = None,
     generators: Sequence[Sequence[torch.Generator]] | None = None,
     rooms: Sequence[Rooms] = (),
+    warm: bool = False,
 ) -> list[Callable[[], None]]:
     """Record each pass as a CUDA graph; graphs that share memory replay only in order, one after another.
 
@@ -86,12 +87,13 @@ def record(
     must be used before that one is replayed again. Passes whose results are used later have memory of their own.
 
     Args:
-        passes: work on static tensors, the later on results of the earlier; each has run before.
+        passes: work on static tensors, the later on results of the earlier.
         device: where they run.
         pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them, and theirs alone, if None.
         generators: by pass, those that it draws random numbers from beside the device's.
         rooms: by pass, the pieces of memory that it takes first and works in; see ``fitting_rooms``. Without any it
             takes piece by piece.
+        warm: passes like these have run before, and did nothing that cannot be recorded; else they run thrice first.
 
     Returns:
         What replays each.
@@ -101,13 +103,16 @@ def record(
     """
     pools = [memory_pool(device)] * len(passes) if pools is None else pools
     with _recordable(device) as stream:
-        _warm_up(passes, stream)
+        if not warm:
+            _warm_up(passes, stream)
         rows = zip(passes, pools, generators or [()] * len(passes), rooms or [()] * len(passes), strict=True)
         return [_captured(run, stream, pool, drawn_from, own)[0].replay for run, pool, drawn_from, own in rows]
 
 
 def fitting_rooms(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Rooms]:
     """By pass, the pieces of memory from which it takes the least in all; none: it does best piece by piece.
+
+    The passes are warm then, see ``record``.
 
     Piece by piece, what is freed in a pass serves only what is no larger, and a small tensor in it spoils it for the
     next large one: gaps stay that take up to half of the memory. Blocks that lie side by side in a piece are joined
@@ -127,34 +132,43 @@ def fitting_rooms(passes: Sequence[Callable[[], Any]], device: torch.device) -> 
             rows = zip(passes, rooms, strict=True)
             return [_captured(run, stream, memory_pool(device), (), own)[1] for run, own in rows]
 
-        first = taken([()] * len(passes))
+        asked: list[_History] = [[] for _ in passes]
+        first = []
+        for run, history in zip(passes, asked, strict=True):
+            with _noting(history, stream.device):
+                first.append(_captured(run, stream, memory_pool(device), (), ())[1])
         torch.cuda.empty_cache()
         scarce = 2 * sum(first) > torch.cuda.mem_get_info(device)[0]  # a trial may take more than it will save
-        return [()] * len(passes) if scarce else fit(taken, first, _asked(passes, stream))
+        if scarce:
+            return [()] * len(passes)
+        streams = [stream.cuda_stream, recorder(device).beside.cuda_stream]
+        rows = [[[*_requests(history, one)] for one in streams] for history in asked]
+        return fit(taken, first, rows if all(asked) else None)
 
 
-def _asked(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> list[list[Request]] | None:
-    """What each pass asks the allocator for; None where its history cannot be had, or is a user's."""
-    rows = []
+_History = list[Mapping[str, Any]]
+
+
+@contextmanager
+def _noting(history: _History, device: torch.device) -> Iterator[None]:
+    """Note what torch's allocator does; nothing where its history cannot be had, or is a user's."""
     try:
-        if torch._C._cuda_isHistoryEnabled():
-            return None
-        try:
-            for run in passes:
-                torch.cuda.memory._record_memory_history("all", context=None, stacks="python", clear_history=True)
-                with torch.cuda.stream(stream):
-                    run()
-                torch.cuda.synchronize(stream.device)
-                history = torch.cuda.memory._snapshot()["device_traces"][stream.device.index or 0]
-                rows.append([*_requests(history, stream.cuda_stream)])
-        finally:
+        mine = not torch._C._cuda_isHistoryEnabled()
+        if mine:
+            torch.cuda.memory._record_memory_history("all", context=None, stacks="python", clear_history=True)
+    except (AttributeError, TypeError):  # these functions are torch's own, and may change
+        mine = False
+    try:
+        yield
+        if mine:
+            with suppress(AttributeError, TypeError, LookupError):
+                history += torch.cuda.memory._snapshot()["device_traces"][device.index or 0]
+    finally:
+        if mine:
             torch.cuda.memory._record_memory_history(None)
-    except (AttributeError, TypeError, LookupError):  # these functions are torch's own, and may change
-        return None
-    return rows
 
 
-def _requests(history: Sequence[Mapping[str, Any]], stream: int) -> Iterator[Request]:
+def _requests(history: _History, stream: int) -> Iterator[Request]:
     for entry in history:
         if entry["action"] in ("alloc", "free_completed") and entry["stream"] == stream:
             yield Request(entry["addr"], entry["size"] if entry["action"] == "alloc" else None)
@@ -171,14 +185,28 @@ def _captured(
         with _uncollected(), warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
             before = torch.cuda.memory_reserved(stream.device)
-            pieces = [torch.empty(room, dtype=torch.uint8, device=stream.device) for room in rooms]
-            del pieces  # free at once, and the pool's from now on
+            _take_rooms(stream, rooms)
             run()
             after = torch.cuda.memory_reserved(stream.device)
     except BaseException:
         _end_allocating(stream.device, pool)
         raise
     return graph, int(after) - int(before)
+
+
+def _take_rooms(stream: torch.cuda.Stream, rooms: Rooms) -> None:
+    """Take the pieces of each stream and free them at once: they are the pool's from now on."""
+    beside = recorder(stream.device).beside
+    for one, pieces in zip((stream, beside), rooms, strict=False):
+        if not pieces:
+            continue
+        if one is beside:
+            beside.wait_stream(stream)  # else it is not of the recording
+        with torch.cuda.stream(one):
+            held = [torch.empty(piece, dtype=torch.uint8, device=stream.device) for piece in pieces]
+            del held
+        if one is beside:
+            stream.wait_stream(beside)
 
 
 @contextmanager

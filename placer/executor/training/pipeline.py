@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from placer import devices
 from placer.devices import Courier, Lane, Mark
 from placer.executor.checkpointed import with_checkpoints
+from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, raise_explained
 from placer.executor.issued import Issued
 from placer.executor.pipeline import cut
 from placer.executor.segments import Segment, borders, segments, spread_state
 from placer.executor.state.statistics import BatchStatistics
 from placer.executor.training.compiled import compile_stage
-from placer.executor.training.compiled_segments import Backend
 from placer.executor.training.crossings import crossings
 from placer.executor.training.feed import Feed
 from placer.executor.training.input_gradients import InputGradients, detached
@@ -304,6 +304,7 @@ class TrainingPipeline:
                 if self.recipe.compile is not None:
                     compile_stage(stage, self.recipe.compile)
                 stage.record()
+        devices.release_cache()  # an optimizer's state would keep pieces of memory in which little else fits
         for place, why in self.not_recorded_because.items():
             warnings.warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}", stacklevel=2)
         if self.recipe.schedule in ("zero-bubble", "interleaved"):

@@ -72,7 +72,7 @@ class RecomputedStage(Stage):
         """None: both passes share one memory, in which the larger leaves room for the smaller."""
         return []
 
-    def _recorded(self, slot: Slot, rooms: Sequence[devices.Rooms]) -> None:
+    def _recorded(self, slot: Slot, rooms: Sequence[devices.Rooms], warm: bool) -> None:
         """No pass leaves anything but in static tensors, so that all of them share their memory."""
         chance = self._chances.get(id(slot))
         generators = [[generator] for generator in chance.generators] if chance is not None else None

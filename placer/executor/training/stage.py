@@ -174,12 +174,14 @@ class Stage:
         made = {name: first.outputs[name] for name in self.writes}
         self._made_of = {name: reached(value, first.leaves) for name, value in made.items()}
         self.awaited = {name: {*readers} for name, readers in self.writes.items() if _flows_back(made[name])}
-        for slot in slots:
-            for name in self.awaited:
-                slot.gradients[name] = torch.zeros_like(made[name])
         # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
         first.leaves, first.outputs, first.roots = {}, {}, []
-        return slots, dict(zip(made, detached(list(made.values())), strict=True))
+        made = dict(zip(made, detached(list(made.values())), strict=True))
+        devices.release_cache()  # what stays would keep pieces of memory in which little else fits
+        for slot in slots:
+            for name in self.awaited:
+                slot.gradients[name] = torch.zeros_like(made[name], requires_grad=False)
+        return slots, made
 
     def _run_eagerly(self, slot: Slot) -> None:
         slot.forward = weakly(self._forward, slot)
@@ -239,20 +241,20 @@ class Stage:
         try:
             rooms = self._rooms(self.slots[0])
             for slot in self.slots:
-                self._recorded(slot, rooms)
+                self._recorded(slot, rooms, warm=True)
             for slot in self.tail.values():
-                self._recorded(slot, ())
+                self._recorded(slot, (), warm=False)
         except devices.NotRecordable as error:
             self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
             for other in every:
                 self._run_eagerly(other)
 
     def _rooms(self, slot: Slot) -> list[devices.Rooms]:
-        """In which pieces of memory each pass of a slot works best."""
+        """In which pieces of memory each pass of a slot works best; the passes of all slots are warm then."""
         passes = [slot.forward, slot.backward, slot.weights] if self.split else [slot.forward, slot.backward]
         return devices.fitting_rooms(passes, self.device)
 
-    def _recorded(self, slot: Slot, rooms: Sequence[devices.Rooms]) -> None:
+    def _recorded(self, slot: Slot, rooms: Sequence[devices.Rooms], warm: bool) -> None:
         # What a pass leaves must not lie where another one works before it is used. A forward pass leaves activations
         # to the backward pass of its slot; this, where weights are apart, something to their pass, and gradients that
         # are still on their way to other stages when the slot's next forward pass runs. The last pass leaves nothing:
@@ -260,10 +262,12 @@ class Stage:
         ahead, last = devices.memory_pool(self.device), self._shared_memory
         if self.split:
             passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, devices.memory_pool(self.device), last]
-            slot.forward, slot.backward, slot.weights = devices.record(passes, self.device, pools=pools, rooms=rooms)
         else:
             passes, pools = [slot.forward, slot.backward], [ahead, last]
-            slot.forward, slot.backward = devices.record(passes, self.device, pools=pools, rooms=rooms)
+        replays = devices.record(passes, self.device, pools=pools, rooms=rooms, warm=warm)
+        slot.forward, slot.backward = replays[:2]
+        if self.split:
+            slot.weights = replays[2]
 
     def pass_ms(self) -> tuple[float, float, float]:
         """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is done at once."""
