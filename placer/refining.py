@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_leaves
 from placer import devices
 from placer.correction import improve
 from placer.errors import InputError, ProfilingError, kind_of
+from placer.executor.compiled_segments import Backend, backend_of
 from placer.executor.dataflow import DataFlow
 from placer.executor.segments import MicroBatch, Segment, segments
-from placer.executor.training.compiled import backend_of
-from placer.executor.training.compiled_segments import Backend
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_loss, refuse_no_module
 from placer.graph.layers import tensor_bytes

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from placer import DataFlow, Placement, Profile, refine, solve
 
-from . import cases, ours, timing, tutorial_resnet50
+from . import cases, ours, stream, timing, tutorial_resnet50
 from .cases import Training
 from .sample import Sample, attempt, release
+from .stream import ALONE
 
 PREFIX = "compile-"
 NAMES = ("resnet101", "unet", "gpt", tutorial_resnet50.CASE)
@@ -28,8 +29,6 @@ CHUNKS = {tutorial_resnet50.CASE: tutorial_resnet50.FASTEST}
 SPEEDUPS = {tutorial_resnet50.CASE: 1.7}
 """Over eager PyTorch on one device, what is asked for without the compiler too, where it is not 1.85."""
 
-ALONE = "torch.compile"
-"""The engine that compiles the whole model on one device."""
 REFINED = "compiled, refined"
 """The engine whose placement is one for compiled stages."""
 
@@ -62,6 +61,14 @@ def measure(case: Training) -> Iterator[Sample]:
     yield attempt(name, ALONE, 1, 1, partial(_alone, case, model, batch))
     for chunks, profile in list(profiles.items())[:1]:
         yield attempt(name, REFINED, DEVICES, chunks, partial(_refined, case, model, batch, profile))
+
+
+def measure_stream(case: Training) -> Iterator[Sample]:
+    """An inference stream with ``compile=True`` beside the same without it, on two devices; then one device."""
+    if len(cases.places()) < DEVICES:
+        yield Sample(stream.COMPILED + case.name, "ours", DEVICES, 0, failed=f"there are fewer than {DEVICES} devices")
+        return
+    yield from stream.compiled(case, DEVICES, _backend())
 
 
 def _profile(

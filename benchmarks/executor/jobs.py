@@ -68,6 +68,7 @@ def every() -> list[Job]:
         *(_training(name, distributed.ENGINE, 2 * PEER_S) for name in names),
         Job(tutorial_resnet50.CASE, "ours", 2 * PEER_S, tutorial_resnet50.measure),
         *(_compiled(name) for name in compiling.NAMES),
+        *(_compiled_stream(name) for name in stream.NAMES),
         *(_training(name, tutorial.ENGINE, PEER_S) for name in names),
         *(_stream(name, engine, PEER_S) for engine in (tutorial.ENGINE, stream.DISPATCH) for name in stream.NAMES),
         *(_training(name, gpipe.ENGINE, 2 * PEER_S) for name in names),
@@ -88,6 +89,11 @@ def _training(name: str, engine: str, limit_s: float) -> Job:
 
 def _compiled(name: str) -> Job:
     return Job(compiling.PREFIX + name, "ours", 7 * PEER_S, lambda: compiling.measure(compiling.training(name)))
+
+
+def _compiled_stream(name: str) -> Job:
+    run = compiling.measure_stream
+    return Job(stream.COMPILED + name, "ours", 3 * PEER_S, lambda: run(cases.training(name)))
 
 
 def _stream(name: str, engine: str, limit_s: float) -> Job:

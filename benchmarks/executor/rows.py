@@ -15,6 +15,7 @@ from .figures import (
     at_full_size,
     best,
     failures,
+    gain,
     memory_row,
     of_case,
     ratio,
@@ -41,6 +42,8 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
     made += _large(of_case(samples, large.CASE))
     for name in compiling.NAMES:
         made += _compiled(name, of_case(samples, compiling.PREFIX + name))
+    for name in stream.NAMES:
+        made += stream_rows.compiled(name, of_case(samples, stream.COMPILED + name), compiling.DEVICES)
     made += _tutorial(of_case(samples, tutorial_resnet50.CASE))
     return made
 
@@ -51,6 +54,8 @@ def _compiled_label(name: str) -> str:
 
 def belongs(case: str, name: str) -> bool:
     """Whether a row's case is one of the case that is selected by this name."""
+    if name.startswith(stream.COMPILED):
+        return case.startswith(stream_rows.compiled_label(name.removeprefix(stream.COMPILED)))
     if name.startswith(compiling.PREFIX):
         return case.startswith(_compiled_label(name.removeprefix(compiling.PREFIX)))
     if name.startswith(stream.PREFIX):
@@ -137,29 +142,13 @@ def _compiled(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     if plain is not None and compiled is not None:
         kept = time_of(compiled, "compiled_segments")
         if kept:
-            yield from _gain(case, "training step with compile=True, speed-up", compiled, time_of(plain))
+            yield from gain(case, "training step with compile=True, speed-up", compiled, time_of(plain))
             peers = {} if alone is None else {f"{compiling.ALONE} on one device": ratio(one, alone)}
-            yield from _gain(case, SPEEDUP, compiled, one, compiling.SPEEDUPS.get(name, 1.85), peers)
-        yield from _gain(case, f"{SPEEDUP}, the placement refined under compile", refined, one)
+            yield from gain(case, SPEEDUP, compiled, one, compiling.SPEEDUPS.get(name, 1.85), peers)
+        yield from gain(case, f"{SPEEDUP}, the placement refined under compile", refined, one)
         yield row_of(case, "training step without compile", plain.values["step_ms"])
         yield row(case, f"of {compiling.DEVICES} segments, compiled ones that were faster and so kept", "", kept)
     yield from failures(case, samples)
-
-
-def _gain(
-    case: str,
-    measure: str,
-    sample: Sample | None,
-    before: float | None,
-    target: float | None = None,
-    peers: Mapping[str, float | None] | None = None,
-) -> Iterator[Row]:
-    """How many times as fast its steps are as what took so long before, where both are known."""
-    if sample is None or before is None:
-        return
-    times = sample.values["step_ms"]
-    options: dict[str, Any] = {"target": at_full_size(target), "smaller_is_better": False, "peers": peers}
-    yield row(case, measure, "x", ratio(before, median(times)), spread=spread_of(times, before), **options)
 
 
 def _tutorial(samples: Sequence[Sample]) -> Iterator[Row]:

@@ -25,8 +25,11 @@ from .cases import Training
 from .sample import Sample, attempt, reason
 
 PREFIX = "stream-"
+COMPILED = "compile-stream-"
 NAMES = ("resnet101", "gpt")
 DISPATCH = "accelerate"
+ALONE = "torch.compile"
+"""The engine that compiles the whole model on one device."""
 ROUNDS = 2
 """How often the case's batch comes in a stream to those who work off one batch after another."""
 LONG = 2 if cases.is_small() else 8
@@ -100,23 +103,55 @@ def _predicted_ms(placement: Placement) -> float:
 
 
 def _streamed(
-    case: Training, model: nn.Module, flow: DataFlow, placement: Placement, count: int
+    case: Training, model: nn.Module, flow: DataFlow, placement: Placement, count: int, backend: str | bool = False
 ) -> dict[str, list[float]]:
     flow.output_device = torch.device(placement.stages[-1])
     flow.update_flow(placement)
     batches = _pieces(case, placement.chunks)
     with torch.no_grad():
-        differences = [_difference(y, model(x)) for x, y in zip(batches, flow.stream(batches), strict=True)]
-    values = _times(
-        lambda inputs: _exhaust(flow.stream(inputs)), case, placement.chunks, len(cases.places()), LONG * count
-    )
+        results = list(flow.stream(batches, compile=backend))
+        differences = [_difference(y, model(x)) for x, y in zip(batches, results, strict=True)]
+        del results
+    for place, told in (flow.compiled | flow.not_compiled_because).items():
+        print(f"{place}: {told}", flush=True)
+
+    def run(inputs: Sequence[Tensor]) -> None:
+        for _ in flow.stream(inputs, compile=backend):
+            pass
+
+    values = _times(run, case, placement.chunks, len(cases.places()), LONG * count)
     stages = [stage for pipeline in flow._streams.pipelines() for stage in pipeline.stages]
     return values | {
         "difference": [max(differences)],
         "predicted_ms": [_predicted_ms(placement)],
         "eager_stages": [sum(bool(stage.not_recorded_because) for stage in stages)],
         "stages": [len(placement.stages)],
+        "compiled_segments": [float(len(flow.compiled))],
     }
+
+
+def compiled(case: Training, count: int, backend: str) -> Iterator[Sample]:
+    """Ours on so many devices without and with the compiler, and one device without and with it.
+
+    Args:
+        case: what is streamed.
+        count: of devices.
+        backend: of ``torch.compile``.
+    """
+    cases.prepare()
+    name, model = COMPILED + case.name, _model(case)
+    sizes = PIECES[:2]
+    for pieces in sizes:
+        yield attempt(name, "eager", 1, pieces, partial(_times, _one_by_one(model), case, pieces, 1))
+    made: Any = torch.compile(copy.deepcopy(model), backend=backend, dynamic=False)
+    for pieces in sizes:
+        yield attempt(name, ALONE, 1, pieces, partial(_times, _one_by_one(made), case, pieces, 1))
+    found = _profiles(case, model)
+    flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places()])
+    for placement in _fastest(case, found, count)[:1]:
+        for engine, compile in (("ours", False), ("compiled", backend)):
+            run = partial(_streamed, case, model, flow, placement, count, compile)
+            yield attempt(name, engine, count, placement.chunks, run)
 
 
 def dispatched(case: Training) -> Iterator[Sample]:
@@ -172,11 +207,6 @@ def _one_by_one(model: Callable[[Tensor], Any]) -> Run:
             model(batch)
 
     return run
-
-
-def _exhaust(results: Iterator[Any]) -> None:
-    for _ in results:
-        pass
 
 
 def _times(run: Run, case: Training, pieces: int, count: int, rounds: int = ROUNDS) -> dict[str, list[float]]:

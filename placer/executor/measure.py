@@ -11,7 +11,8 @@ import torch
 from placer import devices
 from placer.devices import Clock, Courier, Delivery, Lane
 from placer.errors import InputError
-from placer.executor.inference.pipeline import InferencePipeline, Stage
+from placer.executor.inference.pipeline import InferencePipeline
+from placer.executor.inference.stage import Stage
 from placer.executor.inference.stream import Flow, Streams
 from placer.executor.issued import Issued
 from placer.executor.pipeline import scatter

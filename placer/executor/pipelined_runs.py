@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from placer.errors import InputError, kind_of
+from placer.executor.compiled_segments import Backend, backend_of
 from placer.executor.inference import stream
 from placer.executor.inference.stream import Streams
 from placer.executor.measure import measure_step, measure_stream
-from placer.executor.training.compiled import backend_of
-from placer.executor.training.compiled_segments import Backend
 from placer.executor.training.pipeline import Order
 from placer.executor.training.step import Flow, TrainStep
 from placer.executor.training.update import Update
@@ -74,7 +73,19 @@ class PipelinedRuns(nn.Module):
         order = self.schedule if schedule is None else schedule
         return TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile))
 
-    def stream(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
+    @property
+    def compiled(self) -> dict[str, str]:
+        """For each segment that torch.compile made faster in a stream: by how much."""
+        return self._streams.told("compiled")
+
+    @property
+    def not_compiled_because(self) -> dict[str, str]:
+        """For each segment that runs without torch.compile in a stream, though it was asked for: why."""
+        return self._streams.told("not_compiled_because")
+
+    def stream(
+        self, batches: Iterable[Any], in_flight: int | None = None, *, compile: bool | Backend = False
+    ) -> Generator[Any, None, None]:
         """Run batch after batch without gradients: each enters the first device while earlier ones are in later ones.
 
         Do not change the model or its map while a stream is open; close it, or exhaust it, before.
@@ -85,15 +96,18 @@ class PipelinedRuns(nn.Module):
                 time.
             in_flight: batches that are taken from the source before the first result is handed out, and so the most
                 that take memory; two more than there are segments if None. 1 takes none ahead.
+            compile: let torch.compile make one function of each segment, where that is faster, when a shape comes for
+                the second time; ``flow.compiled`` tells what it gained and ``flow.not_compiled_because`` why it did
+                not. True, or a backend.
 
         Returns:
             A generator of what the model returns for each batch, in their order, on ``output_device``.
 
         Raises:
-            InputError: these are no batches, or ``in_flight`` is no count.
+            InputError: these are no batches, ``in_flight`` is no count, or torch knows no such backend.
             StageError: from the generator, when it comes to a batch on which a layer failed; results before are whole.
         """
-        return self._streams.open(batches, in_flight)
+        return self._streams.open(batches, in_flight, backend_of(compile))
 
     def measure(
         self,

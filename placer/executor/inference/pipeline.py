@@ -10,9 +10,8 @@ segments before it has d + 1 slots, so that nothing has to wait for room while e
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,105 +19,15 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
-from placer.executor.faults import Place, Trail, raise_explained
+from placer.executor.compiled_segments import Backend
+from placer.executor.faults import Place, raise_explained
+from placer.executor.inference.compiled import compile_stage
+from placer.executor.inference.stage import Slot, Stage
 from placer.executor.issued import Issued
-from placer.executor.segments import MicroBatch, Segment, StateLookup, segments, taken_in_turn
+from placer.executor.segments import Segment, StateLookup, segments, taken_in_turn
 from placer.executor.state.replicas import Replicas, mutated
-from placer.executor.weakly import weakly
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
-
-
-@dataclass
-class Slot:
-    """Room for one batch in a segment.
-
-    Attributes:
-        inputs: static tensors, or numbers, by name.
-        outputs: what the segment made of them, by name.
-        run: runs or replays the segment.
-        over: when all that used the slot is done.
-    """
-
-    inputs: dict[str, Any] = field(default_factory=dict)
-    outputs: dict[str, Any] = field(default_factory=dict)
-    run: Callable[[], None] = lambda: None
-    over: list[Mark] = field(default_factory=list)
-
-
-@dataclass
-class Stage:
-    """A segment with its border.
-
-    Attributes:
-        segment: its layers.
-        reads: names of the values that come from elsewhere.
-        writes: for each value that leaves: the stages that read it; none where it is a result alone.
-        count: how many slots it has once the shape has come twice.
-        slots: those that there are.
-        not_recorded_because: why it runs without a CUDA graph; empty where it has one, or may get one.
-        number: of what it reads, a number that is another one for every batch; None if there is none.
-        trail: is told which layer runs.
-    """
-
-    segment: Segment
-    reads: tuple[str, ...]
-    writes: dict[str, list[int]]
-    count: int = 2
-    slots: list[Slot] = field(default_factory=list)
-    not_recorded_because: str = ""
-    number: str | None = None
-    trail: Trail = field(default_factory=Trail)
-
-    @cached_property
-    def sent(self) -> dict[int, list[str]]:
-        """What leaves, by the stage that reads it."""
-        sent: dict[int, list[str]] = {}
-        for name, readers in self.writes.items():
-            for reader in readers:
-                sent.setdefault(reader, []).append(name)
-        return sent
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self.segment.device
-
-    def open(self) -> Slot:
-        """One slot more, its inputs like those of the first."""
-        slot = Slot()
-        slot.run = weakly(self._compute, slot)
-        for name, value in self.slots[0].inputs.items() if self.slots else ():
-            slot.inputs[name] = value.clone() if isinstance(value, Tensor) else value
-        slot.over = [Lane(self.device, caller=True).mark()]
-        self.slots.append(slot)
-        return slot
-
-    def record(self) -> None:
-        """Turn every slot's work into a CUDA graph, where the device has them and the layers allow it."""
-        if self.device.type != "cuda":
-            return
-        for step in self.segment.steps:
-            if step.foreign:
-                self.not_recorded_because = f"layer {step.layer.name!r} changes state that is on another device"
-                return
-        if self.number is not None:
-            self.not_recorded_because = f"it reads {self.number!r}, a number that depends on values of tensors"
-            return
-        try:
-            # Each has memory of its own: in a shared one the next slot's pass may overwrite what this one made, while
-            # that is still on its way.
-            replays = [devices.record([slot.run], self.device)[0] for slot in self.slots]
-        except devices.NotRecordable as error:
-            self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
-            return
-        for slot, replay in zip(self.slots, replays, strict=True):
-            slot.run = replay
-
-    def _compute(self, slot: Slot) -> None:
-        values = MicroBatch(slot.inputs.keys(), slot.inputs.values(), self.trail)
-        self.segment.run(values)
-        slot.outputs = {name: values.read(name, self.device) for name in self.writes}
 
 
 @dataclass(eq=False)
@@ -155,6 +64,7 @@ class InferencePipeline:
         lookup: the tensors of a layer's state, as the model has them.
         lanes: of every device; those that are missing are added.
         courier: for the copies.
+        compile: the backend of torch.compile, for segments that it makes faster; None to leave them as they are.
 
     Attributes:
         graph: of the model.
@@ -174,8 +84,10 @@ class InferencePipeline:
         lookup: StateLookup,
         lanes: dict[torch.device, Lane],
         courier: Courier,
+        compile: Backend | None = None,
     ) -> None:
         self.graph = graph
+        self._backend = compile
         self.trace: list[Any] | None = None
         self.outputs = outputs
         self._target = target
@@ -205,6 +117,17 @@ class InferencePipeline:
             and self._state.are_none
             and not any(stage.not_recorded_because for stage in self.stages)
         )
+
+    def told(self, attribute: str) -> dict[str, str]:
+        """What is told of segments, by segment: ``compiled`` or ``not_compiled_because``."""
+        return {
+            self._named(index): getattr(stage, attribute)
+            for index, stage in enumerate(self.stages)
+            if getattr(stage, attribute)
+        }
+
+    def _named(self, index: int) -> str:
+        return f"segment {index} of {len(self.stages)} on {self.stages[index].device}"
 
     def refresh(self, lookup: StateLookup) -> bool:
         """Bring copies of the model's state up to date; False where the state is no longer where it was."""
@@ -339,6 +262,8 @@ class InferencePipeline:
                     while len(stage.slots) < stage.count:
                         stage.open()
                     devices.synchronise(stage.device)
+                    if self._backend is not None:
+                        compile_stage(stage, self._backend)
                     stage.record()
                     self._warn(stage)
         finally:
@@ -350,8 +275,7 @@ class InferencePipeline:
 
     def _warn(self, stage: Stage) -> None:
         if stage.not_recorded_because:
-            place = f"segment {self.stages.index(stage)} of {len(self.stages)} on {stage.device}"
-            why = stage.not_recorded_because
+            place, why = self._named(self.stages.index(stage)), stage.not_recorded_because
             warnings.warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}", stacklevel=2)
 
 

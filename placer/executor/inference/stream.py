@@ -24,6 +24,7 @@ from torch import Tensor
 from placer import devices
 from placer.devices import Courier, Lane
 from placer.errors import InputError, StageError
+from placer.executor.compiled_segments import Backend
 from placer.executor.faults import StageMemoryError, nothing_held
 from placer.executor.inference.pipeline import InferencePipeline, Passage
 from placer.executor.latest_shapes import LatestShapes
@@ -44,10 +45,12 @@ class Known(NamedTuple):
     Attributes:
         capture: that covers it.
         tensors: the flattened inputs.
+        backend: of torch.compile; None where segments run as they are.
     """
 
     capture: Capture
     tensors: Sequence[Any]
+    backend: Backend | None = None
 
 
 class Flow(Protocol):
@@ -124,8 +127,10 @@ class Streams:
         self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(lambda made: lanes)
         self._moving: list[_Ticket] = []
 
-    def open(self, batches: Iterable[Any], in_flight: int | None = None) -> Generator[Any, None, None]:
-        """A stream over these batches; see ``DataFlow.stream``.
+    def open(
+        self, batches: Iterable[Any], in_flight: int | None = None, backend: Backend | None = None
+    ) -> Generator[Any, None, None]:
+        """A stream over these batches, by a backend of torch.compile if one is given; see ``DataFlow.stream``.
 
         Raises:
             InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is no count.
@@ -136,7 +141,7 @@ class Streams:
             )
         if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
             raise InputError(f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None")
-        return self._results(iter(batches), in_flight)
+        return self._results(iter(batches), in_flight, backend)
 
     def ahead(self, batches: Sequence[Known], is_unchanged: Callable[[], bool]) -> list[list[Any]] | None:
         """Run recorded batches; the model is looked at when the devices have the first one's first segment to do.
@@ -161,13 +166,17 @@ class Streams:
             )
 
         try:
-            return list(self._results(iter(batches), None, are_current))
+            return list(self._results(iter(batches), are_current=are_current))
         except _OutdatedError:
             return None
 
     def pipelines(self) -> list[InferencePipeline]:
         """Those of the shapes that are kept, the latest used last."""
         return [pipeline for _, pipeline in self._pipelines.values()]
+
+    def told(self, attribute: str) -> dict[str, str]:
+        """What is told of segments of the shapes that are kept; of the latest used, where several have one segment."""
+        return {place: text for pipeline in self.pipelines() for place, text in pipeline.told(attribute).items()}
 
     def clear(self) -> None:
         """Let go of recordings and static tensors, once the devices are done with them; batches on their way arrive."""
@@ -176,7 +185,11 @@ class Streams:
         self._pipelines.clear()
 
     def _results(
-        self, source: Iterator[Any], in_flight: int | None, are_current: Callable[[], bool] | None = None
+        self,
+        source: Iterator[Any],
+        in_flight: int | None = None,
+        backend: Backend | None = None,
+        are_current: Callable[[], bool] | None = None,
     ) -> Generator[Any, None, None]:
         tickets: deque[_Ticket] = deque()
         taken, is_open = 0, True
@@ -185,7 +198,7 @@ class Streams:
                 self._begin() if are_current is None else self._wait_for_callers()
             while True:
                 while is_open and len(tickets) < (in_flight or self._wanted(tickets)):
-                    ticket = self._take(source, taken)
+                    ticket = self._take(source, taken, backend)
                     if ticket is None:
                         is_open = False
                         break
@@ -213,7 +226,7 @@ class Streams:
         pipeline = tickets[-1].pipeline if tickets else None
         return 1 if pipeline is None else len(pipeline.stages) + _AHEAD
 
-    def _take(self, source: Iterator[Any], number: int) -> _Ticket | None:
+    def _take(self, source: Iterator[Any], number: int, backend: Backend | None) -> _Ticket | None:
         """The source's next batch, on its way; None where it has none."""
         try:
             batch = next(source)
@@ -224,12 +237,12 @@ class Streams:
             return _Ticket(error=error)
         try:
             with _inference():
-                return self._enter(batch, number)
+                return self._enter(batch, number, backend)
         except Exception as error:
             error.add_note(f"in batch {number} of the stream{arguments.advice(error)}")
             return _Ticket(error=error)
 
-    def _enter(self, batch: Any, number: int) -> _Ticket:
+    def _enter(self, batch: Any, number: int, backend: Backend | None) -> _Ticket:
         if isinstance(batch, Known):
             return self._send_off(batch, number, is_flat=True)
         args, kwargs = _arguments(batch)
@@ -238,16 +251,15 @@ class Streams:
         if capture is None:
             self._drain()
             return _Ticket(result=self._flow(*args, chunks=1, **kwargs))
-        return self._send_off(Known(capture, tensors), number, is_flat=False)
+        return self._send_off(Known(capture, tensors, backend), number, is_flat=False)
 
     def _send_off(self, batch: Known, number: int, is_flat: bool) -> _Ticket:
-        capture, tensors = batch
         key = self._key(batch)
         known = self._pipelines.used(key)
-        pipeline = self._add(key, capture) if known is None else known[1]
+        pipeline = self._add(key, batch) if known is None else known[1]
         ticket = _Ticket(pipeline, is_flat=is_flat)
         try:
-            ticket.passage = pipeline.enter(number, tensors)
+            ticket.passage = pipeline.enter(number, batch.tensors)
         except BaseException:
             self._pipelines.let_go(key)  # it may be half recorded
             raise
@@ -258,16 +270,18 @@ class Streams:
 
     def _key(self, batch: Known) -> Hashable:
         flow = self._flow
-        return batch.capture, flow.assignment, flow.output_device, shapes(batch.tensors), autocast.state()
+        run = batch.capture, flow.assignment, flow.output_device, batch.backend
+        return *run, shapes(batch.tensors), autocast.state()
 
-    def _add(self, key: Hashable, capture: Capture) -> InferencePipeline:
+    def _add(self, key: Hashable, batch: Known) -> InferencePipeline:
         """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""
         self._pipelines.keep_only(lambda other: self._flow.holds(other[0]))
         self._pipelines.make_room()
-        graph, places = self._flow.layers(capture)
-        outputs, target = capture.exported.outputs, self._flow.output_device
+        graph, places = self._flow.layers(batch.capture)
+        outputs, target = batch.capture.exported.outputs, self._flow.output_device
         weights = self._flow.weights(graph)
-        pipeline = InferencePipeline(graph, places, outputs, target, weights, self.lanes, self.courier)
+        shared = weights, self.lanes, self.courier
+        pipeline = InferencePipeline(graph, places, outputs, target, *shared, batch.backend)
         self._pipelines[key] = (graph, pipeline)
         self._wait_for_callers()
         return pipeline

@@ -9,55 +9,19 @@ compiled so is compiled with whole backward passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer import devices
-from placer.errors import InputError
-from placer.executor.checkpointed import CheckpointedSegment
+from placer.executor.compiled_segments import Backend, Border, CompiledSegment, obstacle, told, trial_ms
 from placer.executor.segments import MicroBatch
-from placer.executor.training.compiled_segments import (
-    INDUCTOR,
-    Backend,
-    Border,
-    CompiledSegment,
-    OpenedSegment,
-    compiled_loss,
-)
+from placer.executor.training.opened_segments import OpenedSegment, compiled_loss
 from placer.executor.training.recomputed import RecomputedStage
 from placer.executor.training.slot import Head
 from placer.executor.training.stage import Stage
 from placer.graph import autocast
-
-_REPEATS = 5
-
-
-def backend_of(compile: bool | Backend | None) -> Backend | None:
-    """The backend of torch.compile that a user asks for; None for none.
-
-    Args:
-        compile: True for torch's own, a name, or what torch.compile takes in its place.
-
-    Raises:
-        InputError: torch knows no backend of that name, or it is none.
-    """
-    if compile is None or compile is False:
-        return None
-    if compile is True:
-        return INDUCTOR
-    if callable(compile):
-        return compile
-    if not isinstance(compile, str):
-        raise InputError(f"compile={compile!r}: give True, False, a function, or the name of a backend")
-    known = torch.compiler.list_backends(exclude_tags=())
-    if compile not in known:
-        raise InputError(f"compile={compile!r} is no backend of torch.compile; it knows {', '.join(sorted(known))}")
-    return compile
 
 
 def compile_stage(stage: Stage, backend: Backend) -> None:
@@ -90,7 +54,7 @@ def _compile_segment(stage: Stage, backend: Backend, before_ms: float) -> float:
             stage.segment = kind.of(plain, border, backend)
             after_ms = _trial_ms(stage)
         except Exception as error:  # whatever a compiler may raise: the segment runs without it
-            why_whole = stage.not_compiled_because = _told(error)
+            why_whole = stage.not_compiled_because = told(error)
             continue
         times = _times(after_ms, before_ms)
         if after_ms < before_ms:
@@ -112,7 +76,7 @@ def _compile_loss(stage: Stage, head: Head, backend: Backend, before_ms: float) 
     except Exception as error:
         after_ms = before_ms
         if stage.compiled:
-            stage.compiled += f"; the loss is not: {_told(error)}"
+            stage.compiled += f"; the loss is not: {told(error)}"
     if after_ms < before_ms:
         stage.reuses = True  # as above
         times = _times(after_ms, before_ms)
@@ -125,22 +89,13 @@ def _times(after_ms: float, before_ms: float) -> str:
     return f"{after_ms:.3g} ms forwards and backwards, {before_ms:.3g} ms without"
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def _obstacle(stage: Stage) -> str:
     """What forbids to compile a stage; empty if nothing does."""
-    if devices.registries:
-        return "logical_devices looks at every operation"
     if stage.gathers:
         return "deferred_batch_norm takes batch normalisations apart"
     if isinstance(stage, RecomputedStage):
         return "it recomputes"
-    if isinstance(stage.segment, CheckpointedSegment):
-        return "it keeps to checkpoints of the model's own"
-    foreign = next((step.layer.name for step in stage.segment.steps if step.foreign), None)
-    return "" if foreign is None else f"layer {foreign!r} uses state of another device"
+    return obstacle(stage.segment)
 
 
 def _border(stage: Stage) -> Border:
@@ -178,14 +133,4 @@ def _is_differentiable(value: Any) -> bool:
 def _trial_ms(stage: Stage) -> float:
     """Time of a forward and a backward pass of the first slot."""
     slot = stage.slots[0]
-    passes: list[Callable[[], None]] = [slot.forward, slot.backward, slot.weights]
-    if stage.device.type == "cuda":
-        recorded = devices.record(passes, stage.device)
-        return sum(median(times) for times in devices.queued_ms(recorded, stage.device, _REPEATS))
-    times = []
-    for _ in range(1 + _REPEATS):
-        began = perf_counter()
-        for run in passes:
-            run()
-        times.append(1e3 * (perf_counter() - began))
-    return median(times[1:])
+    return trial_ms([slot.forward, slot.backward, slot.weights], stage.device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.errors import InputError, kind_of
+from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.pipeline import cut, micro_batch_sizes
@@ -19,7 +20,6 @@ from placer.executor.program import Capture
 from placer.executor.segments import segments, taken_in_turn
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.statistics import refuse_uncaptured
-from placer.executor.training.compiled_segments import Backend
 from placer.executor.training.input_gradients import detached, hand_out
 from placer.executor.training.kept import Kept
 from placer.executor.training.pipeline import SCHEDULES, Order, Recipe, TrainingPipeline

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from placer import DataFlow, devices
 from placer.errors import StageError
+from placer.executor.inference import compiled
 from placer.zoo import gpt, resnet18, unet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
@@ -48,6 +49,22 @@ CASES = {
         lambda rows: torch.randint(50, (rows, 16)),
     ),
 }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_stream_equals_the_unsplit_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, data = CASES[name]
+    model, whole = twins(make, training=False)
+    batches = [data(4).cuda(0) for _ in range(6)]
+    with torch.no_grad():
+        expected = [whole.cuda(0)(batch) for batch in batches]
+    times, trial = iter(range(1000, 0, -1)), compiled.trial_ms
+    monkeypatch.setattr(compiled, "trial_ms", lambda *given: trial(*given) and float(next(times)))  # always faster
+    flow = _flow(model)
+    _close(list(flow.stream(batches, compile=True)), expected)
+    stages = flow._streams.pipelines()[0].stages
+    assert len(flow.compiled) == len(stages)
+    assert not flow.not_compiled_because and not any(stage.not_recorded_because for stage in stages)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["parts", "in turn"])

@@ -15,7 +15,7 @@ from torch.nn import functional
 from placer import DataFlow
 from placer.errors import InputError
 from placer.executor.training import compiled
-from placer.executor.training.compiled_segments import OpenedSegment
+from placer.executor.training.opened_segments import OpenedSegment
 from placer.executor.training.pipeline import Order
 from placer.executor.training.step import TrainStep
 from placer.testing import logical_devices

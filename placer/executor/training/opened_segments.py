@@ -1,100 +1,34 @@
-"""Segments as one compiled function: what ``torch.compile`` is given, and how a micro-batch runs through it.
-
-Shapes are static (``dynamic=False``): a slot has one, and torch, which tells functions apart by file and line, would
-take what differs between two segments for variable and make slower kernels.
-"""
+"""What training adds to compiled segments: weight gradients that stay a pass of their own, and the loss."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer import devices
-from placer.executor.segments import MicroBatch, Segment
+from placer.executor.compiled_segments import (
+    INDUCTOR,
+    Backend,
+    Border,
+    CompiledSegment,
+    known_to_compilers,
+    own_code,
+)
+from placer.executor.segments import Segment
 from placer.graph.deferred import Queue
 from placer.graph.opened import OpenedFunction, Product, opened
 
-Backend = str | Callable[..., Any]
-"""What ``torch.compile`` takes as one."""
-
 Loss = Callable[[list[Any], list[Any]], Tensor]
-
-INDUCTOR = "inductor"
-"""Torch's own."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {INDUCTOR: {"keep_output_stride": False, "bw_outputs_user_visible": False}}
 """What products are given and their gradients stay in the layout that the compiler works in: where it chose channels
 last, it would copy each of them back to the model's own, and keep both."""
-
-
-@dataclass(frozen=True)
-class Border:
-    """What a segment is given and what it makes for others, by name.
-
-    Attributes:
-        reads: what it is given.
-        writes: what others read.
-        unawaited: of these, what no gradient comes for: a compiled backward pass would take zeros for it.
-    """
-
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    unawaited: frozenset[str] = frozenset()
-
-    def written(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What others read, of all values."""
-        return tuple([self._apart(name, values[name]) for name in self.writes])  # a list: the compiler reads this
-
-    def _apart(self, name: str, value: Any) -> Any:
-        return value.detach() if name in self.unawaited and isinstance(value, Tensor) else value
-
-
-@dataclass
-class CompiledSegment(Segment):
-    """A segment as one compiled function, its backward passes whole.
-
-    Attributes:
-        border: what it is given and makes.
-        function: ``function(reads, states) -> writes``.
-    """
-
-    border: Border = field(default_factory=Border)
-    function: Callable[..., Any] = lambda *given: ()
-
-    @classmethod
-    def of(cls, segment: Segment, border: Border, backend: Backend) -> CompiledSegment:
-        """Compile a segment; the compiler runs when it first runs.
-
-        Args:
-            segment: what to compile.
-            border: what it is given and makes.
-            backend: of ``torch.compile``.
-        """
-        made = torch.compile(_own_code(_function(segment, border)), backend=backend, dynamic=False)
-        return cls(segment.device, segment.steps, border, made)
-
-    def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
-        """Nothing is left for later."""
-        return nullcontext()
-
-    def run(self, values: MicroBatch) -> None:
-        """Compute the segment for one micro-batch."""
-        values.trail.enter(f"{self.steps[0].layer.name} to {self.steps[-1].layer.name}, compiled")
-        reads = [values.read(name, self.device) for name in self.border.reads]
-        with devices.current(self.device):
-            writes = self._computed(reads, [step.state for step in self.steps])
-        values.write(self.border.writes, writes)
-
-    def _computed(self, reads: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
-        writes: tuple[Any, ...] = self.function(reads, states)
-        return writes
 
 
 @dataclass
@@ -116,7 +50,7 @@ class OpenedSegment(CompiledSegment):
     def of(cls, segment: Segment, border: Border, backend: Backend) -> OpenedSegment:
         """Compile a segment; see ``CompiledSegment``."""
         layers = [opened(step.layer, step.state) for step in segment.steps]
-        own = _own_code(_opened_function(segment, border, [run for run, _ in layers]))
+        own = own_code(_opened_function(segment, border, [run for run, _ in layers]))
         options = _OPTIONS.get(backend) if isinstance(backend, str) else None
         made = torch.compile(own, backend=backend, dynamic=False, options=options)
         return cls(segment.device, segment.steps, border, made, own, [products for _, products in layers])
@@ -185,7 +119,7 @@ def compiled_loss(loss: Loss, backend: Backend) -> Loss:
     def run(values: list[Any], targets: list[Any]) -> Tensor:
         return loss(values, targets)
 
-    made: Loss = torch.compile(_own_code(run), backend=backend, dynamic=False)
+    made: Loss = torch.compile(own_code(run), backend=backend, dynamic=False)
     return made
 
 
@@ -247,23 +181,10 @@ class _Opening(torch.autograd.Function):
         return None, None, None
 
 
-def _function(segment: Segment, border: Border) -> Callable[[list[Any], list[list[Tensor]]], tuple[Any, ...]]:
-    device, layers = _known_to_compilers(segment.device), [step.layer for step in segment.steps]
-
-    def run(given: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
-        values: Mapping[str, Any] = dict(zip(border.reads, given))  # noqa: B905 - the compiler reads this
-        for layer, state in zip(layers, states):  # noqa: B905
-            made = layer.function(device, state, [values[name] for name in layer.reads])
-            values = {**values, **dict(zip(layer.writes, made))}  # noqa: B905
-        return border.written(values)
-
-    return run
-
-
 def _opened_function(
     segment: Segment, border: Border, layers: Sequence[OpenedFunction]
 ) -> Callable[[list[Any], list[list[Tensor]], list[list[Any]]], tuple[Any, list[Any]]]:
-    device = _known_to_compilers(segment.device)
+    device = known_to_compilers(segment.device)
     names = [(step.layer.reads, step.layer.writes) for step in segment.steps]
 
     def run(given: list[Any], states: list[list[Tensor]], openings: list[list[Any]]) -> tuple[Any, list[Any]]:
@@ -276,14 +197,3 @@ def _opened_function(
         return border.written(values), kept
 
     return run
-
-
-def _known_to_compilers(device: torch.device) -> torch.device:
-    """The device; of a stand-in the CPU, beside which a numbered one would be another to a compiler."""
-    return torch.device(devices.CPU) if device.type == devices.CPU else device
-
-
-def _own_code(function: Any) -> Any:
-    """The same function over a code object of its own: the compiler counts by code object how often it recompiled."""
-    code = function.__code__.replace()
-    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
