@@ -24,6 +24,7 @@ from placer.correction import improve
 from placer.errors import InputError, ProfilingError, kind_of
 from placer.executor.compiled_segments import Backend, backend_of
 from placer.executor.dataflow import DataFlow
+from placer.executor.inference.stream import Known
 from placer.executor.segments import MicroBatch, Segment, segments
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_loss, refuse_no_module
@@ -76,7 +77,8 @@ def refine(
         rounds: the most placements that are measured.
         tolerance: a gain below this share of the objective is not worth another round.
         repeats: how often each pass is timed; medians are kept.
-        compile: as for ``DataFlow.train_step``, in training: stages are measured as that step runs them.
+        compile: as for ``DataFlow.train_step``, or ``DataFlow.stream`` in inference: stages are measured as those run
+            them.
         timer: times passes on a device; by default CUDA graphs on a GPU, the host's clock on a CPU stand-in.
 
     Returns:
@@ -84,7 +86,7 @@ def refine(
 
     Raises:
         InputError: there is no placement, or rounds or repeats are below 1; the profile is of other layers, another
-            model or another batch; a target is given without a loss; or what does not train is to be compiled.
+            model or another batch; a target is given without a loss; or torch knows no such backend.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
@@ -98,8 +100,7 @@ def refine(
         refuse_no_loss(loss_fn)
     elif target is not None:
         raise InputError("target is given without loss_fn; give both to have the loss measured, or none")
-    if backend_of(compile) is not None and not placement.training:
-        raise InputError(f"compile={compile!r} is for training steps, and the placement is for inference; leave it out")
+    backend = backend_of(compile)
     _refuse_others(profile, request)
     if request is None:
         request = _request(placement, profile or _profile(placement, model, example_inputs, loss_fn, target))
@@ -108,7 +109,7 @@ def refine(
     request = _of_one_size(request, placement)
     _refuse_unlike(request.profile, placement, example_inputs)
     timed = timer or device_times
-    stages = _Stages(model, example_inputs, loss_fn, target, repeats, compile, timed, request.profile)
+    stages = _Stages(model, example_inputs, loss_fn, target, repeats, backend, timed, request.profile)
     return improve(placement, request, stages.measure, solve, rounds, tolerance)
 
 
@@ -151,7 +152,7 @@ class _Stages:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         target: Any,
         repeats: int,
-        compile: bool | Backend,
+        backend: Backend | None,
         timer: Timer,
         profile: Profile,
     ) -> None:
@@ -163,7 +164,7 @@ class _Stages:
         self._loss_fn = loss_fn or _mean
         self._target = target
         self._repeats = repeats
-        self._compile = compile
+        self._backend = backend
         self._timer = timer
 
     def measure(self, placement: Placement) -> list[StageTime]:
@@ -186,7 +187,7 @@ class _Stages:
             raise InputError(
                 "a training step takes positional or keyword arguments; give example_inputs as one of both"
             )
-        step = flow.train_step(self._loss_fn, None, compile=self._compile)
+        step = flow.train_step(self._loss_fn, None, compile=self._backend or False)
         step(batch, self._target, chunks=1)
         (pipeline,) = step.pipelines
         loss = self._loss_ms(flow)
@@ -240,6 +241,8 @@ class _Stages:
         tensors, structure = flatten((self._args, self._kwargs))
         capture = flow.captured(tensors, structure)
         assert capture is not None  # else it was refused
+        if self._backend is not None:
+            return self._infer_compiled(flow, Known(capture, tensors, self._backend))
         graph, places = flow.layers(capture)
         parts = segments(graph, places, lambda name, place: devices.move(graph.state[name].detach(), place))
         batch = MicroBatch(graph.inputs, tensors)
@@ -251,6 +254,14 @@ class _Stages:
             measured.append(StageTime(device=str(part.device), layers=_names(part), forward_ms=forward))
             with torch.no_grad():
                 part.run(batch)
+        return measured
+
+    @torch.no_grad()
+    def _infer_compiled(self, flow: DataFlow, batch: Known) -> list[StageTime]:
+        measured = []
+        for stage in flow.streamed(batch):
+            (forward,) = self._timer([stage.slots[0].run], stage.device, self._repeats)
+            measured.append(StageTime(device=str(stage.device), layers=_names(stage.segment), forward_ms=forward))
         return measured
 
     def _timed(self, passes: Sequence[Pass], device: torch.device) -> list[float]:

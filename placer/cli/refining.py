@@ -27,9 +27,7 @@ def refine(
     target: Target = None,
     rounds: Annotated[int, typer.Option(min=1, help="the most placements that are measured")] = 3,
     repeats: Annotated[int, typer.Option(min=1, help="how often each pass is timed")] = 7,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="measure a training step's stages under torch.compile")
-    ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="measure stages as they run under torch.compile")] = False,
     placement_output: Annotated[
         Path | None, typer.Option("--save-placement", metavar="FILE", help="write the best placement alone, too")
     ] = None,

@@ -11,7 +11,8 @@ from torch import nn
 from placer.errors import InputError, kind_of
 from placer.executor.compiled_segments import Backend, backend_of
 from placer.executor.inference import stream
-from placer.executor.inference.stream import Streams
+from placer.executor.inference.stage import Stage
+from placer.executor.inference.stream import Known, Streams
 from placer.executor.measure import measure_step, measure_stream
 from placer.executor.training.pipeline import Order
 from placer.executor.training.step import Flow, TrainStep
@@ -108,6 +109,10 @@ class PipelinedRuns(nn.Module):
             StageError: from the generator, when it comes to a batch on which a layer failed; results before are whole.
         """
         return self._streams.open(batches, in_flight, backend_of(compile))
+
+    def streamed(self, batch: Known) -> list[Stage]:
+        """The stages of a stream over batches like this one, as they run once the shape has come twice."""
+        return self._streams.stages(batch)
 
     def measure(
         self,

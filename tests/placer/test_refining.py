@@ -82,7 +82,8 @@ def test_the_stages_of_a_training_step_do_together_what_the_model_does() -> None
     assert sum(layer.backward_ms[kind] for layer in found.profile.layers) == pytest.approx(backward)
 
 
-def test_stages_are_measured_compiled_where_that_is_asked_for() -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_stages_are_measured_compiled_where_that_is_asked_for(training: bool) -> None:
     compiled = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -95,18 +96,17 @@ def test_stages_are_measured_compiled_where_that_is_asked_for() -> None:
         return [1.0] * len(passes)
 
     model = _gpt()
-    found, placement = _placed(model, TOKENS, training=True)
-    given = {"profile": found, "timer": clock, "rounds": 1, "loss_fn": _loss, "target": TOKENS}
+    found, placement = _placed(model, TOKENS, training)
+    given = {"profile": found, "timer": clock, "rounds": 1} | ({"loss_fn": _loss, "target": TOKENS} if training else {})
     placer.refine(placement, model, TOKENS, **given)
     assert not compiled
-    placer.refine(placement, model, TOKENS, compile=backend, **given)
-    assert len(compiled) >= len({*placement.layer_devices.values()})
+    stages = placer.refine(placement, model, TOKENS, compile=backend, **given).rounds[0].stages
+    assert len(compiled) >= len(stages) >= len({*placement.layer_devices.values()})
+    assert [layer for stage in stages for layer in stage.layers] == list(placement.layer_devices)
 
 
-def test_what_does_not_train_is_not_compiled() -> None:
+def test_an_unknown_compiler_is_refused() -> None:
     model = _gpt()
-    with pytest.raises(InputError, match="compile=True is for training steps"):
-        _refined(model, TOKENS, training=False, compile=True)
     with pytest.raises(InputError, match="is no backend of"):
         _refined(model, TOKENS, training=True, compile="inductr")
 

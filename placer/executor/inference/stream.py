@@ -27,6 +27,7 @@ from placer.errors import InputError, StageError
 from placer.executor.compiled_segments import Backend
 from placer.executor.faults import StageMemoryError, nothing_held
 from placer.executor.inference.pipeline import InferencePipeline, Passage
+from placer.executor.inference.stage import Stage
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.program import Capture, shapes
 from placer.executor.segments import StateLookup
@@ -169,6 +170,13 @@ class Streams:
             return list(self._results(iter(batches), are_current=are_current))
         except _OutdatedError:
             return None
+
+    def stages(self, batch: Known) -> list[Stage]:
+        """The stages that batches like this one go through, as they run once the shape has come twice."""
+        for _ in self.open([batch, batch]):
+            pass
+        _, pipeline = self._pipelines[self._key(batch)]
+        return pipeline.stages
 
     def pipelines(self) -> list[InferencePipeline]:
         """Those of the shapes that are kept, the latest used last."""
