@@ -184,7 +184,7 @@ def test_torchs_allocator_takes_what_its_rules_say(monkeypatch):
         there.clear()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(place)
-        kept = devices.record([run], place, rooms=[(rooms,)])
+        kept = devices.record([run], place, rooms=[(rooms,)], warm=True)
         assert torch.cuda.memory_reserved(place) - before == caching.taken(known, rooms)
         kept[0]()
         del kept
