@@ -60,7 +60,8 @@ class Layer(Wire):
             within 1 MiB of ``backward_workspace_bytes``, and is taken to be those.
         weights_workspace_bytes: the most that the half by weight holds beside what it waits with, of two operations
             like the largest: two run at a time, and all micro-batches take the same memory for it. Left out below
-            1 MiB.
+            1 MiB. In training on a GPU each of these workspaces has 8 MiB more, for pieces of memory that passes take
+            and do not fill.
     """
 
     name: Name

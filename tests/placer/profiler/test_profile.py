@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from torch.utils._pytree import tree_leaves
 from placer import devices as hardware
 from placer import zoo
 from placer.errors import InputError, ProfilingError
+from placer.profiler import measure as measuring
 from placer.profiler import profile as profile_module
 from placer.schema import Profile
 
 TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "spread", "host_ms")
+WORKSPACES = ("forward", "backward", "pass", "input", "weights")
 
 
 def _total(profile: Profile, field: str) -> int:
@@ -180,6 +183,22 @@ def test_the_largest_fragments_of_any_layer_go_to_the_reserve(monkeypatch: pytes
     monkeypatch.setattr(hardware, "fragmented_bytes", lambda _: next(counted))
     quick_profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8), granularity="fine", cache=False)
     assert [list(found.values()) for found in told] == [[11]]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_passes_of_gpus_take_pieces_that_are_not_full(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured() -> list[tuple[int, ...]]:
+        model, x = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)), torch.randn(512, 512)
+        found = quick_profile(model, x, granularity="fine", training=training, cache=False)
+        return [tuple(getattr(layer, f"{name}_workspace_bytes") for name in WORKSPACES) for layer in found.layers]
+
+    torch.manual_seed(0)
+    plain, real = measured(), measuring.measure_memory
+    monkeypatch.setattr(measuring, "measure_memory", lambda *given: replace(real(*given), in_segments=True))
+    for before, now in zip(plain, measured(), strict=True):
+        has = [True, True, *before[2:]]  # of the others, 0 stands for another workspace
+        added = [8 * 2**20 if training and size else 0 for size in has]
+        assert [size - old for size, old in zip(now, before, strict=True)] == added
 
 
 def test_no_gradient_is_sent_for_whole_numbers() -> None:
