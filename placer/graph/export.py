@@ -9,7 +9,7 @@ which it stands, so that a layer border may pass through a region.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     device = capture_device(module, tensors)
     batch = batch_size(tensors)
     with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
-        examples = tuple(example(tensor, device) for tensor in tensors)
+        examples = tuple(_distinct(example(tensor, device) for tensor in tensors))
         with chance.given_back() as drawn:
             graph_module, outputs, counted = _export(module, inputs, examples, batch)
     if drawn:
@@ -147,6 +147,15 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def batch_size(tensors: Sequence[Any]) -> int:
     """The first dimension of the first tensor that has one; 1 where none has."""
     return next((int(tensor.shape[0]) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 1)
+
+
+def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
+    """Each tensor once: of one that is given twice a graph would be made that takes the second for the first."""
+    seen: set[int] = set()
+    for item in examples:
+        again = isinstance(item, Tensor) and id(item) in seen
+        seen.add(id(item))
+        yield item.detach().clone().requires_grad_(item.requires_grad) if again else item
 
 
 def _export(

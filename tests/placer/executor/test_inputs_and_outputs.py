@@ -242,6 +242,28 @@ def test_other_constants_among_the_inputs_are_another_capture() -> None:
             )
 
 
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = self.last(torch.relu(self.first(x)) - y)
+        return result
+
+
+def test_one_tensor_may_be_given_twice_and_two_another_time() -> None:
+    model, whole = twins(_Two, training=False)
+    other = X.flip(0)
+    pairs = [(X, X), (X, other), (other, other), (other, X)]
+    expected = [whole(*given).detach() for given in pairs]
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(first=0, last=1)
+    flow.update_flow()
+    torch.testing.assert_close([flow(*given).detach() for given in pairs], expected)
+    torch.testing.assert_close(list(flow.stream(pairs)), expected)
+
+
 def test_a_gradient_flows_back_to_an_input() -> None:
     model, reference = twins(ReturnsTuple)
     ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
