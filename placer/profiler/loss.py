@@ -148,6 +148,7 @@ def _joined(layer: schema.Layer, measured: Mapping[str, Measurement], target_byt
     """A layer with the loss behind it: what it keeps adds up, the larger workspace counts."""
     times, memories = {kind: row.time for kind, row in measured.items()}, [row.memory for row in measured.values()]
     saved = max(memory.saved_bytes for memory in memories)
+    pieces = max(memory.pieces_bytes for memory in memories)
     forward = max(memory.forward_workspace_bytes for memory in memories)
     return layer.model_copy(
         update={
@@ -155,16 +156,17 @@ def _joined(layer: schema.Layer, measured: Mapping[str, Measurement], target_byt
             "backward_ms": _sum(layer.backward_ms, {kind: time.backward_ms for kind, time in times.items()}),
             "host_ms": _sum(layer.host_ms, {kind: time.host_ms for kind, time in times.items()}),
             "saved_bytes": layer.saved_bytes + saved + target_bytes,
-            "forward_workspace_bytes": max(layer.forward_workspace_bytes - saved, forward),
+            "forward_workspace_bytes": max(layer.forward_workspace_bytes - saved, pieces + forward),
             "input_workspace_bytes": max(
                 layer.input_workspace_bytes or layer.backward_workspace_bytes,
-                *(memory.input_workspace_bytes or memory.backward_workspace_bytes for memory in memories),
+                *(pieces + (row.input_workspace_bytes or row.backward_workspace_bytes) for row in memories),
             ),
             "pass_workspace_bytes": max(
-                layer.pass_workspace_bytes, *(memory.pass_workspace_bytes for memory in memories)
+                layer.pass_workspace_bytes,
+                *(row.pass_workspace_bytes and pieces + row.pass_workspace_bytes for row in memories),
             ),
             "backward_workspace_bytes": max(
-                layer.backward_workspace_bytes, *(memory.backward_workspace_bytes for memory in memories)
+                layer.backward_workspace_bytes, *(pieces + row.backward_workspace_bytes for row in memories)
             ),
         }
     )

@@ -49,7 +49,7 @@ def write(
     beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
     edges = _edges(graph, kept, sizes, training)
     around = _around_slices(graph, measured, sizes)
-    pieces = _PIECES_BYTES if training and _on_gpu(measured) else 0
+    pieces = max(row.memory.pieces_bytes for rows in measured.values() for row in rows) if training else 0
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
     first_kept = _first_kept(graph, kept)
@@ -101,12 +101,6 @@ def write(
         cluster=cluster,
         versions=_versions(),
     )
-
-
-_PIECES_BYTES = 8 * 2**20
-"""What a recorded pass takes of a GPU beyond what it holds at once. Small tensors have pieces of 2 MiB of their own,
-of which the last is not full; nor is what lies beside it; and gaps stay. On two H200s it was 2 to 39 MiB, 8 in the
-mean, in 28 passes of ResNet-101, a U-Net, Inception-v3 and a GPT."""
 
 
 def fragmented_bytes(measured: Sequence[Mapping[str, Sequence[Measurement]]]) -> dict[str, int]:

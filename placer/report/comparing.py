@@ -168,7 +168,8 @@ def _total_ms(profile: Profile, kind: str) -> float | None:
 
 
 def _total_bytes(profile: Profile) -> float:
-    return sum(_memory_bytes(layer) or 0.0 for layer in profile.layers)
+    """What all layers hold, and the largest workspace: no two work at a time."""
+    return sum(map(_kept_bytes, profile.layers)) + max(map(_workspace_bytes, profile.layers), default=0)
 
 
 def _time_ms(layer: Layer | None, kind: str) -> float | None:
@@ -180,8 +181,16 @@ def _time_ms(layer: Layer | None, kind: str) -> float | None:
 def _memory_bytes(layer: Layer | None) -> float | None:
     if layer is None:
         return None
+    return _kept_bytes(layer) + _workspace_bytes(layer)
+
+
+def _kept_bytes(layer: Layer) -> int:
     state = layer.param_bytes + layer.grad_bytes + layer.optimizer_bytes + layer.buffer_bytes
-    return state + layer.saved_bytes + max(layer.forward_workspace_bytes, layer.backward_workspace_bytes)
+    return state + layer.saved_bytes
+
+
+def _workspace_bytes(layer: Layer) -> int:
+    return max(layer.forward_workspace_bytes, layer.backward_workspace_bytes)
 
 
 def _placements(first: Placement, second: Placement) -> PlacementComparison:

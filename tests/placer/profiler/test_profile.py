@@ -201,6 +201,27 @@ def test_passes_of_gpus_take_pieces_that_are_not_full(training: bool, monkeypatc
         assert [size - old for size, old in zip(now, before, strict=True)] == added
 
 
+def test_a_loss_that_needs_more_than_the_layer_before_it_takes_such_pieces_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured() -> list[int]:
+        found = quick_profile(
+            nn.Linear(8, 8),
+            torch.randn(64, 8),
+            granularity="fine",
+            cache=False,
+            loss_fn=lambda output, target: (output.repeat(256, 64) ** 2).mean() - target.mean(),
+            target=torch.zeros(64),
+        )
+        return [getattr(found.layers[0], f"{name}_workspace_bytes") for name in ("forward", "backward", "input")]
+
+    torch.manual_seed(0)
+    plain, real = measured(), measuring.measure_memory
+    assert min(plain) > 8 * 2**20
+    monkeypatch.setattr(measuring, "measure_memory", lambda *given: replace(real(*given), in_segments=True))
+    assert [now - before for now, before in zip(measured(), plain, strict=True)] == [8 * 2**20] * 3
+
+
 def test_no_gradient_is_sent_for_whole_numbers() -> None:
     class Lookup(nn.Module):
         def __init__(self) -> None:
