@@ -7,8 +7,9 @@ stand-ins: those show that it runs.
 ``PLACER_EXECUTOR_CASES=resnet101,gpt:torchgpipe`` runs these cases, or these jobs of theirs (``CASE:ENGINE``), alone,
 in this order. Cases are ``resnet101``, ``gpt``, ``unet``, ``stream-resnet101``, ``stream-gpt``, ``switching``,
 ``overhead``, ``large``, ``tutorial``, ``compile-resnet101``, ``compile-unet``, ``compile-gpt``, ``compile-tutorial``,
-``compile-stream-resnet101`` and ``compile-stream-gpt``; engines ``ours``, ``torch.distributed``, ``placer.distributed``, ``tutorial``, ``torchgpipe`` and
-``accelerate``. Rows are made anew, from what every job of the same machine and versions last found.
+``compile-stream-resnet101`` and ``compile-stream-gpt``; engines ``ours``, ``torch.distributed``,
+``placer.distributed``, ``tutorial``, ``torchgpipe`` and ``accelerate``. Rows are made anew, from what every job of the
+same machine and versions last found.
 ``PLACER_EXECUTOR_BUDGET_S`` is the time that all may take, 460 if left out; what it leaves undone is named in a row.
 ``PLACER_EXECUTOR_TINY=1 python -m benchmarks.executor CASE:ENGINE -`` shows that a job runs on GPUs, at tiny sizes.
 Results are written after each sample: whatever ends a run, what it found until then stays.

@@ -68,11 +68,12 @@ def compiled(name: str, samples: Sequence[Sample], count: int) -> Iterator[Row]:
     plain, made = (best(samples, engine, count) for engine in ("ours", "compiled"))
     one, alone = (time_of(best(samples, engine, 1)) for engine in ("eager", stream.ALONE))
     if plain is not None and made is not None:
-        yield from gain(case, "a batch in a stream with compile=True, speed-up", made, time_of(plain))
-        peers = {} if alone is None else {f"{stream.ALONE} on one device": ratio(one, alone)}
-        yield from gain(case, SPEEDUP, made, one, peers=peers)
-        yield row_of(case, "a batch in a stream without compile", plain.values["step_ms"])
         kept = time_of(made, "compiled_segments")
+        if kept:
+            yield from gain(case, "a batch in a stream with compile=True, speed-up", made, time_of(plain))
+            peers = {} if alone is None else {f"{stream.ALONE} on one device": ratio(one, alone)}
+            yield from gain(case, SPEEDUP, made, one, peers=peers)
+        yield row_of(case, "a batch in a stream without compile", plain.values["step_ms"])
         yield row(case, f"of {count} segments, compiled ones that were faster and so kept", "", kept)
         yield row(case, "result, largest difference to the unsplit model", "", time_of(made, "difference"))
     yield from failures(case, samples)
