@@ -13,7 +13,7 @@ from placer.devices import caching
 from placer.devices.caching import Request
 
 Pieces = tuple[int, ...]
-"""That are there before a pass begins, in bytes; none: it takes piece by piece."""
+"""Sizes, in bytes, of what is there before a pass begins; none: it takes piece by piece."""
 
 Rooms = tuple[Pieces, ...]
 """By stream of a pass, what is there of its own: no stream is served from what another one has freed."""

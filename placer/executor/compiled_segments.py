@@ -6,8 +6,8 @@ take what differs between two segments for variable and make slower kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -45,10 +45,10 @@ def backend_of(compile: bool | Backend | None) -> Backend | None:
         return None
     if compile is True:
         return INDUCTOR
-    if callable(compile):
+    if callable(compile) and isinstance(compile, Hashable):
         return compile
     if not isinstance(compile, str):
-        raise InputError(f"compile={compile!r}: give True, False, a function, or the name of a backend")
+        raise InputError(f"compile={compile!r}: give True, False, a hashable function, or the name of a backend")
     known = torch.compiler.list_backends(exclude_tags=())
     if compile not in known:
         raise InputError(f"compile={compile!r} is no backend of torch.compile; it knows {', '.join(sorted(known))}")
@@ -124,8 +124,37 @@ def obstacle(segment: Segment) -> str:
         return "logical_devices looks at every operation"
     if isinstance(segment, CheckpointedSegment):
         return "it keeps to checkpoints of the model's own"
-    foreign = next((step.layer.name for step in segment.steps if step.foreign), None)
-    return "" if foreign is None else f"layer {foreign!r} uses state of another device"
+    for step in segment.steps:
+        name = step.layer.name
+        if step.foreign:
+            return f"layer {name!r} uses state of another device"
+        if step.private:
+            return f"layer {name!r} changes a buffer of which each micro-batch has a copy"
+        if step.layer.casts:
+            return f"layer {name!r} opens a region of autocast, which torch.compile does not close"
+    return ""
+
+
+@contextmanager
+def modes_kept() -> Iterator[None]:
+    """What a compiler that fails leaves of autocast, and of whether gradients are wanted, is as before."""
+    kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    cached, depth, gradients = torch.is_autocast_cache_enabled(), _autocast_depth(), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(gradients)
+        torch.set_autocast_cache_enabled(cached)
+        for kind, enabled, dtype in kinds:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        for _ in range(_autocast_depth() - depth):
+            torch.autocast_decrement_nesting()
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 def trial_ms(passes: Sequence[Callable[[], None]], device: torch.device) -> float:

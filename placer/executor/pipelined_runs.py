@@ -77,12 +77,12 @@ class PipelinedRuns(nn.Module):
     @property
     def compiled(self) -> dict[str, str]:
         """For each segment that torch.compile made faster in a stream: by how much."""
-        return self._streams.told("compiled")
+        return {place: gain for place, (gain, _) in self._streams.compiling().items() if gain}
 
     @property
     def not_compiled_because(self) -> dict[str, str]:
         """For each segment that runs without torch.compile in a stream, though it was asked for: why."""
-        return self._streams.told("not_compiled_because")
+        return {place: why for place, (_, why) in self._streams.compiling().items() if why}
 
     def stream(
         self, batches: Iterable[Any], in_flight: int | None = None, *, compile: bool | Backend = False
@@ -99,7 +99,8 @@ class PipelinedRuns(nn.Module):
                 that take memory; two more than there are segments if None. 1 takes none ahead.
             compile: let torch.compile make one function of each segment, where that is faster, when a shape comes for
                 the second time; ``flow.compiled`` tells what it gained and ``flow.not_compiled_because`` why it did
-                not. True, or a backend.
+                not. True, or a backend, the same one each time. The latest eight shapes are kept, and one that comes
+                back later is compiled again. Layers that draw random numbers draw others than without it.
 
         Returns:
             A generator of what the model returns for each batch, in their order, on ``output_device``.

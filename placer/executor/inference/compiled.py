@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from placer import devices
-from placer.executor.compiled_segments import Backend, Border, CompiledSegment, obstacle, told, trial_ms
+import torch
+from torch import Tensor
+
+from placer.executor.compiled_segments import (
+    Backend,
+    Border,
+    CompiledSegment,
+    modes_kept,
+    obstacle,
+    told,
+    trial_ms,
+)
 from placer.executor.inference.stage import Stage
 
 
@@ -19,20 +29,52 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
         stage.not_compiled_because = f"it reads {stage.number!r}, a number that depends on values of tensors"
     if stage.not_compiled_because:
         return
-    plain, run = stage.segment, stage.slots[0].run
+    plain, trial = stage.segment, _Trial(stage)
     try:
-        before_ms = trial_ms([run], stage.device)
-    except devices.NotRecordable as error:
-        stage.not_compiled_because = f"it runs without CUDA graphs: {error}"
-        return
-    try:
-        stage.segment = CompiledSegment.of(plain, Border(stage.reads, tuple(stage.writes)), backend)
-        after_ms = trial_ms([run], stage.device)
+        with modes_kept():
+            before_ms = trial.ms()
+            stage.segment = CompiledSegment.of(plain, Border(stage.reads, tuple(stage.writes)), backend)
+            after_ms = trial.ms()
     except Exception as error:  # whatever a compiler may raise: the segment runs without it
         stage.segment, stage.not_compiled_because = plain, told(error)
         return
+    finally:
+        trial.restore()
     times = f"{after_ms:.3g} ms, {before_ms:.3g} ms without"
     if after_ms < before_ms:
         stage.compiled = times
     else:
         stage.segment, stage.not_compiled_because = plain, f"it is no faster: {times}"
+
+
+class _Trial:
+    """Runs the first slot of a stage again and again, each time from the same inputs and the same state.
+
+    Layers may write to what they read, and a buffer that counts may not count further than the batches that come.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._slot = stage.slots[0]
+        self._device = stage.device
+        state = {
+            name: tensor
+            for step in stage.segment.steps
+            for name, tensor in zip(step.layer.state, step.state, strict=True)
+            if name in step.layer.mutated
+        }
+        inputs = [value for value in self._slot.inputs.values() if isinstance(value, Tensor)]
+        self._kept = [(tensor, tensor.clone()) for tensor in (*state.values(), *inputs)]
+
+    def ms(self) -> float:
+        """The time of a run."""
+        return trial_ms([self._run], self._device)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give state and inputs the values that they had at first."""
+        for tensor, value in self._kept:
+            tensor.copy_(value)
+
+    def _run(self) -> None:
+        self.restore()
+        self._slot.run()

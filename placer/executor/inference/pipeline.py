@@ -118,12 +118,12 @@ class InferencePipeline:
             and not any(stage.not_recorded_because for stage in self.stages)
         )
 
-    def told(self, attribute: str) -> dict[str, str]:
-        """What is told of segments, by segment: ``compiled`` or ``not_compiled_because``."""
+    def compiling(self) -> dict[str, tuple[str, str]]:
+        """By segment that was to be compiled: what was gained, or else why it is not."""
         return {
-            self._named(index): getattr(stage, attribute)
+            self._named(index): (stage.compiled, stage.not_compiled_because)
             for index, stage in enumerate(self.stages)
-            if getattr(stage, attribute)
+            if stage.compiled or stage.not_compiled_because
         }
 
     def _named(self, index: int) -> str:

@@ -36,6 +36,7 @@ from placer.graph import arguments, autocast
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure, flatten
 
+_HOOKED = {"the model": ("", "it runs through hooks, or is not placed")}
 _AHEAD = 2
 """Batches beyond those that fill the pipeline: what the devices have to do while the caller looks into a result."""
 
@@ -127,6 +128,7 @@ class Streams:
         lanes = self.lanes  # of all shapes, since batches of several are on their way at once
         self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(lambda made: lanes)
         self._moving: list[_Ticket] = []
+        self._is_hooked = False
 
     def open(
         self, batches: Iterable[Any], in_flight: int | None = None, backend: Backend | None = None
@@ -182,15 +184,19 @@ class Streams:
         """Those of the shapes that are kept, the latest used last."""
         return [pipeline for _, pipeline in self._pipelines.values()]
 
-    def told(self, attribute: str) -> dict[str, str]:
-        """What is told of segments of the shapes that are kept; of the latest used, where several have one segment."""
-        return {place: text for pipeline in self.pipelines() for place, text in pipeline.told(attribute).items()}
+    def compiling(self) -> dict[str, tuple[str, str]]:
+        """By segment that was to be compiled: what was gained, or else why it is not; of the shape that came last."""
+        found = dict(_HOOKED) if self._is_hooked else {}
+        for pipeline in self.pipelines():
+            found |= pipeline.compiling()
+        return found
 
     def clear(self) -> None:
         """Let go of recordings and static tensors, once the devices are done with them; batches on their way arrive."""
         for place in self.lanes:
             devices.synchronise(place)
         self._pipelines.clear()
+        self._is_hooked = False
 
     def _results(
         self,
@@ -257,6 +263,7 @@ class Streams:
         tensors, inputs = flatten((args, kwargs))
         capture = self._flow.captured(tensors, inputs) if self._flow.assignment is not None else None
         if capture is None:
+            self._is_hooked = backend is not None
             self._drain()
             return _Ticket(result=self._flow(*args, chunks=1, **kwargs))
         return self._send_off(Known(capture, tensors, backend), number, is_flat=False)

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.executor.compiled_segments import Backend, Border, CompiledSegment, obstacle, told, trial_ms
+from placer.executor.compiled_segments import (
+    Backend,
+    Border,
+    CompiledSegment,
+    modes_kept,
+    obstacle,
+    told,
+    trial_ms,
+)
 from placer.executor.segments import MicroBatch
 from placer.executor.training.opened_segments import OpenedSegment, compiled_loss
 from placer.executor.training.recomputed import RecomputedStage
@@ -39,9 +47,11 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
     except devices.NotRecordable as error:
         stage.not_compiled_because = f"it runs without CUDA graphs: {error}"
         return
-    now_ms = _compile_segment(stage, backend, now_ms)
+    with modes_kept():
+        now_ms = _compile_segment(stage, backend, now_ms)
     if stage.head is not None:
-        _compile_loss(stage, stage.head, backend, now_ms)
+        with modes_kept():
+            _compile_loss(stage, stage.head, backend, now_ms)
 
 
 def _compile_segment(stage: Stage, backend: Backend, before_ms: float) -> float:

@@ -99,7 +99,7 @@ def test_streams_of_one_flow_with_and_without_it_stand_side_by_side() -> None:
     plain = list(flow.stream(batches))
     assert flow.compiled == flow.not_compiled_because == {}
     torch.testing.assert_close(list(flow.stream(batches, compile="aot_eager")), plain)
-    assert [len(pipeline.told("compiled")) for pipeline in flow._streams.pipelines()] == [0, 2]
+    assert [len(pipeline.compiling()) for pipeline in flow._streams.pipelines()] == [0, 2]
     kinds = {type(stage.segment) for stage in flow._streams.pipelines()[1].stages}
     assert kinds == {CompiledSegment}
     flow.update_flow()
@@ -140,6 +140,114 @@ def test_a_compiler_that_fails_leaves_the_segments_as_they_were_and_says_why() -
     assert all("no such operation" in why for why in flow.not_compiled_because.values())
     with torch.no_grad():
         torch.testing.assert_close(results, [copy.deepcopy(model)(x) for x in batches])
+
+
+class _Cast(nn.Module):
+    """Its first layer casts as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.forward = self._first  # type: ignore[method-assign]
+
+    def _first(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return nn.functional.linear(x, self.first.weight).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x))
+        return result
+
+
+def _modes() -> tuple[Any, ...]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+
+def test_a_layer_that_casts_for_itself_is_not_compiled_and_the_callers_autocast_is_kept() -> None:
+    model = _Cast().eval()
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(first=0, last=1)
+    flow.update_flow()
+    batches, before = _batches(4, 4, 4), _modes()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        inside = _modes()
+        results = list(flow.stream(batches, compile=True))
+        assert _modes() == inside
+        torch.testing.assert_close(results, [copy.deepcopy(model)(x) for x in batches])
+    assert _modes() == before
+    assert "opens a region of autocast" in flow.not_compiled_because["segment 0 of 2 on cpu:0"]
+
+
+def test_what_a_compiler_leaves_of_the_callers_modes_is_put_right() -> None:
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        torch.autocast("cpu", torch.float16, cache_enabled=False).__enter__()
+        torch.set_grad_enabled(True)
+        raise NotImplementedError("half way")
+
+    flow, before = _flow(_Model()), _modes()
+    with torch.no_grad():
+        list(flow.stream(_batches(4, 4, 4), compile=backend))
+        assert not torch.is_grad_enabled()
+    assert _modes() == before
+    assert len(flow.not_compiled_because) == 2
+
+
+class _Cache(nn.Module):
+    """Room for as many rows as batches come, of which each leaves one; and a layer that writes to what it is given."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("rows", torch.zeros(rows, 4))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.index_copy_(0, self.place, x[:1])
+        self.place.add_(1)
+        result: Tensor = self.last(self.first(x).relu_())
+        return result
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_trials_leave_no_trace_in_what_a_model_counts() -> None:
+    model = _Cache(rows=4).eval()
+    whole = copy.deepcopy(model)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(first=0, last=1)
+    flow.update_flow()
+    batches = _batches(4, 4, 4, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(list(flow.stream(batches, compile="aot_eager")), [whole(x) for x in batches])
+    torch.testing.assert_close(model.rows, whole.rows)
+    assert model.place == whole.place == 4
+
+
+def test_of_two_shapes_the_one_that_came_last_says_whether_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([2.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, 2.0])
+    monkeypatch.setattr(compiled, "trial_ms", lambda *given: next(times))
+    flow = _flow(_Model())
+    list(flow.stream(_batches(4, 4, 3, 3), compile="aot_eager"))
+    assert flow.compiled == {} and len(flow.not_compiled_because) == 2
+    list(flow.stream(_batches(4), compile="aot_eager"))
+    assert len(flow.compiled) == 2 and flow.not_compiled_because == {}
+
+
+def test_a_model_that_runs_through_hooks_is_not_compiled_and_that_is_said() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            result: Tensor = self.last(y) if y.sum() > 0 else y
+            return result
+
+    flow = DataFlow(Chooses().eval(), ["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(first=0, last=1)
+    flow.update_flow()
+    list(flow.stream(_batches(4, 4), compile="aot_eager"))
+    assert "runs through hooks" in flow.not_compiled_because["the model"]
 
 
 class _Counted(nn.Module):

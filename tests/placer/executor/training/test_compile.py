@@ -297,7 +297,7 @@ def test_a_compiler_that_fails_leaves_the_segments_as_they_were_and_says_why() -
     [
         ("inducter", r"compile='inducter' is no backend of torch.compile; it knows .*aot_eager.*inductor"),
         ("", "compile='' is no backend"),
-        (2, "compile=2: give True, False, a function, or the name of a backend"),
+        (2, "compile=2: give True, False, a hashable function, or the name of a backend"),
     ],
 )
 def test_what_is_no_backend_is_named_at_once_with_those_that_are(compile: Any, told: str) -> None:
