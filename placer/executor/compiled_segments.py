@@ -130,8 +130,6 @@ def obstacle(segment: Segment) -> str:
             return f"layer {name!r} uses state of another device"
         if step.private:
             return f"layer {name!r} changes a buffer of which each micro-batch has a copy"
-        if step.layer.casts:
-            return f"layer {name!r} opens a region of autocast, which torch.compile does not close"
     return ""
 
 

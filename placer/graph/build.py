@@ -212,7 +212,6 @@ class Builder:
             program=program.graph,
             signature=self._signature(draft),
             random=any(draws_random(node) for node in draft.group.nodes),
-            casts=any(region[0] == "autocast" for node in draft.group.nodes for region in node.meta.get(REGIONS, ())),
             told_by_signature=all(_is_known(node.target) for node in draft.group.nodes),
         )
 

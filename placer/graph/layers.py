@@ -63,7 +63,6 @@ class Layer:
         function: computes ``writes`` from ``state`` and ``reads`` on one device.
         signature: equal for two layers that do the same operations on the same shapes, dtypes and state shapes.
         random: whether it draws random numbers.
-        casts: whether it opens regions of ``torch.autocast`` of its own.
         told_by_signature: whether its signature says all that it does, so that what was measured of one such layer
             holds for every other, also in another run; not where modules, custom operators or nested graphs run.
         program: what ``function`` runs, as a graph of device, regions, state and reads; None where it calls modules.
@@ -79,7 +78,6 @@ class Layer:
     function: LayerFunction
     signature: str
     random: bool = False
-    casts: bool = False
     told_by_signature: bool = True
     program: fx.Graph | None = None
 

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 Region = tuple[Any, ...]
 """``("grad", enabled)`` or ``("autocast", device type, dtype, enabled, cache)``."""
@@ -17,9 +18,11 @@ class Regions:
     def __init__(self, captured_on: str) -> None:
         self._captured_on = captured_on
         self._open: list[Any] = []
+        self._depth = 0
 
     def __enter__(self) -> Regions:
-        self._depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+        if not torch.compiler.is_compiling():
+            self._depth = torch._C._functorch.get_dynamic_layer_stack_depth()
         return self
 
     def __exit__(
@@ -32,18 +35,21 @@ class Regions:
 
     def push(self, device: torch.device, region: Region) -> None:
         """Open a region; one of the device type that was captured becomes one of ``device``'s type."""
-        context: Any
+        # By functions that torch.compile takes into its graph: it breaks where a context is entered by hand.
         if region[0] == "grad":
-            context = torch.set_grad_enabled(bool(region[1]))
-        else:
-            kind = device.type if region[1] == self._captured_on else region[1]
-            context = torch.autocast(kind, dtype=region[2], enabled=bool(region[3]), cache_enabled=region[4])
-        context.__enter__()
-        self._open.append(context)
+            self._open.append(torch.is_grad_enabled())
+            torch._C._set_grad_enabled(bool(region[1]))
+            return
+        kind = device.type if region[1] == self._captured_on else region[1]
+        self._open.append(_enter_autocast(kind, region[2], bool(region[3]), region[4]))  # type: ignore[no-untyped-call]
 
     def pop(self) -> None:
         """Close the innermost region."""
-        self._open.pop().__exit__(None, None, None)
+        item = self._open.pop()
+        if isinstance(item, bool):
+            torch._C._set_grad_enabled(item)
+        else:
+            _exit_autocast(item)  # type: ignore[no-untyped-call]
 
 
 def enter(regions: Regions, device: torch.device, *region: Any) -> None:

@@ -222,6 +222,44 @@ def test_what_the_loss_does_not_depend_on_has_no_gradient_compiled_either(schedu
     assert reached == {"first.weight", "first.bias", "last.weight", "last.bias"}
 
 
+class _Regions(nn.Module):
+    """As rotary embeddings are: a part without gradients, and one that does not cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            scale = x.abs().mean()
+        result: Tensor = self.last(torch.tanh(self.first(x) * scale))
+        return result
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.usefixtures("always_faster")
+def test_regions_without_gradients_or_casts_are_part_of_one_graph(schedule: Order) -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(_Regions(), nn.Linear(4, 4)).double()
+    whole = copy.deepcopy(model)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus.update({"0": 0, "1": 1})
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss, None, schedule, compile=backend)
+    inputs, target = (torch.randn(8, 4, dtype=torch.float64) for _ in range(2))
+    step(inputs, target, chunks=1)
+    functional.mse_loss(whole(inputs), target).backward()
+    assert len(step.compiled) == 2 and not step.not_compiled_because
+    assert len(graphs) == 3  # two segments, and the loss
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 @pytest.mark.usefixtures("always_faster")
 def test_under_autocast_compiled_segments_have_whole_backward_passes() -> None:
     model, whole = (copy.deepcopy(made).float() for made in [_Model()] * 2)
