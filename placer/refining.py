@@ -277,6 +277,7 @@ class _Stages:
         """A model without stages, or one whose layers are called like the profile's and are not the profile's."""
         capture = flow.captured(*flatten((self._args, self._kwargs)))
         if capture is None:
+            self._refuse_what_fails(flow)
             raise ProfilingError(
                 f"{type(self._model).__name__} runs through hooks, so its stages cannot be measured apart: "
                 f"{flow.not_captured_because}"
@@ -289,6 +290,15 @@ class _Stages:
                 f"the layers of {type(self._model).__name__} have {param_bytes} bytes of parameters, those of the "
                 f"profile {self._param_bytes}; give the model that was profiled, made with the same arguments"
             )
+
+    @torch.no_grad()
+    def _refuse_what_fails(self, flow: DataFlow) -> None:
+        """Inputs that the model itself fails on, as it does when it is captured."""
+        try:
+            flow(*self._args, chunks=1, **self._kwargs)
+        except Exception as error:  # whatever the model's own code may raise
+            text = f"the model fails on the example inputs: {type(error).__name__}: {error}"
+            raise InputError(f"{text}; give inputs such as it was profiled with") from error
 
 
 def _refuse_others(profile: Any, request: Any) -> None:

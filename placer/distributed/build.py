@@ -27,7 +27,7 @@ from placer.executor.state.assignment import Assignment, layer_names, placing, r
 from placer.graph import arguments
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export
-from placer.graph.given import refuse_no_loss, refuse_no_module
+from placer.graph.given import refuse_no_loss, refuse_no_module, refuse_sum
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction
 from placer.schema import Placement
@@ -151,6 +151,7 @@ class _Placed:
 def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
     """What a training step needs beside a placement."""
     refuse_no_loss(loss_fn)
+    refuse_sum(loss_fn)
     if not model.training:
         raise InputError("the model is in eval mode: call model.train() to build a pipeline that trains")
     if not any(parameter.requires_grad for parameter in model.parameters()):

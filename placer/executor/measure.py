@@ -95,7 +95,8 @@ def measure_stream(
     pipeline = streams.pipelines()[-1]
     places = {stage.device: index for index, stage in enumerate(pipeline.stages)}
     order = plan("fill-drain", [places[stage.device] for stage in pipeline.stages], len(batches), training=False)
-    title = f"Inference of {pipeline.graph.model}: a stream of {len(batches)} micro-batches"
+    cut = "one micro-batch" if len(batches) == 1 else f"a stream of {len(batches)} micro-batches"
+    title = f"Inference of {pipeline.graph.model}: {cut}"
     return _measurement(title, pipeline.stages, rows, order, profile, batch_size(flatten(parts[0])[0]))
 
 

@@ -44,6 +44,19 @@ def refuse_no_loss(loss_fn: Any) -> None:
         )
 
 
+def refuse_sum(loss_fn: Any) -> None:
+    """Refuse a loss that adds samples up: of micro-batches the mean is taken, which is no loss that anybody knows.
+
+    Raises:
+        InputError: it says so, as torch's own do.
+    """
+    if getattr(loss_fn, "reduction", None) == "sum":
+        raise InputError(
+            f"{type(loss_fn).__name__} has reduction='sum'; give one with reduction='mean', as micro-batches count by "
+            "their samples"
+        )
+
+
 def refuse_no_chunks(chunks: Any) -> None:
     """Refuse what is no number of micro-batches.
 
@@ -54,4 +67,4 @@ def refuse_no_chunks(chunks: Any) -> None:
         raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
 
 
-__all__ = ["refuse_no_chunks", "refuse_no_loss", "refuse_no_module"]
+__all__ = ["refuse_no_chunks", "refuse_no_loss", "refuse_no_module", "refuse_sum"]

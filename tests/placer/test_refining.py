@@ -265,6 +265,13 @@ def test_what_cannot_be_refined_is_named_and_the_model_left_alone(wrong: dict[st
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
+def test_inputs_that_the_model_fails_on_are_refused_as_such() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    found, placement = _placed(model, torch.randn(2, 4), training=False)
+    with pytest.raises(InputError, match=r"the model fails on the example inputs: .*shapes cannot be multiplied"):
+        placer.refine(placement, model, torch.randn(2, 5), profile=found)
+
+
 def test_a_model_that_runs_through_hooks_is_refused_with_the_reason() -> None:
     for training in (True, False):
         with pytest.raises(ProfilingError, match="Branching runs through hooks"):

@@ -27,7 +27,7 @@ from placer.executor.training.update import Update
 from placer.executor.training.weights import Weights
 from placer.graph import arguments, autocast
 from placer.graph.export import batch_size
-from placer.graph.given import refuse_no_chunks, refuse_no_loss
+from placer.graph.given import refuse_no_chunks, refuse_no_loss, refuse_sum
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
 from placer.graph.structure import Structure, flatten
@@ -86,6 +86,7 @@ class TrainStep:
         self, flow: Flow, loss_fn: LossFunction, update: Update, schedule: Order, compile: Backend | None = None
     ) -> None:
         refuse_no_loss(loss_fn)
+        refuse_sum(loss_fn)
         if schedule not in SCHEDULES:
             raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
         _refuse_other_models(update.optimizer, flow.module)

@@ -286,6 +286,13 @@ def test_a_loss_that_is_no_function_is_named() -> None:
         DataFlow(nn.Sequential(nn.Linear(4, 2))).train_step("mse")  # type: ignore[arg-type]
 
 
+def test_a_loss_that_adds_samples_up_is_refused_with_the_way_out() -> None:
+    flow = DataFlow(nn.Linear(4, 4), ["cpu:0", "cpu:1"])
+    with pytest.raises(InputError, match="CrossEntropyLoss has reduction='sum'; give one with reduction='mean'"):
+        flow.train_step(nn.CrossEntropyLoss(reduction="sum"))
+    flow.train_step(nn.KLDivLoss(reduction="batchmean"))
+
+
 def test_a_target_of_another_size_than_the_batch_is_named() -> None:
     flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
     flow.update_flow()
