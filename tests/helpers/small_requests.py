@@ -20,7 +20,7 @@ STATE = ("param_bytes", "buffer_bytes")
 TRAINED = ("grad_bytes", "optimizer_bytes", "saved_bytes", "backward_workspace_bytes", "pass_workspace_bytes")
 
 
-SHARE = float(os.environ.get("PLACER_EXAMPLES", "0.35"))
+SHARE = float(os.environ.get("PLACER_EXAMPLES", "0.25"))
 """Of the drawn examples that a test names, so many are run; 1 or more for a change of the solver."""
 
 
