@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -98,22 +98,6 @@ def failures(case: str, samples: Sequence[Sample]) -> Iterator[Row]:
 def row_of(case: str, measure: str, times: Sequence[float], target: float | None = None) -> Row:
     """A row of times, in ms."""
     return row(case, measure, "ms", rounded(median(times)), spread=spread_of(times), target=at_full_size(target))
-
-
-def gain(
-    case: str,
-    measure: str,
-    sample: Sample | None,
-    before: float | None,
-    target: float | None = None,
-    peers: Mapping[str, float | None] | None = None,
-) -> Iterator[Row]:
-    """How many times as fast its steps are as what took so long before, where both are known."""
-    if sample is None or before is None:
-        return
-    times = sample.values["step_ms"]
-    options: dict[str, Any] = {"target": at_full_size(target), "smaller_is_better": False, "peers": peers}
-    yield row(case, measure, "x", ratio(before, median(times)), spread=spread_of(times, before), **options)
 
 
 def memory_row(case: str, sample: Sample) -> Iterator[Row]:

@@ -15,7 +15,6 @@ from .figures import (
     at_full_size,
     best,
     failures,
-    gain,
     memory_row,
     of_case,
     ratio,
@@ -41,9 +40,11 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
     made += _overhead(of_case(samples, overhead.CASE))
     made += _large(of_case(samples, large.CASE))
     for name in compiling.NAMES:
-        made += _compiled(name, of_case(samples, compiling.PREFIX + name))
+        target = compiling.SPEEDUPS.get(name, 1.85)
+        made += _compiled(_compiled_label(name), "training step", of_case(samples, compiling.PREFIX + name), target)
     for name in stream.NAMES:
-        made += stream_rows.compiled(name, of_case(samples, stream.COMPILED + name), compiling.DEVICES)
+        found = of_case(samples, stream.COMPILED + name)
+        made += _compiled(_compiled_stream_label(name), "a batch in a stream", found)
     made += _tutorial(of_case(samples, tutorial_resnet50.CASE))
     return made
 
@@ -52,10 +53,14 @@ def _compiled_label(name: str) -> str:
     return f"compile=True, {compiling.training(name).label}"
 
 
+def _compiled_stream_label(name: str) -> str:
+    return f"compile=True, inference stream, {cases.training(name).label}"
+
+
 def belongs(case: str, name: str) -> bool:
     """Whether a row's case is one of the case that is selected by this name."""
     if name.startswith(stream.COMPILED):
-        return case.startswith(stream_rows.compiled_label(name.removeprefix(stream.COMPILED)))
+        return case.startswith(_compiled_stream_label(name.removeprefix(stream.COMPILED)))
     if name.startswith(compiling.PREFIX):
         return case.startswith(_compiled_label(name.removeprefix(compiling.PREFIX)))
     if name.startswith(stream.PREFIX):
@@ -132,23 +137,48 @@ def _large(samples: Sequence[Sample]) -> Iterator[Row]:
     yield from failures(large.CASE, samples)
 
 
-def _compiled(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
-    """What the compiler gains, and how many segments it was kept for."""
-    case = f"{_compiled_label(name)}, {compiling.DEVICES} devices"
-    plain, compiled, refined = (
-        best(samples, engine, compiling.DEVICES) for engine in ("ours", "compiled", compiling.REFINED)
-    )
-    one, alone = (time_of(best(samples, engine, 1)) for engine in ("eager", compiling.ALONE))
+def _compiled(case: str, what: str, samples: Sequence[Sample], target: float | None = None) -> Iterator[Row]:
+    """What the compiler gains, and how many segments it was kept for.
+
+    Args:
+        case: as its rows name it.
+        what: is timed.
+        samples: of the case.
+        target: of the speed-up over one device.
+    """
+    count = compiling.DEVICES
+    case, speedup = f"{case}, {count} devices", f"{what}, speed-up over eager PyTorch on one device"
+    plain, compiled, refined = (best(samples, engine, count) for engine in ("ours", "compiled", compiling.REFINED))
+    one, alone = (time_of(best(samples, engine, 1)) for engine in ("eager", stream.ALONE))
     if plain is not None and compiled is not None:
         kept = time_of(compiled, "compiled_segments")
         if kept:
-            yield from gain(case, "training step with compile=True, speed-up", compiled, time_of(plain))
-            peers = {} if alone is None else {f"{compiling.ALONE} on one device": ratio(one, alone)}
-            yield from gain(case, SPEEDUP, compiled, one, compiling.SPEEDUPS.get(name, 1.85), peers)
-        yield from gain(case, f"{SPEEDUP}, the placement refined under compile", refined, one)
-        yield row_of(case, "training step without compile", plain.values["step_ms"])
-        yield row(case, f"of {compiling.DEVICES} segments, compiled ones that were faster and so kept", "", kept)
+            yield from _gain(case, f"{what} with compile=True, speed-up", compiled, time_of(plain))
+            peers = {} if alone is None else {f"{stream.ALONE} on one device": ratio(one, alone)}
+            yield from _gain(case, speedup, compiled, one, target, peers)
+        yield from _gain(case, f"{speedup}, the placement refined under compile", refined, one)
+        yield row_of(case, f"{what} without compile", plain.values["step_ms"])
+        yield row(case, f"of {count} segments, compiled ones that were faster and so kept", "", kept)
+        if compiled.values.get("difference"):
+            measure = "result, largest difference to the unsplit model, over the largest value"
+            yield row(case, measure, "", time_of(compiled, "difference"))
     yield from failures(case, samples)
+
+
+def _gain(
+    case: str,
+    measure: str,
+    sample: Sample | None,
+    before: float | None,
+    target: float | None = None,
+    peers: Mapping[str, float | None] | None = None,
+) -> Iterator[Row]:
+    """How many times as fast its steps are as what took so long before, where both are known."""
+    if sample is None or before is None:
+        return
+    times = sample.values["step_ms"]
+    options: dict[str, Any] = {"target": at_full_size(target), "smaller_is_better": False, "peers": peers}
+    yield row(case, measure, "x", ratio(before, median(times)), spread=spread_of(times, before), **options)
 
 
 def _tutorial(samples: Sequence[Sample]) -> Iterator[Row]:

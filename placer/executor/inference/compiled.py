@@ -24,9 +24,7 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
         stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as it is.
         backend: of ``torch.compile``.
     """
-    stage.not_compiled_because = obstacle(stage.segment)
-    if stage.number is not None:
-        stage.not_compiled_because = f"it reads {stage.number!r}, a number that depends on values of tensors"
+    stage.not_compiled_because = stage.obstacle or obstacle(stage.segment)
     if stage.not_compiled_because:
         return
     plain, trial = stage.segment, _Trial(stage)

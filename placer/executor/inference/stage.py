@@ -76,6 +76,12 @@ class Stage:
         """Where it runs."""
         return self.segment.device
 
+    @property
+    def obstacle(self) -> str:
+        """What forbids to record or to compile it, whatever its layers do; empty if nothing does."""
+        number = self.number
+        return "" if number is None else f"it reads {number!r}, a number that depends on values of tensors"
+
     def open(self) -> Slot:
         """One slot more, its inputs like those of the first."""
         slot = Slot()
@@ -94,8 +100,8 @@ class Stage:
             if step.foreign:
                 self.not_recorded_because = f"layer {step.layer.name!r} changes state that is on another device"
                 return
-        if self.number is not None:
-            self.not_recorded_because = f"it reads {self.number!r}, a number that depends on values of tensors"
+        if self.obstacle:
+            self.not_recorded_because = self.obstacle
             return
         try:
             # Each has memory of its own: in a shared one the next slot's pass may overwrite what this one made, while
