@@ -143,9 +143,6 @@ def compiled(case: Training, count: int, backend: str) -> Iterator[Sample]:
     sizes = PIECES[:2]
     for pieces in sizes:
         yield attempt(name, "eager", 1, pieces, partial(_times, _one_by_one(model), case, pieces, 1))
-    made: Any = torch.compile(copy.deepcopy(model), backend=backend, dynamic=False)
-    for pieces in sizes:
-        yield attempt(name, ALONE, 1, pieces, partial(_times, _one_by_one(made), case, pieces, 1))
     flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places()])
     placements: list[Placement] = []
 
@@ -160,6 +157,9 @@ def compiled(case: Training, count: int, backend: str) -> Iterator[Sample]:
         for engine, compile in (("ours", False), ("compiled", backend)):
             run = partial(_streamed, case, model, flow, placement, count, compile)
             yield attempt(name, engine, count, placement.chunks, run)
+    made: Any = torch.compile(copy.deepcopy(model), backend=backend, dynamic=False)
+    for pieces in sizes:
+        yield attempt(name, ALONE, 1, pieces, partial(_times, _one_by_one(made), case, pieces, 1))
 
 
 def dispatched(case: Training) -> Iterator[Sample]:
