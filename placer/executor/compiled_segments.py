@@ -30,6 +30,9 @@ INDUCTOR = "inductor"
 """Torch's own."""
 
 _REPEATS = 5
+_GAIN = 0.005
+"""Share of its time that a compiled function must save to be kept: less is no more than how far measurements lie apart,
+and its numbers are rounded otherwise."""
 
 
 def backend_of(compile: bool | Backend | None) -> Backend | None:
@@ -175,6 +178,16 @@ def trial_ms(passes: Sequence[Callable[[], None]], device: torch.device) -> floa
             run()
         times.append(1e3 * (perf_counter() - began))
     return median(times[1:])
+
+
+def gains(after_ms: float, before_ms: float) -> bool:
+    """Whether what is compiled is faster by more than chance.
+
+    Args:
+        after_ms: its time.
+        before_ms: that of the same without the compiler.
+    """
+    return after_ms < (1 - _GAIN) * before_ms
 
 
 def told(error: Exception) -> str:

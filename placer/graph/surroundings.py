@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import config as fx_config
 from torch.utils._python_dispatch import _disable_current_modes
 
 from placer import devices
@@ -54,6 +55,7 @@ def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(_quiet())
+        stack.enter_context(_no_stacks())
         stack.enter_context(_gathered(module, device))
         yield
 
@@ -69,6 +71,21 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _no_stacks() -> Iterator[None]:
+    """Operations do not note where in the code they stand: nobody reads it, and it takes a tenth of a capture's time."""
+    option = "do_not_emit_stack_traces"
+    before = getattr(fx_config, option, None)
+    if before is None:  # a torch without it
+        yield
+        return
+    setattr(fx_config, option, True)
+    try:
+        yield
+    finally:
+        setattr(fx_config, option, before)
 
 
 @contextmanager

@@ -58,11 +58,17 @@ def drawn(seed):
 
 def best_of(problem, nodes):
     """The smallest bottleneck of all assignments of the nodes; None if none meets the requirements."""
+    every = itertools.product(range(len(problem.devices)), repeat=len(nodes.nodes))
+    return least_bottleneck(problem, (nodes.spread(list(choice)) for choice in every))
+
+
+def least_bottleneck(problem, assignments=None):
+    """The same, of given assignments of the layers, or of all."""
     best = None
-    for choice in itertools.product(range(len(problem.devices)), repeat=len(nodes.nodes)):
-        devices = nodes.spread(list(choice))
-        if costs.allowed(problem, devices):
-            result = costs.evaluate(problem, devices)
-            if result is not None and costs.fits(problem, result) and (best is None or result.objective_value < best):
-                best = result.objective_value
+    for devices in assignments or itertools.product(range(len(problem.devices)), repeat=len(problem.layers)):
+        result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
+        if result is None or (best is not None and result.objective_value >= best):
+            continue
+        if costs.fits(problem, result):  # last: memory is dear to count
+            best = result.objective_value
     return best

@@ -9,6 +9,7 @@ from placer.executor.compiled_segments import (
     Backend,
     Border,
     CompiledSegment,
+    gains,
     modes_kept,
     obstacle,
     told,
@@ -39,7 +40,7 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
     finally:
         trial.restore()
     times = f"{after_ms:.3g} ms, {before_ms:.3g} ms without"
-    if after_ms < before_ms:
+    if gains(after_ms, before_ms):
         stage.compiled = times
     else:
         stage.segment, stage.not_compiled_because = plain, f"it is no faster: {times}"

@@ -19,6 +19,7 @@ from placer.executor.compiled_segments import (
     Backend,
     Border,
     CompiledSegment,
+    gains,
     modes_kept,
     obstacle,
     told,
@@ -67,7 +68,7 @@ def _compile_segment(stage: Stage, backend: Backend, before_ms: float) -> float:
             why_whole = stage.not_compiled_because = told(error)
             continue
         times = _times(after_ms, before_ms)
-        if after_ms < before_ms:
+        if gains(after_ms, before_ms):
             stage.compiled = times + (f"; backward passes are whole: {why_whole}" if why_whole else "")
             stage.not_compiled_because = ""
             return after_ms
@@ -87,7 +88,7 @@ def _compile_loss(stage: Stage, head: Head, backend: Backend, before_ms: float) 
         after_ms = before_ms
         if stage.compiled:
             stage.compiled += f"; the loss is not: {told(error)}"
-    if after_ms < before_ms:
+    if gains(after_ms, before_ms):
         stage.reuses = True  # as above
         times = _times(after_ms, before_ms)
         stage.compiled = f"{stage.compiled}; the loss too: {times}" if stage.compiled else f"the loss alone: {times}"

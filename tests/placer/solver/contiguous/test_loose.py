@@ -27,8 +27,9 @@ def loosened(seed):
 @pytest.fixture(scope="module")
 def some_loose():
     """Problems with loose nodes, their nodes and their best bottlenecks by enumeration."""
-    found = [(problem, nodes := reduced(problem), best_of(problem, nodes)) for problem in map(loosened, range(140))]
-    return [one for one in found if one[2] is not None and loose_nodes(one[0], one[1])]
+    reductions = [(problem, reduced(problem)) for problem in map(loosened, range(140))]
+    found = [(problem, nodes, best_of(problem, nodes)) for problem, nodes in reductions if loose_nodes(problem, nodes)]
+    return [(problem, nodes, best) for problem, nodes, best in found if best is not None]
 
 
 def test_what_stages_count_of_loose_nodes_is_never_too_much(some_loose):

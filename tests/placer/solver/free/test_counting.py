@@ -1,14 +1,13 @@
 """The bound by heavy nodes of which some device holds several, against trying every assignment, and closed forms."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
+from small_graphs import least_bottleneck
 from small_requests import examples, small_requests
 
 from placer.schema import Constraints
-from placer.solver import costs
 from placer.solver.free.counting import count_bound
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -22,13 +21,6 @@ def bound(problem, upper):
     return count_bound(problem, reduced(problem, upper), upper, lambda work: False)
 
 
-def least_bottleneck(problem):
-    """Of all assignments that meet all requirements; 0 if there is none."""
-    every = itertools.product(range(len(problem.devices)), repeat=len(problem.layers))
-    found = (costs.evaluate(problem, devices) for devices in every if costs.allowed(problem, devices))
-    return min((one.objective_value for one in found if one is not None and costs.fits(problem, one)), default=0.0)
-
-
 def free(asked):
     rules = asked.constraints.model_copy(update={"contiguous": False})
     return Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
@@ -38,7 +30,7 @@ def free(asked):
 @given(asked=small_requests(objectives=("throughput",)))
 def test_no_placement_is_better_than_the_bound(asked):
     problem = free(asked)
-    best = least_bottleneck(problem)
+    best = least_bottleneck(problem) or 0.0
     assume(best > 0)
     assert bound(problem, best) <= best
     assert bound(problem, 1.5 * best) <= best * (1 + 1e-9)
@@ -48,7 +40,7 @@ def test_no_placement_is_better_than_the_bound(asked):
 @given(asked=small_requests(objectives=("throughput",)))
 def test_nor_where_one_device_pays_for_no_transfer_and_sending_reaches_all(asked):
     problem = replace(free(asked), multicast=True, untaxed=frozenset({0}))
-    best = least_bottleneck(problem)
+    best = least_bottleneck(problem) or 0.0
     assume(best > 0)
     assert bound(problem, best) <= best
     assert bound(problem, 1.5 * best) <= best * (1 + 1e-9)
