@@ -7,6 +7,7 @@ import math
 import os
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,8 @@ TRAINED = ("grad_bytes", "optimizer_bytes", "saved_bytes", "backward_workspace_b
 
 SHARE = float(os.environ.get("PLACER_EXAMPLES", "0.25"))
 """Of the drawn examples that a test names, so many are run; 1 or more for a change of the solver."""
+
+THOROUGH = pytest.mark.skipif(SHARE < 1, reason="long, and like others that run: PLACER_EXAMPLES=1 runs it")
 
 
 def examples(count):

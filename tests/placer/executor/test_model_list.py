@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from model_list import CASES, LANGUAGE, SMALL, VISION, Case, converted
+from small_requests import THOROUGH
 from splitting import assert_split_equals_unsplit
 
 MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -16,7 +17,7 @@ def test_split_equals_unsplit_under_every_kind_of_map(case: Case, training: bool
     _compare(case, training, ["fine", "submodule", "placement"])
 
 
-@MODES
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=THOROUGH)], ids=["train", "eval"])
 @pytest.mark.parametrize("case", VISION, ids=str)
 def test_split_equals_unsplit_on_large_vision_models(case: Case, training: bool) -> None:
     _compare(case, training, ["fine"] if training else ["placement"])
