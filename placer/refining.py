@@ -78,7 +78,7 @@ def refine(
         tolerance: a gain below this share of the objective is not worth another round.
         repeats: how often each pass is timed; medians are kept.
         compile: as for ``DataFlow.train_step``, or ``DataFlow.stream`` in inference: stages are measured as those run
-            them.
+            them, and tell what it gained, or why they were not compiled.
         timer: times passes on a device; by default CUDA graphs on a GPU, the host's clock on a CPU stand-in.
 
     Returns:
@@ -208,6 +208,8 @@ class _Stages:
                     weights_ms=weights[0] if weights else None,
                     loss_forward_ms=min(loss[0], forward) if last else 0.0,
                     loss_backward_ms=min(loss[1], backward) if last else 0.0,
+                    compiled=stage.compiled,
+                    not_compiled_because=stage.not_compiled_because,
                 )
             )
         return measured
@@ -261,7 +263,15 @@ class _Stages:
         measured = []
         for stage in flow.streamed(batch):
             (forward,) = self._timer([stage.slots[0].run], stage.device, self._repeats)
-            measured.append(StageTime(device=str(stage.device), layers=_names(stage.segment), forward_ms=forward))
+            measured.append(
+                StageTime(
+                    device=str(stage.device),
+                    layers=_names(stage.segment),
+                    forward_ms=forward,
+                    compiled=stage.compiled,
+                    not_compiled_because=stage.not_compiled_because,
+                )
+            )
         return measured
 
     def _timed(self, passes: Sequence[Pass], device: torch.device) -> list[float]:

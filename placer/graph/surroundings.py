@@ -75,7 +75,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _no_stacks() -> Iterator[None]:
-    """Operations do not note where in the code they stand: nobody reads it, and it takes a tenth of a capture's time."""
+    """Operations do not note where in the code they stand: nobody reads it, and it takes a tenth of the time."""
     option = "do_not_emit_stack_traces"
     before = getattr(fx_config, option, None)
     if before is None:  # a torch without it

@@ -21,6 +21,8 @@ _ENDED = {
 def refinement_table(refinement: Refinement) -> RenderableType:
     """Per round and stage: the pass predicted and measured, and how far they are apart; then how it ended.
 
+    Where stages were to be compiled, also what that gained in the last round.
+
     Args:
         refinement: from ``placer.refine``.
     """
@@ -34,7 +36,8 @@ def refinement_table(refinement: Refinement) -> RenderableType:
             last = index == len(one.stages) - 1
             grid.add_row(str(number) if index == 0 else "", *_cells(stage), end_section=last)
     lines = [_round_text(number, one) for number, one in enumerate(refinement.rounds, start=1)]
-    return Group(grid, Text("\n".join([*lines, _ENDED[refinement.ended]])))
+    compiled = [line for stage in refinement.rounds[-1].stages for line in _compiled(stage)]
+    return Group(grid, Text("\n".join([*lines, *compiled, _ENDED[refinement.ended]])))
 
 
 def _cells(stage: StageTime) -> tuple[str, ...]:
@@ -47,6 +50,12 @@ def _cells(stage: StageTime) -> tuple[str, ...]:
         _off(stage.predicted_ms, stage.measured_ms),
         ms_text(loss_ms) if loss_ms else "",
     )
+
+
+def _compiled(stage: StageTime) -> list[str]:
+    if stage.compiled:
+        return [f"{stage.device} compiled: {stage.compiled}"]
+    return [f"{stage.device} not compiled: {stage.not_compiled_because}"] if stage.not_compiled_because else []
 
 
 def _round_text(number: int, one: Round) -> str:

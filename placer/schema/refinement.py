@@ -27,6 +27,8 @@ class StageTime(Wire):
         weights_ms: the part of ``backward_ms`` that gradients of parameters take; None where it was not told apart.
         loss_forward_ms: the part of ``forward_ms`` that is the loss.
         loss_backward_ms: the part of ``backward_ms`` that is the loss.
+        compiled: what ``torch.compile`` gained; empty where the stage was measured without it.
+        not_compiled_because: why so, where it was asked for.
     """
 
     device: Name
@@ -38,6 +40,8 @@ class StageTime(Wire):
     weights_ms: Milliseconds | None = None
     loss_forward_ms: Milliseconds = 0.0
     loss_backward_ms: Milliseconds = 0.0
+    compiled: str = ""
+    not_compiled_because: str = ""
 
     @property
     def predicted_ms(self) -> float:

@@ -367,6 +367,15 @@ def test_the_compiler_at_its_tiny_size_gives_values_and_rows(part):
     assert rows and all(row["value"] is not None for row in rows)
 
 
+def test_a_compiled_stream_at_its_tiny_size_gives_values_and_rows(part):
+    part("cases").prepare()
+    samples = list(part("compiling").measure_stream(part("compiling").training("gpt")))
+    assert [sample.failed for sample in samples] == [""] * len(samples)
+    assert {sample.engine for sample in samples} == {"eager", "ours", "compiled", "torch.compile"}
+    rows = part("rows").rows(samples)
+    assert rows and all(row["value"] is not None for row in rows)
+
+
 @pytest.mark.parametrize("name", ["switching", "overhead", "large", "tutorial_resnet50"])
 def test_a_case_at_its_tiny_size_gives_values_and_rows(part, name):
     part("cases").prepare()
