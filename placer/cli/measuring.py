@@ -29,6 +29,7 @@ def measure(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="write a trace for https://ui.perfetto.dev")
     ] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="as it runs under torch.compile")] = False,
     output: Output = None,
     json: AsJson = False,
 ) -> None:
@@ -38,7 +39,7 @@ def measure(
     """
     where, known = load_placement(placement), None if profile is None else load_profile(profile)
     with spinner("measuring"):
-        found = _measured(model, arg, input, where, chunks, known)
+        found = _measured(model, arg, input, where, chunks, known, compile)
     emit(found, output, json)
     if trace is not None:
         with writing(trace):
@@ -46,7 +47,13 @@ def measure(
 
 
 def _measured(
-    model: str, arguments: list[str], inputs: list[str], placement: Placement, chunks: int | None, known: Profile | None
+    model: str,
+    arguments: list[str],
+    inputs: list[str],
+    placement: Placement,
+    chunks: int | None,
+    known: Profile | None,
+    compiles: bool,
 ) -> Measurement:
     with extra("torch"):
         import torch
@@ -62,12 +69,12 @@ def _measured(
     flow = DataFlow(module, sorted(set(placement.layer_devices.values())))
     flow.update_flow(placement)
     if not placement.training:
-        return flow.measure(batch, chunks=chunks, profile=known)
+        return flow.measure(batch, chunks=chunks, profile=known, compile=compiles)
 
     def mean_square(result: Any, _: Any) -> torch.Tensor:
         numbers = [leaf.float().pow(2).mean() for leaf in flatten(result)[0] if leaf.is_floating_point()]
         return torch.stack(numbers).sum()
 
-    step = flow.train_step(mean_square)
+    step = flow.train_step(mean_square, compile=compiles)
     target = torch.zeros(batch_size(flatten(batch)[0]))  # the loss looks at none, but one is cut into micro-batches
     return flow.measure(batch, target, step=step, chunks=chunks, profile=known)

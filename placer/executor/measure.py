@@ -11,6 +11,7 @@ import torch
 from placer import devices
 from placer.devices import Clock, Courier, Delivery, Lane
 from placer.errors import InputError
+from placer.executor.compiled_segments import Backend
 from placer.executor.inference.pipeline import InferencePipeline
 from placer.executor.inference.stage import Stage
 from placer.executor.inference.stream import Flow, Streams
@@ -62,7 +63,12 @@ def measure_step(
 
 
 def measure_stream(
-    flow: Flow, streams: Streams, inputs: Any, chunks: int, profile: Profile | None = None
+    flow: Flow,
+    streams: Streams,
+    inputs: Any,
+    chunks: int,
+    profile: Profile | None = None,
+    backend: Backend | None = None,
 ) -> Measurement:
     """A batch in inference, its micro-batches streamed.
 
@@ -72,6 +78,7 @@ def measure_stream(
         inputs: one tensor, a tuple of positional or a dict of keyword arguments.
         chunks: micro-batches.
         profile: the prediction is made from it.
+        backend: of ``torch.compile``; None to leave segments as they are.
 
     Raises:
         InputError: the flow is not placed, the model runs through hooks, or the profile is of other layers.
@@ -83,7 +90,7 @@ def measure_stream(
     batches = [kwargs if kwargs else args for args, kwargs in parts]
 
     def run() -> None:
-        for _ in streams.open(batches):
+        for _ in streams.open(batches, backend=backend):
             pass
 
     if flow.captured(flatten(parts[0])[0], structure) is None:
@@ -108,6 +115,11 @@ def _measurement(
         f"segment {index} on {stage.device} runs without a CUDA graph: {stage.not_recorded_because}"
         for index, stage in enumerate(stages)
         if stage.not_recorded_because
+    ]
+    notes += [
+        f"segment {index} on {stage.device} is compiled, which a profile does not foresee: {stage.compiled}"
+        for index, stage in enumerate(stages)
+        if stage.compiled
     ]
     if parts[0].device.type == devices.CPU:
         notes.append("stand-ins on one processor run one after another: their idle time is not that of devices")

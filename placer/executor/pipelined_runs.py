@@ -123,6 +123,7 @@ class PipelinedRuns(nn.Module):
         step: TrainStep | None = None,
         chunks: int | None = None,
         profile: Profile | None = None,
+        compile: bool | Backend = False,
     ) -> Measurement:
         """Measure when every device works on which micro-batch, beside what was predicted.
 
@@ -135,13 +136,14 @@ class PipelinedRuns(nn.Module):
                 micro-batches streamed.
             chunks: micro-batches; what the placement says if None.
             profile: what the placement was solved from, for the prediction; None leaves that out.
+            compile: in inference, as for ``stream``; a step runs as it was made.
 
         Returns:
             The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass.
 
         Raises:
             InputError: the flow is not placed, or the model runs through hooks, or the profile is of other layers; or
-                one of ``target`` and ``step`` is missing.
+                one of ``target`` and ``step`` is missing; or torch knows no such backend.
         """
         if (step is None) != (target is None):
             raise InputError("to measure a training step give its target and step=; for inference, neither")
@@ -151,6 +153,9 @@ class PipelinedRuns(nn.Module):
             raise InputError(f"profile is {kind_of(profile)}; give the Profile, such as profile() returned")
         if step is not None and cast(Any, step.flow) is not self:
             raise InputError("step is one of another flow; give one that this flow's train_step made")
+        backend = backend_of(compile)
+        if step is not None and backend is not None:
+            raise InputError(f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it")
         if step is not None:
             return measure_step(step, inputs, target, chunks, profile)
-        return measure_stream(cast(stream.Flow, self), self._streams, inputs, chunks, profile)
+        return measure_stream(cast(stream.Flow, self), self._streams, inputs, chunks, profile, backend)

@@ -78,3 +78,16 @@ def test_a_trace_that_cannot_be_written_is_exit_code_2_and_what_was_measured_is_
     assert answer.code == 2
     assert "cannot write /no/such/folder/trace.json: No such" in answer.err
     assert len(json.loads(answer.out)["devices"]) == 2
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_it_is_measured_compiled_where_that_is_asked_for(
+    run: Run, placed: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch, training: bool
+) -> None:
+    monkeypatch.setattr("placer.executor.compiled_segments.INDUCTOR", "aot_eager")
+    for kind in ("training", "inference"):
+        monkeypatch.setattr(f"placer.executor.{kind}.compiled.gains", lambda after_ms, before_ms: True)
+    answer = run(*TOY, placed(training), "--input", "8x10", "--compile")
+    assert answer.code == 0, answer.err
+    notes = json.loads(answer.out)["notes"]
+    assert sum("is compiled, which a profile does not foresee" in note for note in notes) == 2

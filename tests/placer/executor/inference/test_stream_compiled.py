@@ -297,3 +297,27 @@ def test_under_logical_devices_nothing_is_compiled_and_that_is_said() -> None:
 def test_what_is_no_backend_is_refused_before_a_batch_is_taken(compile: Any) -> None:
     with pytest.raises(InputError, match="compile="):
         _flow(_Model()).stream(iter([]), compile=compile)
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_a_batch_is_measured_compiled_where_that_is_asked_for() -> None:
+    flow = _flow(_Model())
+    (batch,) = _batches(8)
+    plain = flow.measure(batch, chunks=2)
+    assert flow.compiled == {} and not any("is compiled" in note for note in plain.notes)
+    compiled = flow.measure(batch, chunks=2, compile="aot_eager")
+    assert len(flow.compiled) == 2
+    for index, gain in enumerate(flow.compiled.values()):
+        note = f"segment {index} on cpu:{index} is compiled, which a profile does not foresee: {gain}"
+        assert note in compiled.notes
+    assert {row[:4] for row in compiled.rows} == {row[:4] for row in plain.rows}  # all but their times
+
+
+def test_a_step_is_measured_as_it_was_made() -> None:
+    flow = _flow(_Model())
+    step = flow.train_step(nn.functional.mse_loss)
+    (batch,) = _batches(4)
+    with pytest.raises(InputError, match=r"a step runs as train_step\(compile=...\) made it"):
+        flow.measure(batch, batch, step=step, compile=True)
+    with pytest.raises(InputError, match="is no backend of"):
+        flow.measure(batch, compile="inductr")
