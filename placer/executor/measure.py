@@ -116,11 +116,11 @@ def _measurement(
         for index, stage in enumerate(stages)
         if stage.not_recorded_because
     ]
-    notes += [
-        f"segment {index} on {stage.device} is compiled, which a profile does not foresee: {stage.compiled}"
-        for index, stage in enumerate(stages)
-        if stage.compiled
-    ]
+    for index, stage in enumerate(stages):
+        if stage.compiled:
+            notes.append(f"segment {index} on {stage.device} is compiled: {stage.compiled}")
+        elif stage.not_compiled_because:
+            notes.append(f"segment {index} on {stage.device} is not compiled: {stage.not_compiled_because}")
     if parts[0].device.type == devices.CPU:
         notes.append("stand-ins on one processor run one after another: their idle time is not that of devices")
     if profile is not None and profile.batch_size != size:

@@ -90,4 +90,4 @@ def test_it_is_measured_compiled_where_that_is_asked_for(
     answer = run(*TOY, placed(training), "--input", "8x10", "--compile")
     assert answer.code == 0, answer.err
     notes = json.loads(answer.out)["notes"]
-    assert sum("is compiled, which a profile does not foresee" in note for note in notes) == 2
+    assert sum("is compiled: " in note for note in notes) == 2

@@ -308,9 +308,16 @@ def test_a_batch_is_measured_compiled_where_that_is_asked_for() -> None:
     compiled = flow.measure(batch, chunks=2, compile="aot_eager")
     assert len(flow.compiled) == 2
     for index, gain in enumerate(flow.compiled.values()):
-        note = f"segment {index} on cpu:{index} is compiled, which a profile does not foresee: {gain}"
-        assert note in compiled.notes
+        assert f"segment {index} on cpu:{index} is compiled: {gain}" in compiled.notes
     assert {row[:4] for row in compiled.rows} == {row[:4] for row in plain.rows}  # all but their times
+
+
+def test_a_measurement_says_why_a_segment_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "gains", lambda after_ms, before_ms: False)
+    (batch,) = _batches(8)
+    notes = _flow(_Model()).measure(batch, chunks=2, compile="aot_eager").notes
+    for index in range(2):
+        assert any(note.startswith(f"segment {index} on cpu:{index} is not compiled: ") for note in notes)
 
 
 def test_a_step_is_measured_as_it_was_made() -> None:
