@@ -156,6 +156,9 @@ def profile(
     counts = [sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")]
     _log.info("%d layers were measured, %d taken from the cache", *counts)
     profiles = [write(graph, rows, training, state, cluster) for graph, rows in zip(graphs, measured, strict=True)]
+    for kind in by_type:
+        if unsteady := next(filter(None, (one.unsteady(kind) for one in profiles)), ""):
+            _log.warning("%s", unsteady)
     if loss is not None:
         each = zip(profiles, graphs, loss.resized(batch_sizes), losses, strict=True)
         profiles = [with_loss(*of_size) for of_size in each]

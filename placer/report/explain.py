@@ -286,4 +286,4 @@ def _profile_sums(profile: Profile, kinds: list[str]) -> str:
     words.append(f"weights: {bytes_text(sum(layer.param_bytes for layer in profile.layers))}")
     if deferred := sum(layer.deferred_bytes for layer in profile.layers):
         words.append(f"left to weight passes under zero-bubble: {bytes_text(deferred)} a micro-batch")
-    return "; ".join(words)
+    return "\n".join(["; ".join(words), *filter(None, map(profile.unsteady, kinds))])

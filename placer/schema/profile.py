@@ -23,6 +23,10 @@ from placer.schema.cluster import Cluster
 
 Shares = Annotated[dict[Name, Annotated[float, Field(ge=0, le=1e9)]], Field(max_length=64), IN_ORDER]
 
+UNSTEADY = 0.25
+"""Timings of a profile that are further apart are not those of an idle device: a few hundredths are usual, and half or
+more where other programs run on all cores of a CPU."""
+
 
 class Layer(Wire):
     """One layer, measured alone on one micro-batch.
@@ -152,6 +156,22 @@ class Profile(Wire):
     colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
     cluster: Cluster | None = None
     versions: Annotated[dict[str, str], IN_ORDER] = {}
+
+    def spread(self, kind: str) -> float:
+        """How far timings on a type of device were apart: of all layers, each counting by its time."""
+        times_ms = [layer.forward_ms.get(kind, 0.0) + layer.backward_ms.get(kind, 0.0) for layer in self.layers]
+        apart = sum(ms * layer.spread.get(kind, 0.0) for ms, layer in zip(times_ms, self.layers, strict=True))
+        return apart / sum(times_ms) if apart else 0.0
+
+    def unsteady(self, kind: str) -> str:
+        """What is wrong with timings that were too far apart, and the way out; empty where nothing is."""
+        apart = self.spread(kind)
+        if apart <= UNSTEADY:
+            return ""
+        return (
+            f"timings on {kind} are {apart:.0%} apart: other programs kept it busy, and times may be several times too "
+            "long; when it is idle, clear the cache (placer cache clear) and profile again"
+        )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -13,11 +13,13 @@ from small_profiles import TOKENS, quick_profile, small_cnn, small_gpt
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import placer
 from placer import devices as hardware
 from placer import zoo
 from placer.errors import InputError, ProfilingError
 from placer.profiler import measure as measuring
 from placer.profiler import profile as profile_module
+from placer.profiler import timing
 from placer.schema import Profile
 
 TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "spread", "host_ms")
@@ -335,6 +337,17 @@ def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
 def test_a_model_without_operations_has_nothing_to_place() -> None:
     with pytest.raises(ProfilingError, match="Identity has no operations"):
         quick_profile(nn.Identity(), torch.randn(2))
+
+
+@pytest.mark.parametrize(("apart", "told"), [(0.05, False), (0.5, True)])
+def test_timings_that_are_far_apart_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, apart: float, told: bool
+) -> None:
+    monkeypatch.setattr(timing, "spread", lambda times: apart)
+    model, x = small_cnn(), torch.randn(2, 3, 8, 8)
+    found = placer.profile(model, x, 2, training=False, progress=False, repeats=1)
+    (kind,) = found.layers[0].forward_ms
+    assert (f"timings on {kind} are 50% apart: other programs kept it busy" in caplog.text) == told
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, "3"])

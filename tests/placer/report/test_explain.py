@@ -201,6 +201,18 @@ def test_a_profile_lists_each_layer_with_times_and_memory() -> None:
     assert "1.0 GiB" in row(text, "│ cpu:0") and "512.0 MiB" in row(text, "│ cpu:0")
 
 
+@pytest.mark.parametrize(("apart", "told"), [(0.2, False), (0.9, True)])
+def test_a_profile_of_a_busy_device_says_so(apart: float, told: bool) -> None:
+    layers = [
+        Layer(name="long", forward_ms={"cpu": 8.0}, spread={"cpu": apart}),
+        Layer(name="short", forward_ms={"cpu": 2.0}, spread={"cpu": 0.4}),
+    ]
+    profile = Profile(layers=tuple(layers))
+    assert profile.spread("cpu") == pytest.approx(0.8 * apart + 0.2 * 0.4)
+    assert ("timings on cpu are 80% apart" in explain(profile)) == told
+    assert bool(profile.unsteady("cpu")) == told
+
+
 def test_a_profile_says_whether_it_has_the_loss_and_what_weight_passes_wait_with() -> None:
     layers = [Layer(name=name, forward_ms={"t": 1.0}, backward_ms={"t": 2.0}, deferred_bytes=1024) for name in "ab"]
     shown = explain(Profile(layers=layers, training=True, with_loss=True))
