@@ -155,7 +155,9 @@ class PipelinedRuns(nn.Module):
             raise InputError("step is one of another flow; give one that this flow's train_step made")
         backend = backend_of(compile)
         if step is not None and backend is not None:
-            raise InputError(f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it")
+            raise InputError(
+                f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it; leave it out here"
+            )
         if step is not None:
             return measure_step(step, inputs, target, chunks, profile)
         return measure_stream(cast(stream.Flow, self), self._streams, inputs, chunks, profile, backend)

@@ -175,7 +175,7 @@ def _total_bytes(profile: Profile) -> float:
 def _time_ms(layer: Layer | None, kind: str) -> float | None:
     if layer is None or kind not in layer.forward_ms:
         return None
-    return layer.forward_ms[kind] + layer.backward_ms.get(kind, 0.0)
+    return layer.both_ms(kind)
 
 
 def _memory_bytes(layer: Layer | None) -> float | None:

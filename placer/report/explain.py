@@ -281,7 +281,7 @@ def _time_of(times_ms: Mapping[str, float], kind: str) -> str:
 def _profile_sums(profile: Profile, kinds: list[str]) -> str:
     words = [f"{len(profile.layers)} layers ({profile.granularity}), {len(profile.edges)} values between them"]
     for kind in kinds:
-        total_ms = sum(layer.forward_ms.get(kind, 0) + layer.backward_ms.get(kind, 0) for layer in profile.layers)
+        total_ms = sum(layer.both_ms(kind) for layer in profile.layers)
         words.append(f"{kind}: {ms_text(total_ms)} in all")
     words.append(f"weights: {bytes_text(sum(layer.param_bytes for layer in profile.layers))}")
     if deferred := sum(layer.deferred_bytes for layer in profile.layers):

@@ -27,13 +27,9 @@ def share_texts(profile: Profile) -> list[str]:
         return []
     lines = []
     for kind in sorted({kind for layer in profile.layers for kind in layer.forward_ms}):
-        times = {layer.name: _time_ms(layer, kind) for layer in profile.layers}
+        times = {layer.name: layer.both_ms(kind) for layer in profile.layers}
         lines += [f"most time on {kind}", *_bars(times, ms_text)]
     return [*lines, "most memory", *_bars({layer.name: _memory_bytes(layer) for layer in profile.layers}, bytes_text)]
-
-
-def _time_ms(layer: Layer, kind: str) -> float:
-    return layer.forward_ms.get(kind, 0.0) + layer.backward_ms.get(kind, 0.0)
 
 
 def _memory_bytes(layer: Layer) -> float:

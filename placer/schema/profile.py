@@ -89,6 +89,10 @@ class Layer(Wire):
     input_workspace_bytes: Bytes = 0
     weights_workspace_bytes: Bytes = 0
 
+    def both_ms(self, kind: str) -> float:
+        """Forward and backward on this type of device, in milliseconds; 0 where it was not measured there."""
+        return self.forward_ms.get(kind, 0.0) + self.backward_ms.get(kind, 0.0)
+
     def weight_half_ms(self, kind: str) -> float:
         """The part of the backward pass that gradients of parameters take, on this type of device, in milliseconds.
 
@@ -159,7 +163,7 @@ class Profile(Wire):
 
     def spread(self, kind: str) -> float:
         """How far timings on a type of device were apart: of all layers, each counting by its time."""
-        times_ms = [layer.forward_ms.get(kind, 0.0) + layer.backward_ms.get(kind, 0.0) for layer in self.layers]
+        times_ms = [layer.both_ms(kind) for layer in self.layers]
         apart = sum(ms * layer.spread.get(kind, 0.0) for ms, layer in zip(times_ms, self.layers, strict=True))
         return apart / sum(times_ms) if apart else 0.0
 
