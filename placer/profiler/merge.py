@@ -119,10 +119,13 @@ def _largest(named: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _edge(same: Sequence[Edge]) -> Edge:
     ends = (same[0].source, *same[0].targets)
     kept = {name for edge in same for name in edge.saved_by}
+    rest = max(same, key=lambda edge: edge.rest_bytes)
     return same[0].model_copy(
         update={
             "gradient_bytes": max(edge.gradient_bytes for edge in same),
             "saved_by": tuple(name for name in ends if name in kept),
+            "rest_bytes": rest.rest_bytes,
+            "rest_until": rest.rest_until,
         }
     )
 

@@ -47,8 +47,8 @@ def write(
     kept = _with_results(graph, saved) if training else saved
     sizes = _sizes(graph, measured)
     beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
-    edges = _edges(graph, kept, sizes, training)
-    around = _around_slices(graph, measured, sizes)
+    around, rests = _around_slices(graph, measured, sizes)
+    edges = _edges(graph, kept, sizes, training, rests)
     pieces = max(row.memory.pieces_bytes for rows in measured.values() for row in rows) if training else 0
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
@@ -131,6 +131,14 @@ class _Sent:
     edge: schema.Edge
 
 
+@dataclass(frozen=True)
+class _Rest:
+    """What is held beside a slice of a gradient, and from which layer on, as ``schema.Edge`` has them."""
+
+    bytes: int = 0
+    until: str = ""
+
+
 def _saved(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
     """The values that a layer keeps for its backward pass, on any type of device."""
     saved: set[str] = set()
@@ -172,27 +180,35 @@ def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
 
 def _around_slices(
     graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]], sizes: Mapping[str, int]
-) -> list[int]:
-    """By layer, what its backward pass finds of gradients of which slices wait, beside these slices.
+) -> tuple[list[int], dict[str, _Rest]]:
+    """What is held beside slices of gradients that wait: by layer, and by value.
 
     Where values are concatenated their gradients are slices, all of which is held until the last of them was used: by
-    the layer that made the value. (Not where another layer reads the value before: that one's gradient is added to the
-    slice, or a copy of the slice leaves for another device.)
+    the layer that made the value, or by one that reads it before, whose gradient is added to the slice. The former is
+    found by the backward passes of the layers in between; the latter depends on who is where, and is told of the value.
     """
     place = {layer.name: index for index, layer in enumerate(graph.layers)}
-    first_reader = {name: min(place[reader] for reader in found) for name, found in graph.readers().items() if found}
-    around = [0] * len(graph.layers)
+    readers = {
+        name: sorted({place[reader] for reader in found if reader != graph.values[name].source})
+        for name, found in graph.readers().items()
+    }
+    around, rests = [0] * len(graph.layers), dict[str, _Rest]()
     for rows in measured.values():
         beside = [0] * len(graph.layers)
         for index, (layer, row) in enumerate(zip(graph.layers, rows, strict=True)):
             for whole, positions in row.memory.slices:
-                names = {layer.reads[position] for position in positions}
+                names = {layer.reads[position] for position in positions if readers[layer.reads[position]]}
                 made = {name: place[source] for name in names if (source := graph.values[name].source) is not None}
-                begins = min((at for name, at in made.items() if first_reader[name] == index), default=index)
+                begins = min((at for name, at in made.items() if readers[name][0] == index), default=index)
                 for step in range(begins, index):
                     beside[step] += max(0, whole - sum(sizes[name] for name, at in made.items() if at <= step))
+                waits = {name: readers[name][-2] for name in made if readers[name][0] < index == readers[name][-1]}
+                rest = whole - sum(sizes[name] for name in made if readers[name][0] < index)
+                longest = min(waits, key=waits.__getitem__, default=None)
+                if longest is not None and waits[longest] < begins and rest > rests.get(longest, _Rest()).bytes:
+                    rests[longest] = _Rest(rest, graph.layers[begins].name if begins < index else "")
         around = list(map(max, around, beside))
-    return around
+    return around, rests
 
 
 def _beside(workspace: int, around: int) -> int:
@@ -210,19 +226,28 @@ def _sizes(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> 
     return sizes
 
 
-def _edges(graph: LayerGraph, kept: Mapping[str, set[str]], sizes: Mapping[str, int], training: bool) -> list[_Sent]:
+def _edges(
+    graph: LayerGraph,
+    kept: Mapping[str, set[str]],
+    sizes: Mapping[str, int],
+    training: bool,
+    rests: Mapping[str, _Rest],
+) -> list[_Sent]:
     edges = []
     for name, readers in graph.readers().items():
         value = graph.values[name]
         targets = tuple(reader for reader in readers if reader != value.source)
         if value.source is None or value.dtype is None or not targets:  # a number stays with the host
             continue
+        rest = rests.get(name, _Rest())
         edge = schema.Edge(
             source=value.source,
             targets=targets,
             bytes=sizes[name],
             gradient_bytes=sizes[name] if training and value.requires_grad else 0,
             saved_by=tuple(layer for layer in (value.source, *targets) if name in kept[layer]),
+            rest_bytes=rest.bytes,
+            rest_until=rest.until,
         )
         edges.append(_Sent(name, edge))
     return edges

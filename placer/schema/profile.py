@@ -112,6 +112,11 @@ class Edge(Wire):
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient, sent back from each reading device in training.
         saved_by: those of the source and the targets that keep the value for their backward pass.
+        rest_bytes: the gradient that the last target returns may be a slice of a larger storage, as those of what is
+            concatenated are. As long as it waits for the target before the last to add its own, all of the storage is
+            held: so much besides, of which no other gradient that waits is a part.
+        rest_until: the layer that is the last, backwards, to use that rest: it counts from there on, no sooner than
+            after the last target, which it is if empty.
     """
 
     source: Name
@@ -119,6 +124,8 @@ class Edge(Wire):
     bytes: Bytes
     gradient_bytes: Bytes = 0
     saved_by: Annotated[tuple[Name, ...], FIRST] = ()
+    rest_bytes: Bytes = 0
+    rest_until: str = ""
 
 
 class Profile(Wire):
@@ -199,6 +206,13 @@ class Profile(Wire):
         for keeper in edge.saved_by:
             if keeper != edge.source and keeper not in edge.targets:
                 raise ValueError(f"{label}: saved_by names {keeper!r}, which neither makes nor reads the value")
+        refuse_unknown(f"{label}: rest_until", [edge.rest_until] if edge.rest_until else [], place)
+        if len(set(edge.targets)) < 2:
+            raise ValueError(f"{label}: rest_bytes is for values that two layers read or more; leave it out")
+        raise ValueError(
+            f"{label}: rest_until names {edge.rest_until!r}, which is no layer after the target before the last, "
+            "and up to the last; name one of these, or leave it out"
+        )
 
     def _backwards(self, source: str, target: str) -> str:
         successors: dict[str, list[str]] = {}
@@ -222,12 +236,17 @@ def _runs_well(edge: Edge, place: dict[str, int]) -> bool:
         if place.get(target, -1) <= start:
             return False
     keepers = edge.saved_by
-    if keepers == targets:
-        return True
-    for keeper in keepers:
-        if keeper not in targets and keeper != source:
-            return False
-    return True
+    if keepers != targets:
+        for keeper in keepers:
+            if keeper not in targets and keeper != source:
+                return False
+    return not (edge.rest_bytes or edge.rest_until) or _rest_runs_well(edge, place)
+
+
+def _rest_runs_well(edge: Edge, place: dict[str, int]) -> bool:
+    """Whether what is said of the rest of a storage can be so."""
+    *_, before, last = -1, *sorted({place[target] for target in edge.targets})
+    return before >= 0 and (not edge.rest_until or before < place.get(edge.rest_until, -1) <= last)
 
 
 def _path(successors: dict[str, list[str]], start: str, goal: str) -> list[str]:

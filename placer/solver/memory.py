@@ -24,6 +24,9 @@ layer counts beside them::
     B(d,t)    = kept(d,t) + backward_workspace(t) + sum of gradient_bytes(v) that wait on d:
                 v made on d before t and read after t, on any device: the gradient came, its source has yet to run; or
                 v made elsewhere, read on d at t or before and after t: it is summed up here before it is sent
+                + sum of rest_bytes(v) over v with its last reader on d, and its source or another reader, too, where
+                the reader before the last is at t or before, and rest_until(v) after t: what the last one returns is
+                a slice of a storage that is held as long as any part of it waits
 
     in_flight(d) = chunks                               fill-drain, and placements that need not be contiguous
                  = min(chunks, stages - stage(d))       1F1B and interleaved, contiguous
@@ -229,6 +232,8 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
             between(gradients, value.source + 1, value.readers[-1], value.gradient_bytes)
         elif readers:
             between(gradients, readers[0], readers[-1], value.gradient_bytes)
+        if value.rest_bytes and value.readers[-1] in here and len(here.intersection((value.source, *readers))) > 1:
+            between(gradients, value.readers[-2], value.rest_until, value.rest_bytes)
     return values, gradients
 
 

@@ -26,6 +26,8 @@ class Value:
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient; 0 in inference.
         keepers: the layers that keep it for their backward pass; none in inference.
+        rest_bytes: what is held beside the gradient of the last reader, as long as that waits for the one before.
+        rest_until: the layer from which on, backwards, it counts.
         ordered: whether its source must be at its readers' stage or before, where contiguity is asked for.
         weightless: whether it takes no memory, as in published inputs that count state alone.
     """
@@ -35,6 +37,8 @@ class Value:
     bytes: int
     gradient_bytes: int
     keepers: tuple[int, ...]
+    rest_bytes: int = 0
+    rest_until: int = 0
     ordered: bool = True
     weightless: bool = False
 
@@ -42,6 +46,11 @@ class Value:
     def held_bytes(self) -> int:
         """What it takes of a device's memory."""
         return 0 if self.weightless else self.bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What waits of its gradient at the most, and beside it."""
+        return self.gradient_bytes + self.rest_bytes
 
 
 @dataclass(frozen=True)
@@ -244,6 +253,8 @@ def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ..
             bytes=edge.bytes,
             gradient_bytes=edge.gradient_bytes if training else 0,
             keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by})) if training else (),
+            rest_bytes=edge.rest_bytes if training else 0,
+            rest_until=place[edge.rest_until] if edge.rest_until else max(place[target] for target in edge.targets),
         )
         for edge in request.profile.edges
     )
@@ -319,7 +330,7 @@ def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
 
 def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None:
     chunks = request.chunks if request.is_training else 1
-    total = 3 * sum((value.bytes + value.gradient_bytes) * chunks for value in values) + sum(
+    total = 3 * sum((value.bytes + value.waiting_bytes) * chunks for value in values) + sum(
         layer.param_bytes
         + layer.grad_bytes
         + layer.optimizer_bytes

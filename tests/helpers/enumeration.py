@@ -271,6 +271,13 @@ class Enumeration:
             back = max(back, held + works_in)
         return back
 
+    def rest(self, e, mine, now):
+        """What is held at a step backwards of the storage that the gradient of the last reader is a slice of."""
+        *_, before, last = sorted(e.targets, key=self.order.index)
+        until = e.rest_until or last
+        waits = self.order.index(before) <= now < self.order.index(until)
+        return e.rest_bytes if waits and last in mine and ({*e.targets, e.source} - {last}) & mine else 0
+
     @functools.cached_property
     def order(self):
         """The layers' names as they run."""
@@ -308,4 +315,6 @@ class Enumeration:
                     total += e.gradient_bytes if readers & to_come else 0
                 else:
                     total += e.gradient_bytes if readers & mine & to_come and readers & mine & done else 0
+                if back and e.rest_bytes:
+                    total += self.rest(e, mine, now)
         return total

@@ -140,6 +140,7 @@ class DrawnRequest:
                 many = self.random.sample(later, self.random.randint(1, min(3, len(later))))
                 targets = self.random.choice([later[:1], many])
                 near = [name, *targets]
+                rest = self.rest(targets) if training else {}
                 edges.append(
                     Edge(
                         source=name,
@@ -147,9 +148,18 @@ class DrawnRequest:
                         bytes=self.random.choice(SIZES),
                         gradient_bytes=self.random.choice(SIZES) if training else 0,
                         saved_by=[reader for reader in near if self.random.random() < 0.4] if training else [],
+                        **rest,
                     )
                 )
         return edges
+
+    def rest(self, targets):
+        """Of some values that several layers read, what is held beside the gradient of the last."""
+        if len(targets) < 2 or self.random.random() < 0.5:
+            return {}
+        *_, before, last = sorted(map(self.layers.index, targets))
+        until = self.random.choice(["", *self.layers[before + 1 : last + 1]])
+        return {"rest_bytes": self.random.choice(SIZES), "rest_until": until}
 
     def cluster(self, kinds, training):
         """Devices whose limits are ample or tight; links alike, unlike, or partly missing."""

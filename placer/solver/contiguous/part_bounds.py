@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from placer.solver import costs
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, Value
 
 GROWTH = 1.5
 """Each part has so many times the layers of the one before."""
@@ -58,14 +58,16 @@ def part_of(problem: Problem, layers: Sequence[int]) -> Problem:
     def some(of: Sequence[int]) -> tuple[int, ...]:
         return tuple(number[layer] for layer in of if layer in number)
 
+    def within(value: Value) -> Value:
+        part = replace(value, source=number[value.source], readers=some(value.readers), keepers=some(value.keepers))
+        whole = number.keys() >= {*value.readers[-2:], value.rest_until}  # else less may be held
+        until, rest_bytes = (number[value.rest_until], value.rest_bytes) if whole else (0, 0)
+        return replace(part, rest_until=until, rest_bytes=rest_bytes)
+
     return replace(
         problem,
         layers=tuple(problem.layers[layer] for layer in layers),
-        values=tuple(
-            replace(value, source=number[value.source], readers=some(value.readers), keepers=some(value.keepers))
-            for value in problem.values
-            if value.source in number and some(value.readers)
-        ),
+        values=tuple(within(value) for value in problem.values if value.source in number and some(value.readers)),
         forward_ms=tuple(problem.forward_ms[layer] for layer in layers),
         backward_ms=tuple(problem.backward_ms[layer] for layer in layers),
         allowed=tuple(problem.allowed[layer] for layer in layers),

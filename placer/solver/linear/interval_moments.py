@@ -152,6 +152,8 @@ class TrainingMoments:
             if value.gradient_bytes:
                 waits = self._staying if self._recorded else self._gradients
                 yield from waits(value.gradient_bytes, source, readers)
+            if value.rest_bytes and not self._recorded:
+                yield self._rest(value)
 
     def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
         """Forwards, from the source or the reader before, in stages without a keeper until then."""
@@ -175,6 +177,12 @@ class TrainingMoments:
         yield _Wait(here, 1, (0, here + 1), (source + 1, readers[-1]), size)
         for before, reader in pairwise(readers):
             yield _Wait(self._block[reader], 1, (here + 1, self._block[before] + 1), (before, reader), size)
+
+    def _rest(self, value: Value) -> _Wait:
+        """Backwards, beside the gradient of the last reader, while it waits for the one before, where that is too."""
+        before, last = (self._step[reader] for reader in value.readers[-2:])
+        firsts, until = (0, self._block[before] + 1), self._step[value.rest_until]
+        return _Wait(self._block[last], 1, firsts, (before, until), value.rest_bytes)
 
     def _staying(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
         """Backwards, from the last reader that is there on: for the source, or to be sent later."""

@@ -66,7 +66,7 @@ def most_held(problem: Problem, nodes: Reduction, flight: int) -> Vector:
     for value in problem.values:
         for index in {value.source, *value.readers}:
             # kept or waiting, and where it crosses; its gradient waiting, where it crosses, and where it lands
-            held[index] += flight * (2 * value.held_bytes + 3 * value.gradient_bytes)
+            held[index] += flight * (2 * value.held_bytes + 3 * value.gradient_bytes) + value.rest_bytes
     return _by_node(held, nodes)
 
 

@@ -36,7 +36,7 @@ def holds_state_alone(problem: Problem) -> bool:
     """Whether nothing but the state of layers takes memory."""
     layers = problem.layers
     passing = sum(la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers)
-    waiting = sum(value.held_bytes + value.gradient_bytes for value in problem.values)
+    waiting = sum(value.held_bytes + value.waiting_bytes for value in problem.values)
     apart = (
         sum(problem.step_bytes)
         + sum(problem.deferred_bytes)
@@ -67,6 +67,7 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
             sizes += [layer.backward_workspace_bytes, layer.saved_bytes * often]
     if problem.training:
         sizes += [value.gradient_bytes * (often if problem.recorded else 1) for value in problem.values]
+        sizes += [value.rest_bytes for value in problem.values]
     return [size for size in sizes if size]
 
 

@@ -197,7 +197,7 @@ def _may_wait(problem: Problem) -> tuple[list[int], list[int]]:
     gradients: Counter[int] = Counter()
     for value in problem.values:
         memory.between(values, value.source + 1, value.readers[-1], value.held_bytes)
-        memory.between(gradients, value.source + 1, value.readers[-1], value.gradient_bytes)
+        memory.between(gradients, value.source + 1, value.readers[-1], value.waiting_bytes)
     steps = range(len(problem.layers))
     return memory.sums(values, steps), memory.sums(gradients, steps)
 
@@ -249,6 +249,7 @@ class _Moment:
             self._add_pieces(there, value.held_bytes, self._held(value))
             self._add_pieces(back, value.held_bytes, self._kept(value))
             self._add_pieces(back, value.gradient_bytes, self._gradient(value))
+            self._add_pieces(back, value.rest_bytes, self._rest(value))
             if value.keepers and value.held_bytes:
                 self._add_pieces(kept, value.held_bytes, [(value.source, self._prefixes(value.keepers)[-1])])
         all_kept = kept.at(len(self._problem.layers))
@@ -358,6 +359,13 @@ class _Moment:
         for place, reader in enumerate(readers[:-1]):
             yield reader, self._any(source, self._both(earlier[place], later[place + 1]))
         yield readers[-1], None
+
+    def _rest(self, value: Value) -> Iterator[tuple[int, Literal]]:
+        """Backwards: what the last reader's gradient is a slice of, while it waits here for the reader before."""
+        *_, last = (self._here(reader) for reader in value.readers)
+        others = self._any(self._here(value.source), self._prefixes(value.readers[:-1])[-1])
+        yield value.readers[-2], self._both(last, others)
+        yield value.rest_until, None
 
     def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:
         """Backwards: the gradient of a reader that is here waits for the source, or is to be sent after the pass."""

@@ -114,7 +114,10 @@ class Memory:
             yield kept + waiting, 0
 
     def _backwards(self, device: str) -> Iterator[Split]:
-        """Play the backward pass: a gradient arrives after its first reader, and goes with its source or is sent."""
+        """Play the backward pass: a gradient arrives after its first reader, and goes with its source or is sent.
+
+        That of the last reader may be a slice, and the rest of its storage waits with it for the reader before.
+        """
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)
         sent: dict[int, int] = defaultdict(int)
@@ -126,15 +129,18 @@ class Memory:
             elif len(readers) > 1:
                 arriving[readers[-1]] += edge.gradient_bytes
                 sent[readers[0]] += edge.gradient_bytes
+            before, last = sorted({-1, *(self._order[name] for name in edge.targets)})[-2:]
+            if edge.rest_bytes and last in readers and (len(readers) > 1 or self._where[edge.source] == device):
+                arriving[self._order[edge.rest_until] if edge.rest_until else last] += edge.rest_bytes
+                sent[before] += edge.rest_bytes
         kept_at, layer_at = self._kept_at(device), self._layer_at(device)
         kept, waiting = sum(kept_at.values()), 0
-        for step in sorted({*arriving, *layer_at}, reverse=True):
+        for step in sorted({*arriving, *sent, *layer_at}, reverse=True):
             if step in layer_at:
                 waiting -= used[step]
                 yield kept + waiting, layer_at[step].backward_workspace_bytes
-                waiting -= sent[step]
                 kept -= kept_at[step]
-            waiting += arriving[step]
+            waiting += arriving[step] - sent[step]
 
     def _of_passes(self, device: str, flight: int) -> Split:
         """Passes that each have memory of their own, for each micro-batch; and what the last pass of all works in."""

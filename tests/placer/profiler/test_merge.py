@@ -81,6 +81,14 @@ def test_a_value_is_kept_where_any_type_of_device_keeps_it() -> None:
     assert merged.edges[0].saved_by == ("a", "b")
 
 
+def test_the_larger_rest_beside_a_slice_of_a_gradient_counts() -> None:
+    first, *others = profile().edges
+    rests = ((8, "c"), (16, "c"))
+    parts = [first.model_copy(update={"rest_bytes": size, "rest_until": until}) for size, until in rests]
+    merged = merge_profiles(*(profile(edges=(part, *others)) for part in parts))
+    assert (merged.edges[0].rest_bytes, merged.edges[0].rest_until) == (16, "c")
+
+
 def test_devices_of_several_hosts_are_named_after_them() -> None:
     merged = merge_profiles(profile("H200", "node1"), profile("H200", "node2")).cluster
     assert merged is not None

@@ -152,7 +152,7 @@ def test_every_device_of_an_inference_peaks_where_its_placement_says(name: str, 
         assert _beside_state(placement) == _peaks(model.eval(), (x,), placement, training=False)
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("gpt", (3, 6)), ("unet", (12, 30))], ids=str)
+@pytest.mark.parametrize(("name", "cuts"), [("gpt", (3, 6)), ("unet", (12, 30)), ("unet", (13, 43))], ids=str)
 def test_every_device_of_a_training_step_peaks_where_its_placement_says(name: str, cuts: tuple[int, ...]) -> None:
     model, x = MODELS[name]()
     with logical_devices(3) as places:
@@ -163,6 +163,50 @@ def test_every_device_of_a_training_step_peaks_where_its_placement_says(name: st
     predicted = _not_recorded(found, placement)
     assert all(held[place] <= predicted[place] <= 1.02 * held[place] for place in others)
     assert 0.999 * (held[last] - model(x).nbytes) <= predicted[last] <= held[last]
+
+
+class _Join(nn.Module):
+    """What it concatenates has gradients that are slices of one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2 * width, width, 3, padding=1)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        joined: Tensor = self.conv(torch.cat([one, other], 1))
+        return joined
+
+
+class _Skip(nn.Module):
+    """A value is read at once and, past a layer that needs much, again at the end, beside one that was made for it."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, width, 2, stride=2)
+        self.wide, self.narrow = nn.Conv2d(width, 64 * width, 3, padding=1), nn.Conv2d(64 * width, width, 1)
+        self.up, self.join = nn.ConvTranspose2d(width, width, 2, stride=2), _Join(width)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        risen = self.up(self.narrow(self.wide(self.down(first))))
+        result: Tensor = self.last(self.join(risen, first).mean((2, 3)))
+        return result
+
+
+@pytest.mark.parametrize("cuts", [(6, 6), (5, 6), (1, 6), (2, 6)], ids=str)
+def test_all_of_a_gradient_is_held_while_a_slice_of_it_waits_for_an_earlier_reader(cuts: tuple[int, ...]) -> None:
+    model, x = _Skip(), torch.randn(4, 3, 16, 16)
+    with logical_devices(3) as places:
+        found = profile(model, x, places, progress=False, repeats=1, cache=False, granularity=1)
+        [skip] = [edge for edge in found.edges if edge.rest_bytes]
+        assert (skip.source, skip.targets, skip.rest_until) == ("first", ("down", "join"), "up")
+        placement = _placed(found, cuts)
+        held = _peaks(model, (x,), placement, training=True)
+    predicted = _not_recorded(found, placement)
+    *others, last = held
+    assert {place: predicted[place] for place in others} == {place: held[place] for place in others}
+    assert predicted[last] <= held[last] <= predicted[last] + 2 * model(x).nbytes  # which the test holds on to
 
 
 def test_inputs_wait_for_their_last_layer_and_results_stay_until_the_pass_is_over() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from placer.schema import PlacementRequest
+from placer.schema import PlacementRequest, Profile
 
 
 def question(edit=lambda asked: None, **constraints):
@@ -63,6 +63,24 @@ def test_a_number_that_is_none_or_a_device_that_is_out_of_reach_is_refused(edit,
     with pytest.raises(ValidationError) as refused:
         PlacementRequest.model_validate(question(edit))
     assert all(word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("targets", "until", "words"),
+    [
+        (["c"], "", "edge from 'a': rest_bytes is for values that two layers read or more; leave it out"),
+        (["b", "d"], "b", "edge from 'a': rest_until names 'b', which is no layer after the target before the last"),
+        (["b", "d"], "e", "rest_until names 'e'"),
+        (["b", "d"], "z", "edge from 'a': rest_until: there is no layer 'z'"),
+    ],
+)
+def test_a_rest_beside_a_slice_that_cannot_be_is_refused(targets, until, words):
+    edge = {"source": "a", "targets": targets, "bytes": 5, "rest_bytes": 7}
+    content = {"layers": [{"name": name, "forward_ms": {"t": 1.0}} for name in "abcde"]}
+    assert Profile.model_validate(content | {"edges": [edge | {"targets": ["b", "d"], "rest_until": "c"}]})
+    with pytest.raises(ValidationError) as refused:
+        Profile.model_validate(content | {"edges": [edge | {"rest_until": until}]})
+    assert words in str(refused.value)
 
 
 def one_way(asked):

@@ -166,5 +166,23 @@ def test_what_is_sent_is_in_its_layers_workspace_and_then_stays_until_the_pass_i
     assert apart("xxxy", kept, **sizes) == (141 + 10, 0)
 
 
+def test_the_rest_of_a_storage_is_held_while_a_slice_of_it_waits_for_the_reader_before():
+    # f's part of the gradient of a's value, 10, is a slice of a storage of 10 + 7; b's is added when b has run.
+    read = {"source": "a", "targets": ["b", "f"], "bytes": 0, "gradient_bytes": 10, "rest_bytes": 7}
+    whole = [Edge(**read)]
+    sizes = {"backward_workspace_bytes": {"c": 3, "e": 2}}
+    assert memory("xxxxxx", whole, **sizes).total_bytes == 10 + 7 + 3
+    assert memory("xxyyyx", whole, backward_workspace_bytes={"b": 3}).total_bytes == 10 + 7 + 3
+    assert memory("xyxyyx", whole, **sizes).total_bytes == 10 + 7 + 3  # y's part comes when b has run there
+    assert memory("yxxyyx", whole, **sizes).total_bytes == 10 + 7 + 3
+    # A copy of the slice leaves for a's device, and what is a slice no more waits there.
+    assert memory("xxxxxy", whole, **sizes).total_bytes == 10 + 3
+    assert memory("yyxyxx", whole, **sizes).total_bytes == 0 + 3
+    # e made the rest, whose gradient counts for itself until e has run; then all of it is held for f's.
+    later = [Edge(**read, rest_until="e")]
+    assert memory("xxxxxx", later, **sizes).total_bytes == 10 + 7 + 3
+    assert memory("xxxxxx", later, backward_workspace_bytes={"e": 30, "d": 3}).total_bytes == 10 + 30
+
+
 def test_a_device_without_layers_holds_nothing():
     assert memory("yyyy", skip(), saved_bytes={"a": 5}).total_bytes == 0

@@ -52,6 +52,7 @@ def requests(draw, row):
                 bytes=draw(SIZE),
                 gradient_bytes=draw(SIZE),
                 saved_by=sorted(keepers),
+                rest_bytes=draw(SIZE) if len(targets) > 1 else 0,
             )
         )
     limit = draw(st.sampled_from([12, 18, 25, 40]))
