@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 from contextlib import suppress
 
 from .metrics import Metrics
@@ -37,17 +38,15 @@ async def watch_gpus(metrics: Metrics) -> None:
 
 async def _ask(program: str) -> str:
     command = (program, f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits")
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, start_new_session=True
-    )
+    # Not asyncio's own way to start it: a service that ends meanwhile would kill it without what it has started.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            said, _ = await process.communicate()
+            said, _ = await asyncio.to_thread(process.communicate)
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with what it started, which holds the pipe open
-            await process.communicate()  # else the pipe would outlive the loop where the service ends meanwhile
     if process.returncode:
         raise OSError(f"nvidia-smi ended with {process.returncode}")
     return said.decode(errors="replace")
