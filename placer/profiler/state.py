@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from placer.graph.layers import LayerGraph, tensor_bytes
 from placer.profiler.optimizer import OptimizerState
 
-__all__ = ["owned_shares", "state_bytes"]
+__all__ = ["owned_shares", "state_bytes", "ties"]
 
 
 def state_bytes(graph: LayerGraph, training: bool, optimizer: OptimizerState) -> dict[str, dict[str, int]]:
@@ -40,6 +40,22 @@ def owned_shares(graph: LayerGraph) -> dict[str, float]:
         counted.update(id(tensor) for tensor in own)
         shares[layer.name] = _total(own) / max(1, _total(trained))
     return shares
+
+
+def ties(graph: LayerGraph) -> dict[tuple[str, ...], int]:
+    """By the layers that share trained parameters, the bytes of these."""
+    users: dict[int, list[str]] = {}
+    shared: dict[int, Tensor] = {}
+    for layer in graph.layers:
+        for tensor in dict.fromkeys(graph.state[name] for name in layer.state):
+            if tensor.requires_grad:
+                users.setdefault(id(tensor), []).append(layer.name)
+                shared[id(tensor)] = tensor
+    found: dict[tuple[str, ...], int] = {}
+    for key, names in users.items():
+        if len(names) > 1:
+            found[tuple(names)] = found.get(tuple(names), 0) + tensor_bytes(shared[key])
+    return found
 
 
 def _total(tensors: Sequence[Tensor]) -> int:

@@ -18,7 +18,7 @@ from placer.graph.layers import Layer, LayerGraph
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import LayerMemory
 from placer.profiler.optimizer import OptimizerState
-from placer.profiler.state import owned_shares, state_bytes
+from placer.profiler.state import owned_shares, state_bytes, ties
 from placer.profiler.timing import significant
 
 __all__ = ["fragmented_bytes", "write"]
@@ -52,6 +52,7 @@ def write(
     pieces = max(row.memory.pieces_bytes for rows in measured.values() for row in rows) if training else 0
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
+    shared = ties(graph) if training else {}
     first_kept = _first_kept(graph, kept)
     sent = {edge.name for edge in edges}
     layers = []
@@ -98,6 +99,7 @@ def write(
         layers=tuple(layers),
         edges=tuple(edge.edge for edge in edges),
         colocated=graph.colocated,
+        tied=tuple(schema.TiedParameters(layers=names, gradient_bytes=size) for names, size in shared.items()),
         cluster=cluster,
         versions=_versions(),
     )

@@ -36,7 +36,7 @@ from placer.schema.placement import (
     StepChoice,
     Ties,
 )
-from placer.schema.profile import Edge, Layer, Profile
+from placer.schema.profile import Edge, Layer, Profile, TiedParameters
 from placer.schema.refinement import Refinement, Round, StageTime
 from placer.schema.request import Constraints, PlacementRequest
 from placer.schema.timeline import DeviceTime, Timeline, TimelineCopy, TimelinePass
@@ -83,6 +83,7 @@ __all__ = [
     "StepChoice",
     "Steps",
     "Summary",
+    "TiedParameters",
     "Ties",
     "Timeline",
     "TimelineCopy",

@@ -128,6 +128,19 @@ class Edge(Wire):
     rest_until: str = ""
 
 
+class TiedParameters(Wire):
+    """Parameters that the same layers share, tied embeddings say.
+
+    Attributes:
+        layers: two or more, which are colocated.
+        gradient_bytes: of these parameters: in a backward pass each layer's gradient is added to that of the one after
+            it, so that one waits from the last layer to the first.
+    """
+
+    layers: Annotated[tuple[Name, ...], Field(min_length=2), FIRST]
+    gradient_bytes: Bytes
+
+
 class Profile(Wire):
     """What was measured of one model: its layers in execution order, the values between them, and the devices.
 
@@ -147,6 +160,7 @@ class Profile(Wire):
         layers: in execution order: every edge runs forwards.
         edges: the values that cross layers.
         colocated: groups of layers that share state and so one device.
+        tied: the trained parameters that several layers share, in training.
         cluster: the devices and links that were measured; None in a profile that is to be merged with a cluster later.
         versions: of python, torch and placer.
     """
@@ -165,6 +179,7 @@ class Profile(Wire):
     layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=MAX_LAYERS), FIRST]
     edges: Annotated[tuple[Edge, ...], FIRST] = ()
     colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
+    tied: Annotated[tuple[TiedParameters, ...], FIRST] = ()
     cluster: Cluster | None = None
     versions: Annotated[dict[str, str], IN_ORDER] = {}
 
@@ -194,6 +209,11 @@ class Profile(Wire):
                 self._refuse_edge(edge, place)
         for group in self.colocated:
             refuse_unknown("colocated", group, place)
+        for tie in self.tied:
+            refuse_unknown("tied", tie.layers, place)
+            if not any(set(tie.layers) <= set(group) for group in self.colocated):
+                sharing = ", ".join(map(repr, tie.layers))
+                raise ValueError(f"tied: layers {sharing} share parameters; name them together in colocated, too")
         return self
 
     def _refuse_edge(self, edge: Edge, place: dict[str, int]) -> None:

@@ -27,6 +27,8 @@ layer counts beside them::
                 + sum of rest_bytes(v) over v with its last reader on d, and its source or another reader, too, where
                 the reader before the last is at t or before, and rest_until(v) after t: what the last one returns is
                 a slice of a storage that is held as long as any part of it waits
+                + sum of gradient_bytes of tied parameters on d, where the first layer that has them is t or before,
+                and the last one is after t
 
     in_flight(d) = chunks                               fill-drain, and placements that need not be contiguous
                  = min(chunks, stages - stage(d))       1F1B and interleaved, contiguous
@@ -233,7 +235,7 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
         elif readers:
             between(gradients, readers[0], readers[-1], value.gradient_bytes)
         if value.rest_bytes and value.readers[-1] in here and len(here.intersection((value.source, *readers))) > 1:
-            between(gradients, value.readers[-2], value.rest_until, value.rest_bytes)
+            between(gradients, value.rest_from, value.rest_until, value.rest_bytes)
     return values, gradients
 
 

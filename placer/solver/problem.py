@@ -18,7 +18,7 @@ LARGEST_BYTES = 2**60
 
 @dataclass(frozen=True)
 class Value:
-    """One edge of the profile, by index.
+    """One edge of the profile, by index; or the gradients of tied parameters, from the first layer to the last.
 
     Attributes:
         source: the layer that makes it.
@@ -26,8 +26,10 @@ class Value:
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient; 0 in inference.
         keepers: the layers that keep it for their backward pass; none in inference.
-        rest_bytes: what is held beside the gradient of the last reader, as long as that waits for the one before.
-        rest_until: the layer from which on, backwards, it counts.
+        rest_bytes: what is held beside the gradient of the last reader, as long as that waits for the one before; or of
+            tied parameters, that gradient.
+        rest_from: the layer until which, backwards, it waits.
+        rest_until: the layer from which on, backwards, it waits.
         ordered: whether its source must be at its readers' stage or before, where contiguity is asked for.
         weightless: whether it takes no memory, as in published inputs that count state alone.
     """
@@ -38,6 +40,7 @@ class Value:
     gradient_bytes: int
     keepers: tuple[int, ...]
     rest_bytes: int = 0
+    rest_from: int = 0
     rest_until: int = 0
     ordered: bool = True
     weightless: bool = False
@@ -61,7 +64,7 @@ class Problem:
         request: where it came from.
         layers: in execution order.
         devices: in the cluster's order.
-        values: one per edge.
+        values: one per edge, and per tie.
         forward_ms: by layer and device.
         backward_ms: by layer and device, with one more forward pass on devices that always recompute; zeros in
             inference.
@@ -246,18 +249,26 @@ def pass_workspace_bytes(layer: Layer) -> int:
 
 def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ...]:
     training = request.is_training
-    return tuple(
-        Value(
-            source=place[edge.source],
-            readers=tuple(sorted({place[target] for target in edge.targets})),
-            bytes=edge.bytes,
-            gradient_bytes=edge.gradient_bytes if training else 0,
-            keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by})) if training else (),
-            rest_bytes=edge.rest_bytes if training else 0,
-            rest_until=place[edge.rest_until] if edge.rest_until else max(place[target] for target in edge.targets),
+    values = []
+    for edge in request.profile.edges:
+        ends = place[edge.source], *sorted({place[target] for target in edge.targets})
+        values.append(
+            Value(
+                source=ends[0],
+                readers=ends[1:],
+                bytes=edge.bytes,
+                gradient_bytes=edge.gradient_bytes if training else 0,
+                keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by})) if training else (),
+                rest_bytes=edge.rest_bytes if training else 0,
+                rest_from=ends[-2],
+                rest_until=place[edge.rest_until] if edge.rest_until else ends[-1],
+            )
         )
-        for edge in request.profile.edges
-    )
+    for tie in request.profile.tied if training else ():
+        sharing = sorted(place[layer] for layer in tie.layers)
+        first, last = sharing[0], sharing[-1]
+        values.append(Value(first, (last,), 0, 0, (), tie.gradient_bytes, first, last, ordered=False))
+    return tuple(values)
 
 
 def _backward_ms(request: PlacementRequest) -> tuple[tuple[float, ...], ...]:

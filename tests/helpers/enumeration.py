@@ -317,4 +317,7 @@ class Enumeration:
                     total += e.gradient_bytes if readers & mine & to_come and readers & mine & done else 0
                 if back and e.rest_bytes:
                     total += self.rest(e, mine, now)
+        for tie in self.request.profile.tied if back else ():
+            first, *_, last = sorted(map(order.index, tie.layers))
+            total += tie.gradient_bytes if first <= now < last and set(tie.layers) <= mine else 0
         return total

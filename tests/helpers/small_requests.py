@@ -65,12 +65,14 @@ class DrawnRequest:
     def request(self):
         choice = self.random.choice
         training, kinds = choice([False, True]), [choice("ab") for _ in self.devices]
+        colocated = self.rarely(self.groups, ())
         profile = Profile(
             layers=[self.layer(name, training, sorted(set(kinds))) for name in self.layers],
             edges=self.edges(training),
             training=training,
             cluster=self.cluster(kinds, training),
-            colocated=self.rarely(self.groups, ()),
+            colocated=colocated,
+            tied=[self.tie(group) for group in colocated if training and len(set(group)) > 1],
         )
         asked = PlacementRequest(
             profile=profile,
@@ -117,6 +119,11 @@ class DrawnRequest:
             max_layers=self.rarely(lambda: number(2, len(self.layers)), None),
             min_devices=self.rarely(lambda: number(1, min(len(self.devices), most or 3)), None),
         )
+
+    def tie(self, group):
+        """Parameters that layers of a group share."""
+        layers = self.random.sample(sorted(set(group)), self.random.randint(2, len(set(group))))
+        return {"layers": layers, "gradient_bytes": self.random.choice(SIZES)}
 
     def bans(self):
         named = [self.random.choice([*self.layers, "*"]) for _ in range(self.random.randint(1, 2))]

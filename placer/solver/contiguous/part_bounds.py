@@ -60,9 +60,9 @@ def part_of(problem: Problem, layers: Sequence[int]) -> Problem:
 
     def within(value: Value) -> Value:
         part = replace(value, source=number[value.source], readers=some(value.readers), keepers=some(value.keepers))
-        whole = number.keys() >= {*value.readers[-2:], value.rest_until}  # else less may be held
-        until, rest_bytes = (number[value.rest_until], value.rest_bytes) if whole else (0, 0)
-        return replace(part, rest_until=until, rest_bytes=rest_bytes)
+        if not number.keys() >= {value.rest_from, value.rest_until, value.readers[-1]}:
+            return replace(part, rest_bytes=0)  # less may be held
+        return replace(part, rest_from=number[value.rest_from], rest_until=number[value.rest_until])
 
     return replace(
         problem,

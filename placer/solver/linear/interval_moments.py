@@ -180,9 +180,8 @@ class TrainingMoments:
 
     def _rest(self, value: Value) -> _Wait:
         """Backwards, beside the gradient of the last reader, while it waits for the one before, where that is too."""
-        before, last = (self._step[reader] for reader in value.readers[-2:])
-        firsts, until = (0, self._block[before] + 1), self._step[value.rest_until]
-        return _Wait(self._block[last], 1, firsts, (before, until), value.rest_bytes)
+        before, until, last = (self._step[layer] for layer in (value.rest_from, value.rest_until, value.readers[-1]))
+        return _Wait(self._block[last], 1, (0, self._block[before] + 1), (before, until), value.rest_bytes)
 
     def _staying(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
         """Backwards, from the last reader that is there on: for the source, or to be sent later."""

@@ -361,10 +361,9 @@ class _Moment:
         yield readers[-1], None
 
     def _rest(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: what the last reader's gradient is a slice of, while it waits here for the reader before."""
-        *_, last = (self._here(reader) for reader in value.readers)
-        others = self._any(self._here(value.source), self._prefixes(value.readers[:-1])[-1])
-        yield value.readers[-2], self._both(last, others)
+        """Backwards: what the last reader's gradient is a slice of, while it waits here for the one before; or ties."""
+        *others, last = value.source, *value.readers
+        yield value.rest_from, self._both(self._here(last), self._prefixes(others)[-1])
         yield value.rest_until, None
 
     def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:

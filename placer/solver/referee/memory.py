@@ -29,6 +29,7 @@ class Memory:
     def __init__(self, request: PlacementRequest, where: Mapping[str, str], contiguous: bool) -> None:
         self._training, self._where = request.is_training, where
         self._step_share = request.profile.optimizer_step_share
+        self._ties = request.profile.tied
         self._apart = request.is_training and request.schedule == "zero-bubble"
         self._recorded = self._apart or (request.is_training and contiguous)
         self._order = {layer.name: step for step, layer in enumerate(request.profile.layers)}
@@ -116,7 +117,8 @@ class Memory:
     def _backwards(self, device: str) -> Iterator[Split]:
         """Play the backward pass: a gradient arrives after its first reader, and goes with its source or is sent.
 
-        That of the last reader may be a slice, and the rest of its storage waits with it for the reader before.
+        That of the last reader may be a slice, and the rest of its storage waits with it for the reader before; one of
+        tied parameters waits from the last layer that has them to the first.
         """
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)
@@ -133,6 +135,11 @@ class Memory:
             if edge.rest_bytes and last in readers and (len(readers) > 1 or self._where[edge.source] == device):
                 arriving[self._order[edge.rest_until] if edge.rest_until else last] += edge.rest_bytes
                 sent[before] += edge.rest_bytes
+        for tie in self._ties:
+            sharing = self._here(tie.layers, device)
+            if len(sharing) > 1:
+                arriving[sharing[-1]] += tie.gradient_bytes
+                sent[sharing[0]] += tie.gradient_bytes
         kept_at, layer_at = self._kept_at(device), self._layer_at(device)
         kept, waiting = sum(kept_at.values()), 0
         for step in sorted({*arriving, *sent, *layer_at}, reverse=True):

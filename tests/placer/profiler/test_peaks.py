@@ -209,6 +209,30 @@ def test_all_of_a_gradient_is_held_while_a_slice_of_it_waits_for_an_earlier_read
     assert predicted[last] <= held[last] <= predicted[last] + 2 * model(x).nbytes  # which the test holds on to
 
 
+class _Tied(nn.Module):
+    """Tokens are looked up at the beginning and once more further on, in the same table."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.table, self.first, self.last = nn.Embedding(500, width), nn.Linear(width, width), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last((self.first(self.table(x)) + self.table(x.flip(0))).mean(1))
+        return result
+
+
+def test_a_gradient_of_tied_parameters_waits_for_that_of_the_first_layer_that_has_them() -> None:
+    model, x = _Tied(), torch.randint(0, 500, (4, 8))
+    with logical_devices(2) as places:
+        found = profile(model, x, places, progress=False, repeats=1, cache=False)
+        assert [tie.gradient_bytes for tie in found.tied] == [model.table.weight.nbytes]
+        where = {layer.name: places[layer.name == "last"] for layer in found.layers}
+        rules = Constraints(contiguous=False, pinned={name: str(place) for name, place in where.items()})
+        placement = solve(PlacementRequest(profile=found, constraints=rules, chunks=1))
+        held = _peaks(model, (x,), placement, training=True)
+    assert _beside_state(placement)["cpu:0"] == held["cpu:0"] > 2 * model.table.weight.nbytes
+
+
 def test_inputs_wait_for_their_last_layer_and_results_stay_until_the_pass_is_over() -> None:
     model, inputs = _Results(), (torch.randn(4, 8), torch.randn(4, 8))
     with logical_devices(1) as places:

@@ -83,6 +83,14 @@ def test_a_rest_beside_a_slice_that_cannot_be_is_refused(targets, until, words):
     assert words in str(refused.value)
 
 
+def test_layers_that_share_parameters_are_colocated():
+    layers = [{"name": name, "forward_ms": {"t": 1.0}} for name in "abc"]
+    content = {"layers": layers, "tied": [{"layers": ["a", "c"], "gradient_bytes": 5}]}
+    assert Profile.model_validate(content | {"colocated": [["a", "b", "c"]]})
+    with pytest.raises(ValidationError, match="layers 'a', 'c' share parameters; name them together in colocated, too"):
+        Profile.model_validate(content | {"colocated": [["a", "b"]]})
+
+
 def one_way(asked):
     del asked["cluster"]["links"][1]
 

@@ -10,6 +10,7 @@ from placer.solver.problem import Problem
 def memory(where, edges, training=True, chunks=1, schedule="fill-drain", share=0.0, contiguous=False, **sizes):
     """The memory of device x, where ``where`` says layer by layer, a, b, c, ..., which device it is on."""
     names = "abcdef"[: len(where)]
+    ties = {field: sizes.pop(field) for field in ("colocated", "tied") if field in sizes}
     layers = [
         Layer(
             name=name,
@@ -23,7 +24,9 @@ def memory(where, edges, training=True, chunks=1, schedule="fill-drain", share=0
         devices=[Device(name=name, type="t", memory_bytes=10_000) for name in "xy"],
         links=[{"source": s, "target": t, "bandwidth_bytes_per_s": 1e9} for s, t in ("xy", "yx")],
     )
-    profile = Profile(layers=layers, edges=edges, training=training, cluster=cluster, optimizer_step_share=share)
+    profile = Profile(
+        layers=layers, edges=edges, training=training, cluster=cluster, optimizer_step_share=share, **ties
+    )
     asked = PlacementRequest(profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": contiguous})
     return costs.evaluate(Problem.from_request(asked), ["xy".index(device) for device in where]).memory[0]
 
@@ -182,6 +185,14 @@ def test_the_rest_of_a_storage_is_held_while_a_slice_of_it_waits_for_the_reader_
     later = [Edge(**read, rest_until="e")]
     assert memory("xxxxxx", later, **sizes).total_bytes == 10 + 7 + 3
     assert memory("xxxxxx", later, backward_workspace_bytes={"e": 30, "d": 3}).total_bytes == 10 + 30
+
+
+def test_a_gradient_of_tied_parameters_waits_from_the_last_layer_that_has_them_to_the_first():
+    tied = {"colocated": [("a", "c", "d")], "tied": [{"layers": ("a", "c", "d"), "gradient_bytes": 10}]}
+    assert memory("xxxx", [], backward_workspace_bytes={"b": 3}, **tied).total_bytes == 10 + 3
+    assert memory("xyxx", [], backward_workspace_bytes={"d": 9, "c": 1}, **tied).total_bytes == 10 + 1
+    assert memory("xyxx", [], backward_workspace_bytes={"d": 30}, **tied).total_bytes == 30
+    assert memory("xyxxx", [], backward_workspace_bytes={"e": 5}, **tied).total_bytes == 10  # e runs backwards before
 
 
 def test_a_device_without_layers_holds_nothing():
