@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from placer import devices
 from placer.graph.packed import lengths_of
-from placer.graph.structure import flatten
+from placer.graph.structure import Exchange, flatten
 
 _KEEPS_ITS_PLACE = {
     "to",
@@ -102,7 +102,7 @@ class Alignment(TorchFunctionMode):
 
 
 class Arrival:
-    """A forward pre-hook: moves what a module is given to the device that its state is on.
+    """A forward pre-hook: moves what a module is given to the device that its state is on, for as long as it runs.
 
     A copy of the module is no part of the flow, so in a copy the hook does nothing.
     """
@@ -115,16 +115,31 @@ class Arrival:
         """Arguments and keyword arguments on the device; None, as they are, in a copy and while a graph is made."""
         if torch.compiler.is_dynamo_compiling() or self._arrivals is None or not devices.observed():
             return None
-        self._arrivals.note(self._device)
-        tensors, structure = flatten((args, kwargs))
-        moved = [devices.move(tensor, self._device) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
-        return structure.unflatten(moved)
+        return self._arrivals.enter(self._device).made((args, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Arrival:
         return Arrival(None, self._device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Arrival, (None, self._device)
+
+
+class Departure:
+    """A forward hook, the other end of ``Arrival``."""
+
+    def __init__(self, arrivals: Arrivals | None) -> None:
+        self._arrivals = arrivals
+
+    def __call__(self, *_: Any) -> None:
+        """Put back what the module was given; nothing in a copy and while a graph is made."""
+        if not torch.compiler.is_dynamo_compiling() and self._arrivals is not None and devices.observed():
+            self._arrivals.leave()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Departure:
+        return Departure(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Departure, (None,)
 
 
 class Again:
@@ -171,13 +186,25 @@ class Arrivals:
     def __init__(self, modules: Mapping[nn.Module, torch.device], alignment: Alignment) -> None:
         self._alignment = alignment
         self._handles = [
-            module.register_forward_pre_hook(Arrival(self, device), with_kwargs=True, prepend=True)
+            handle
             for module, device in modules.items()
+            for handle in (
+                module.register_forward_pre_hook(Arrival(self, device), with_kwargs=True, prepend=True),
+                module.register_forward_hook(Departure(self), always_call=True),
+            )
         ]
+        self._inside: list[Exchange] = []
 
-    def note(self, device: torch.device) -> None:
-        """A module on this device is entered."""
+    def enter(self, device: torch.device) -> Exchange:
+        """A module on this device is entered; what moves the tensors that it is given."""
         self._alignment.place = device
+        self._inside.append(Exchange(lambda tensor: devices.move(tensor, device)))
+        return self._inside[-1]
+
+    def leave(self) -> None:
+        """The module is left: lists, dicts and objects that it was given have their own tensors back."""
+        if self._inside:  # not where a hook before ``Arrival`` failed
+            self._inside.pop().put_back()
 
     def stay(self, modules: Iterable[nn.Module]) -> None:
         """Be there in the backward pass too, when a checkpoint runs these modules again."""

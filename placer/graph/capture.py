@@ -6,8 +6,9 @@ import hashlib
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from placer.errors import CaptureError
+from placer.errors import CaptureError, InputError
 from placer.graph import granularity as granularities
 from placer.graph.build import Builder, find_state
 from placer.graph.export import Exported, export
@@ -41,10 +42,15 @@ def capture(
 
     Raises:
         CaptureError: torch.export refuses the model, and ``hooks`` is False or the model itself fails.
-        InputError: the granularity is not known.
+        InputError: the granularity is not known, or a lazy module has not run yet.
     """
     args = args if isinstance(args, tuple) else (args,)
     kwargs = kwargs or {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise InputError(
+                f"{name!r} is not initialised; run the model once: lazy modules take their sizes from that"
+            )
     try:
         exported = export(model, args, kwargs)
     except CaptureError as error:

@@ -167,7 +167,8 @@ def _export(
         flat = _Flat(module, inputs, structures)
         shapes = [_dynamic(tensor, batch) if dynamic else None for tensor in examples]
         try:
-            program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(shapes),))
+            with put_back(module):  # torch.export gives each module a copy of a list that two of them share
+                program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(shapes),))
         except Exception as error:  # whatever the model's own code may raise while it is traced
             failure = failure or error
             if "data-dependent" in str(error).lower():  # no fixed shape would help

@@ -1,8 +1,9 @@
 """From operations to groups: which operation belongs to which layer, and in which order the layers run.
 
 1. An operation inside a module that is not opened belongs to that module's layer.
-2. An operation between modules joins the layer of its latest producer; one that nothing produces, its earliest
-reader's. 3. Writes in place order their neighbours, and join layers where a copy on another device would miss them.
+2. An operation between modules joins the layer of its latest producer; one that nothing produces, that of its readers'
+layers which begins first. 3. Writes in place order their neighbours, and join layers where a copy on another device
+would miss them.
 4. Layers that depend on one another both ways become one.
 """
 
@@ -78,11 +79,17 @@ def _units(operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int])
         if unit is not None:
             units[node] = unit
             began.setdefault(unit, place[node])
+    roots = storage_roots(operations)
     for node in reversed(operations):
         if node not in units:
             readers = [reader for reader in (*node.users, *_beside(node)) if reader in units]
+            if not readers:
+                readers = [reader for reader in _readers_of_written(node, roots) if reader in units]
             if readers:
-                units[node] = units[min(readers, key=place.__getitem__)]
+                units[node] = min((units[reader] for reader in readers), key=began.__getitem__)
+    for node in operations:  # parts of a list stay with what makes it: tensors alone pass between layers
+        if node.target is getitem:
+            units.update((node, units[maker]) for maker in node.all_input_nodes[:1] if maker in units)
     first = next((units[node] for node in operations if node in units), MODEL)
     for node in operations:
         units.setdefault(node, first)
@@ -95,6 +102,13 @@ def _beside(node: fx.Node) -> Iterator[fx.Node]:
         for source in node.all_input_nodes:
             if source.op == "placeholder":
                 yield from source.users
+
+
+def _readers_of_written(write: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> Iterator[fx.Node]:
+    """What reads the storages that an operation writes to, whose own result nobody may read."""
+    family = {root for target in written(write) for root in roots.get(target, {target})}
+    if family:
+        yield from (reader for reader, _ in _readers([node for node, of in roots.items() if of & family]))
 
 
 def _ordered(
@@ -130,7 +144,9 @@ def _writes_in_place(
             _redirect(target, write, place)
             family = roots.get(target, {target})
             is_state = any(root.op == "get_attr" for root in family)
+            is_input = any(root.op == "placeholder" for root in family)
             relatives = [node for node, of in roots.items() if of & family]
+            makers = _makers(relatives, write, units, place)
             derived = _derived(write)
             for reader, alias in _readers(relatives):
                 if reader is write or alias in derived or reader in derived:
@@ -138,14 +154,14 @@ def _writes_in_place(
                 if reader not in units or (units[reader] == units[write] and not is_state):
                     # A reader in the same layer, and the caller, still need the value's maker beside the write.
                     if place[reader] > place[write] and not is_state:
-                        merges.append(_makers(relatives, write, units, place) | {units[write]})
+                        merges.append(makers | {units[write]})
                     continue
                 if place[reader] < place[write]:
                     ordering.add((units[reader], units[write]))
-                elif is_state:
-                    ordering.add((units[write], units[reader]))
+                elif is_state or (makers == {units[write]} and not is_input):
+                    ordering.add((units[write], units[reader]))  # what is sent leaves when the layer has run
                 else:
-                    merges.append(_makers(relatives, write, units, place) | {units[write], units[reader]})
+                    merges.append(makers | {units[write], units[reader]})
     return ordering, [members for members in merges if len(members) > 1]
 
 

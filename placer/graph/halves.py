@@ -29,6 +29,8 @@ def can_wait(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     if args[0].dtype != args[1].dtype and not torch.is_autocast_enabled(args[0].device.type):
         return False  # the operation itself refuses them
+    if args[0].is_complex() or args[1].is_complex():
+        return False  # their gradients are conjugates, and convolutions of them have no backward pass of their own
     if torch._C._functorch.get_dynamic_layer_stack_depth():
         return False  # inside torch.func a call stands for many
     bias = args[2] if len(args) > 2 else None

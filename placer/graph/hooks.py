@@ -11,7 +11,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from placer.errors import CaptureError
 
-_SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival", "Again")
+_SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival", "Departure", "Again")
 _SAFE_FUNCTIONS = ("output_capturing_hook", "make_inputs_require_grads")
 """Hooks of transformers: what the one collects is a part of the result, and the other serves checkpoints."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -65,7 +67,7 @@ def _walk(
         return "*", next
     if isinstance(nest, CONSTANTS):
         return (type(nest), repr(nest)), lambda _: nest
-    if id(nest) in above or isinstance(nest, _OPAQUE) or callable(nest):
+    if id(nest) in above or _holds_nothing(nest):
         return (type(nest), id(nest)), lambda _: nest
     parts = _parts(nest)
     if parts is None:
@@ -81,6 +83,64 @@ def _walk(
     rebuilds = [rebuild for _, rebuild in walked]
     key = (type(nest), tuple(labels), tuple(key for key, _ in walked))
     return key, lambda flat: assemble([rebuild(flat) for rebuild in rebuilds])
+
+
+class Exchange:
+    """Tensors that take the places of others, for a while.
+
+    Tuples are made anew; lists, dicts and objects stay the same ones, so that what is written to them stays there.
+
+    Args:
+        other: makes the one that takes a tensor's place, which may be itself.
+    """
+
+    def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
+        self._other = other
+        self._done: list[tuple[Callable[[], Any], Callable[[Any], None], Any, Any]] = []
+
+    def made(self, nest: Any, above: tuple[int, ...] = ()) -> Any:
+        """The nest, or, of tuples, another one with the same parts."""
+        if isinstance(nest, Tensor):
+            return self._other(nest)
+        if isinstance(nest, (*CONSTANTS, *_NUMBERS)) or id(nest) in above or _holds_nothing(nest):
+            return nest
+        above = (*above, id(nest))
+        if isinstance(nest, tuple):
+            _, children, assemble = _parts(nest) or ([], [], tuple)
+            items = [self.made(child, above) for child in children]
+            return nest if all(map(is_, items, children)) else assemble(items)
+        if isinstance(nest, (list, dict)):
+            for place, was in list(enumerate(nest) if isinstance(nest, list) else nest.items()):
+                self._put(was, above, partial(_item, nest, place), partial(nest.__setitem__, place))
+        else:
+            for name, was in list((_attributes(nest) or {}).items()):
+                self._put(was, above, partial(getattr, nest, name, None), partial(object.__setattr__, nest, name))
+        return nest
+
+    def _put(self, was: Any, above: tuple[int, ...], read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        now = self.made(was, above)
+        if now is not was:
+            write(now)
+            self._done.append((read, write, was, now))
+
+    def put_back(self) -> None:
+        """Give every tensor that is still in another's place that place back."""
+        while self._done:
+            read, write, was, now = self._done.pop()
+            if read() is now:
+                write(was)
+
+
+def _item(nest: Any, place: Any) -> Any:
+    """What is there; None where it is gone."""
+    try:
+        return nest[place]
+    except (IndexError, KeyError):
+        return None
+
+
+def _holds_nothing(nest: Any) -> bool:
+    return isinstance(nest, _OPAQUE) or callable(nest)
 
 
 def _parts(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:

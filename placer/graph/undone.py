@@ -65,5 +65,5 @@ def _writes_to_its_first(name: str) -> bool:
 def _key(tensor: Tensor) -> int | None:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # it has none: a sparse one
+    except (NotImplementedError, RuntimeError, ValueError):  # it has none: a sparse one, or one of a lazy module
         return None

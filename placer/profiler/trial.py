@@ -39,7 +39,7 @@ class Trial:
     ) -> None:
         self.device = device
         self.state = list(state)
-        self.reads = [read.clone() if isinstance(read, Tensor) else read for read in reads]
+        self.reads = [read.detach().clone() if isinstance(read, Tensor) else read for read in reads]
         self.writes: tuple[Any, ...] = ()
         self.gradients: tuple[Tensor | None, ...] = ()
         self._function = layer.function

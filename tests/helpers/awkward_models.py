@@ -257,6 +257,20 @@ def _normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh(), norm(nn.Linear(4, 2)))
 
 
+class Towers(nn.Module):
+    """Parts of an input, and of a parameter, each for a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 4), nn.Linear(2, 4)
+        self.table = nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x.chunk(2, 1)
+        scale, shift = self.table.split(4, 1)
+        return self.first(one) * scale[0] + self.second(other) * shift[1]
+
+
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "called_twice": CalledTwice,
     "norm_called_twice": NormCalledTwice,
@@ -272,6 +286,7 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "swaps": Swaps,
     "functional_dropout": FunctionalDropout,
     "unused_layer": UnusedLayer,
+    "towers": Towers,
     "old_weight_norm": _normed(nn.utils.weight_norm),
     "old_spectral_norm": _normed(nn.utils.spectral_norm),
     "weight_norm": _normed(nn.utils.parametrizations.weight_norm),

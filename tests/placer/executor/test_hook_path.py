@@ -106,6 +106,55 @@ class StochasticDepth(_Base):
         return x
 
 
+class GrowsAList(_Base):
+    """Layers add to a list, and replace what is in an object, that they are given; as attention does in a cache."""
+
+    class _Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, states: list[Tensor], seen: dict[str, Any]) -> Tensor:
+            result: Tensor = self.linear(x)
+            states.append(result)
+            seen["sum"] = seen["sum"] + result
+            seen["all"][-1] = (seen["all"][-1][0] + result, states[0])
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self._Adds(), self._Adds()
+
+    def forward(self, x: Tensor) -> Any:
+        states: list[Tensor] = []
+        seen: dict[str, Any] = {"sum": torch.zeros_like(x), "all": [(x, x)]}
+        y = self.second(self.first(x, states, seen), states, seen)
+        scale = 2.0 if y.sum().item() > 1e9 else 1.0
+        return self.third(y) * scale, states, seen
+
+
+class SharesAList(_Base):
+    """A module leaves its result in a list that the model has, too."""
+
+    class _Leaves(nn.Module):
+        def __init__(self, results: list[Tensor]) -> None:
+            super().__init__()
+            self.linear, self.results = nn.Linear(4, 4), results
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.results[0] = self.linear(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results = [torch.zeros(1)]
+        self.second = self._Leaves(self.results)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.third(self.second(self.first(x)))
+        return y + self.results[0]
+
+
 class Nonzero(_Base):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -127,6 +176,8 @@ REFUSED: list[type[nn.Module]] = [
     NumpyCall,
     CustomFunction,
     LoopOverData,
+    GrowsAList,
+    SharesAList,
     WhileNotConverged,
     ToList,
     BooleanSelection,

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 from small_models import Skips
+from splitting import assert_split_equals_unsplit
 from torch import Tensor, nn
+from torch.nn import functional
 
 from placer.graph import capture
 from placer.zoo import gpt
@@ -51,3 +56,63 @@ def test_no_layer_is_sent_an_input_for_its_size_alone() -> None:
     # Every block asked the tokens for the batch size, so they went to the first block besides the embedding.
     graph = capture(gpt(layers=2, width=8, heads=2, context=4, vocabulary=5), torch.zeros(2, 4, dtype=torch.long))
     assert [layer.name for layer in graph.layers if graph.inputs[0] in layer.reads] == ["token_embedding"]
+
+
+class _Masked(nn.Module):
+    """All blocks read a mask that is written to by its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones_like(x[0])
+        mask[1:] = 0
+        for block in self.blocks:
+            x = block(x) * mask
+        return x
+
+
+class _Biased(nn.Module):
+    """Each block clears a part of a copy of its bias, and reads nothing of what that gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            bias = block.bias.clone()
+            bias[1:].zero_()
+            x = functional.linear(block(x), block.weight, bias)
+        return x
+
+
+class _WithItsLoss(nn.Module):
+    """The labels are a part of the input, of which the loss asks the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, labels = x[:, :-1], x[:, 1:]
+        for block in self.blocks:
+            y = block(y)
+        return functional.cross_entropy(y.reshape(-1, 5), labels.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (_Masked(), torch.randn(2, 4, 3)),
+        (_Biased(), torch.randn(2, 3)),
+        (_WithItsLoss(), torch.randint(5, (4, 6))),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_several_layers_read_does_not_make_one_layer_of_them(model: nn.Module, x: Tensor) -> None:
+    graph = capture(model, x, granularity="fine")
+    assert [layer.name for layer in graph.layers] == ["blocks.0", "blocks.1", "blocks.2"]
+    x = x.double() if x.is_floating_point() else x
+    assert_split_equals_unsplit(lambda: copy.deepcopy(model), (x,), kinds=("fine",))

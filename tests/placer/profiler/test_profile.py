@@ -334,6 +334,28 @@ def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
         quick_profile(model, torch.randn(2, 4))
 
 
+class _SharedView(nn.Module):
+    """A view of a parameter of one layer, which another one reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 8))
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table.unsqueeze(0)
+        return self.first(x + table).sum() + self.second(table).sum()
+
+
+def test_a_view_of_a_parameter_that_two_layers_read_is_measured_in_both() -> None:
+    assert len(quick_profile(_SharedView(), torch.randn(2, 6, 8)).layers) == 2
+
+
+def test_a_lazy_module_that_has_not_run_is_named() -> None:
+    with pytest.raises(InputError, match=r"'0\.weight' is not initialised; run the model once"):
+        quick_profile(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4)), torch.randn(4, 5))
+
+
 def test_a_model_without_operations_has_nothing_to_place() -> None:
     with pytest.raises(ProfilingError, match="Identity has no operations"):
         quick_profile(nn.Identity(), torch.randn(2))

@@ -18,6 +18,28 @@ from placer.executor.training.pipeline import Order
 from placer.testing import logical_devices
 from placer.zoo import gpt, resnet18, unet
 
+
+class _Complex(nn.Module):
+    """Layers whose weights are complex, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(1, 2, 3), nn.Linear(5, 3)
+        self.middle = nn.Conv1d(2, 2, 2, dtype=torch.cdouble)
+        self.linear = nn.Linear(7, 5, dtype=torch.cdouble)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        result: Tensor = self.last(self.linear(self.middle(torch.complex(y, y.tanh()))).abs().sum(1))
+        return result
+
+    def double(self) -> _Complex:
+        """What is complex stays so."""
+        for layer in (self.first, self.last):
+            layer.double()
+        return self
+
+
 SCHEDULES: tuple[Order, ...] = ("1f1b", "fill-drain", "zero-bubble")
 
 
@@ -31,6 +53,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
         lambda: unet(width=4),
         lambda size: (_images(size), torch.randint(2, (size, 32, 32))),
         functional.cross_entropy,
+    ),
+    "complex": (
+        _Complex,
+        lambda size: (torch.randn(size, 1, 10, dtype=torch.float64), torch.randn(size, 3, dtype=torch.float64)),
+        functional.mse_loss,
     ),
     "tied gpt": (
         lambda: gpt(layers=3, width=16, heads=2, context=8, vocabulary=11, tied=True),
