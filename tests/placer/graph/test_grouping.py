@@ -89,16 +89,16 @@ class _Biased(nn.Module):
 
 
 class _WithItsLoss(nn.Module):
-    """The labels are a part of the input, of which the loss asks the size."""
+    """The labels are a part of the input, of which each block asks the size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5)])
 
     def forward(self, x: Tensor) -> Tensor:
-        y, labels = x[:, :-1], x[:, 1:]
+        count, labels, y = len(x), x[:, 1:], x[:, :-1]
         for block in self.blocks:
-            y = block(y)
+            y = block(y).reshape(count, 5, -1)
         return functional.cross_entropy(y.reshape(-1, 5), labels.reshape(-1))
 
 
