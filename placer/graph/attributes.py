@@ -1,8 +1,9 @@
-"""Which plain attributes of its own a model's code reads while it is traced: a captured graph holds their values.
+"""Which attributes of its own a model's code reads while it is traced: a captured graph holds their values.
 
     self.temperature = 1.0                              # in __init__
     return self.head(x) / self.temperature              # in forward: read
     self.calls += 1                                     # in forward: written, so its value is forward's own affair
+    self.config.scale                                   # of an object that a module has: read of both
 
 Every attribute could be looked at instead. But many are never read by ``forward``, and some of these change between all
 calls: a trainer's count of steps, an epoch.
@@ -10,45 +11,57 @@ calls: a trainer's count of steps, an epoch.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, str, type(None), Tensor)
+_PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 _NONE = object()
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_DEEPEST = 3
+"""So many objects inside one another are looked into: a module's configuration may have one for each of its parts."""
 _TRACING = threading.RLock()
 """Whoever notes attributes stands on classes, which all threads share."""
 
 
 class Notes:
-    """What a model's code did with plain attributes of the model's modules while it was traced."""
+    """What a model's code did with attributes of the model's modules, and of objects that these have."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {id(child): child for child in model.modules() if not is_torchs(type(child))}
-        self.plain = {(id(child), name) for child in self.modules.values() for name in _plain_names(child)}
+        self.holders: dict[int, Any] = {id(child): child for child in model.modules() if not is_torchs(type(child))}
+        found: Iterable[Any] = list(self.holders.values())
+        for _ in range(_DEEPEST):
+            found = {
+                id(value): value for holder in found for value in vars(holder).values() if _is_object(value)
+            }.values()
+            found = [value for value in found if id(value) not in self.holders]
+            self.holders |= {id(value): value for value in found}
+        self.noted = {(id(holder), name) for holder in self.holders.values() for name in _names(holder)}
         self._read: dict[tuple[int, str], None] = {}
         self._written: set[tuple[int, str]] = set()
 
-    def read(self, module: nn.Module, name: str) -> None:
+    def read(self, holder: Any, name: str) -> None:
         """The code reads an attribute."""
-        self._read[id(module), name] = None
+        self._read[id(holder), name] = None
 
-    def write(self, module: nn.Module, name: str) -> None:
+    def write(self, holder: Any, name: str) -> None:
         """The code sets an attribute, or takes it away."""
-        self._written.add((id(module), name))
+        self._written.add((id(holder), name))
 
     def read_all(self) -> None:
-        """Take all plain attributes for read: the code ran where reads are not seen, as in a branch of torch.cond."""
-        self._read |= dict.fromkeys(sorted(self.plain))
+        """Take all attributes for read: the code ran where reads are not seen, as in a branch of torch.cond."""
+        self._read |= dict.fromkeys(sorted(self.noted))
 
-    def only_read(self) -> tuple[tuple[nn.Module, str], ...]:
-        """The attributes that were read and never written, as modules and names."""
+    def only_read(self) -> tuple[tuple[Any, str], ...]:
+        """The attributes that were read and never written, as holders and names."""
         read = (key for key in self._read if key not in self._written)
-        return tuple((self.modules[key], name) for key, name in read if key in self.modules)
+        return tuple((self.holders[key], name) for key, name in read if key in self.holders)
 
 
 class _Noting:
@@ -57,38 +70,44 @@ class _Noting:
     def __init__(self, name: str, default: Any, notes: Notes) -> None:
         self._name, self._default, self._notes = name, default, notes
 
-    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
-        value = self._default if module is None else module.__dict__.get(self._name, self._default)
+    def __get__(self, holder: Any, owner: type | None = None) -> Any:
+        value = self._default if holder is None else _own(holder).get(self._name, self._default)
         if value is _NONE:  # a parameter or a module has the name here
             raise AttributeError(self._name)
-        if module is not None and not torch.compiler.is_dynamo_compiling():
-            self._notes.read(module, self._name)
+        if holder is not None and not torch.compiler.is_dynamo_compiling():
+            self._notes.read(holder, self._name)
         return value
 
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        self._notes.write(module, self._name)
-        module.__dict__[self._name] = value
+    def __set__(self, holder: Any, value: Any) -> None:
+        self._notes.write(holder, self._name)
+        _own(holder)[self._name] = value
 
-    def __delete__(self, module: nn.Module) -> None:
-        self._notes.write(module, self._name)
-        if self._name not in module.__dict__:
+    def __delete__(self, holder: Any) -> None:
+        self._notes.write(holder, self._name)
+        if self._name not in _own(holder):
             raise AttributeError(self._name)
-        del module.__dict__[self._name]
+        del _own(holder)[self._name]
+
+
+def _own(holder: Any) -> dict[str, Any]:
+    """The attributes of an object itself, whose class may look them up in a way of its own."""
+    is_module = issubclass(type(holder), nn.Module)  # there the compiler of a branch of torch.cond follows
+    own: dict[str, Any] = holder.__dict__ if is_module else object.__getattribute__(holder, "__dict__")
+    return own
 
 
 @contextmanager
 def noted(model: nn.Module) -> Iterator[Notes]:
-    """Note which plain attributes code reads and writes; torch's own modules and private attributes are left out."""
+    """Note which attributes code reads and writes; those of torch's own modules and classes are left out."""
     notes = Notes(model)
     with _TRACING:
-        stands = {
-            (type(notes.modules[key]), name): _Noting(name, _default(type(notes.modules[key]), name), notes)
-            for key, name in notes.plain
-        }
-        before = {(cls, name): vars(cls).get(name, _NONE) for cls, name in stands}
+        before: dict[tuple[type, str], Any] = {}
         try:
-            for (cls, name), noting in stands.items():
-                setattr(cls, name, noting)
+            for cls, name in {(type(notes.holders[key]), name) for key, name in notes.noted}:
+                was = vars(cls).get(name, _NONE)
+                with suppress(AttributeError, TypeError):  # a class may allow nothing else in its place
+                    setattr(cls, name, _Noting(name, _default(cls, name), notes))
+                    before[cls, name] = was
             yield notes
         finally:
             for (cls, name), was in before.items():
@@ -98,16 +117,27 @@ def noted(model: nn.Module) -> Iterator[Notes]:
                     delattr(cls, name)
 
 
-def _plain_names(module: nn.Module) -> set[str]:
-    """A module's public plain attributes, those of its class too; what a property gives is none."""
-    inherited = {name for cls in type(module).__mro__ if not is_torchs(cls) for name in vars(cls)}
-    names = {name for name in (*module.__dict__, *inherited) if not name.startswith("_") and name != "training"}
+def _names(holder: Any) -> set[str]:
+    """The attributes of a module or another object, plain ones of its class too; what a property gives is none."""
+    kind = type(holder)
+    inherited = {name for cls in kind.__mro__ if not is_torchs(cls) for name in vars(cls)}
+    names = {name for name in (*vars(holder), *inherited) if not name.startswith("__")}
+    if isinstance(holder, nn.Module):
+        names -= _OF_EVERY_MODULE
     return {
         name
         for name in names
-        if _is_plain(default := _default(type(module), name)) or default is _NONE
-        if _is_plain(module.__dict__.get(name, default))
+        if _is_plain(default := _default(kind, name)) or (default is _NONE and name in vars(holder))
     }
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is one of a class of somebody's own, such as a configuration."""
+    if isinstance(value, (*_PLAIN, nn.Module, type, Enum)) or callable(value):
+        return False
+    kind = type(value)
+    own = not is_torchs(kind) and kind.__module__.split(".")[0] not in sys.stdlib_module_names
+    return own and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _default(cls: type, name: str) -> Any:

@@ -45,7 +45,7 @@ class Exported:
         batch_symbol: the symbol of the batch size, or None where it is fixed.
         batch_size: of the example.
         checkpoints: the modules that ran under ``torch.utils.checkpoint``.
-        attributes: the modules and names of the plain attributes whose values the graph holds.
+        attributes: the modules and other objects, and names, of the attributes whose values the graph holds.
     """
 
     module: fx.GraphModule
@@ -55,7 +55,7 @@ class Exported:
     batch_symbol: Any
     batch_size: int
     checkpoints: tuple[str, ...] = ()
-    attributes: tuple[tuple[nn.Module, str], ...] = ()
+    attributes: tuple[tuple[Any, str], ...] = ()
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
-from typing import TypeVar
+from itertools import chain, compress, repeat
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -26,7 +26,8 @@ _TABLES = (
 )
 """What a module holds, each a dict that may be written to, or be another one, at any time."""
 
-_PLAIN = (bool, int, float, str, tuple)
+_PLAIN = (bool, int, float, str)
+_CONTAINERS = (list, tuple, dict, set)
 
 _Holder = TypeVar("_Holder")
 
@@ -98,17 +99,25 @@ class Census:
 
 
 class Attributes:
-    """The attributes of a model's own modules whose values the captures of it hold."""
+    """The attributes of a model's own modules, and of objects that these have, whose values the captures of it hold.
+
+    Of lists, tuples and dicts it is what is in them.
+    """
 
     def __init__(self) -> None:
-        self._was: dict[tuple[nn.Module, str], object] = {}
-        self._readers: list[tuple[Callable[[nn.Module], object], list[nn.Module]]] = []
+        self._was: dict[tuple[int, str], tuple[Any, list[object]]] = {}
+        self._readers: list[tuple[Callable[[Any], object], list[Any]]] = []
+        self._containers: list[tuple[Callable[[Any], object], list[Any]]] = []
         self._values: list[object] = []
 
-    def add(self, read: Iterable[tuple[nn.Module, str]]) -> None:
-        """Look at these too, given as modules and names; from now on they are to be what they are now."""
-        self._was |= {(module, name): getattr(module, name) for module, name in read}
-        self._readers = _readers(operator.attrgetter, self._was)
+    def add(self, read: Iterable[tuple[Any, str]]) -> None:
+        """Look at these too, given as holders and names; from now on they are to be what they are now."""
+        for holder, name in read:
+            self._was[id(holder), name] = holder, [*_inside(getattr(holder, name))]
+        named = [(holder, name) for (_, name), (holder, _) in self._was.items()]
+        contain = [type(getattr(holder, name, None)) in _CONTAINERS for holder, name in named]
+        self._readers = _readers(operator.attrgetter, named)
+        self._containers = _readers(operator.attrgetter, compress(named, contain))
         self._values = self._now()
 
     def hold(self) -> bool:
@@ -127,11 +136,16 @@ class Attributes:
     def changed(self) -> list[str]:
         """The names of those that are not what they were."""
         return [
-            name for (module, name), was in self._was.items() if not are_equal([getattr(module, name, None)], [was])
+            name
+            for (_, name), (holder, was) in self._was.items()
+            if not are_equal([*_inside(getattr(holder, name, None))], was)
         ]
 
     def _now(self) -> list[object]:
-        return [*chain.from_iterable([map(read, modules) for read, modules in self._readers])]
+        values = [*chain.from_iterable([map(read, holders) for read, holders in self._readers])]
+        for read, holders in self._containers:
+            values += chain.from_iterable(map(_inside, map(read, holders)))
+        return values
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -142,9 +156,23 @@ def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 def are_equal(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether two lists are of the same objects, or of equal numbers and words."""
     return are_same(some, others) or (
-        len(some) == len(others)
-        and all(a is b or (type(a) is type(b) in _PLAIN and a == b) for a, b in zip(some, others, strict=True))
+        len(some) == len(others) and all(a is b or _is_equal(a, b) for a, b in zip(some, others, strict=True))
     )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other) or type(one) not in (*_PLAIN, *_CONTAINERS):
+        return False
+    if type(one) in _CONTAINERS:
+        return are_equal([*_inside(one)], [*_inside(other)])
+    return bool(one == other)
+
+
+def _inside(value: Any) -> Iterable[object]:
+    """What a list, tuple, set or dict holds, after how much that is; anything else alone."""
+    if type(value) not in _CONTAINERS:
+        return (value,)
+    return (len(value), *value, *value.values()) if type(value) is dict else (len(value), *value)
 
 
 def _readers(

@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,8 +33,25 @@ class Head(nn.Module):
         return self.last(x) / self.temperature
 
 
+class Config:
+    """As those of transformers, it looks for its attributes in a way of its own, which asks it for another one."""
+
+    aliases: ClassVar = {"moved_by": "shift"}
+
+    def __init__(self) -> None:
+        self.shift = 0.0
+        self.inner = [self]
+
+    def __getattribute__(self, name: str) -> Any:
+        aliases = super().__getattribute__("aliases")
+        return super().__getattribute__(aliases.get(name, name))
+
+
 class Model(nn.Module):
-    """Reads a number, a flag, a word, something that may be missing, and a tensor; counts its calls and is counted."""
+    """Reads a number, a flag, a word, something that may be missing, a tensor, and what holds others.
+
+    It counts its calls, and is counted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +60,22 @@ class Model(nn.Module):
         self.bias: float | Tensor | None = None
         self.scale = torch.ones((), dtype=torch.float64)
         self.calls = self.epoch = 0
+        self._sign = 1.0
+        self.config, self.gains, self.powers, self.act = Config(), {"x": 1.0}, [1], torch.abs
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        x = self.act(x) ** self.powers[0] * self._sign * self.gains["x"] + self.config.moved_by
         x = getattr(torch, self.kind)(self.first(x)) ** self.power * self.scale
         if self.bias is not None:
             x = x + self.bias
         return self.head(x + x if self.doubled else x)
+
+
+def _shifted(shift: float) -> Config:
+    config = Config()
+    config.shift = shift
+    return config
 
 
 CHANGES: dict[str, Callable[[Model], object]] = {
@@ -60,6 +87,13 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "a tensor where none was": lambda model: setattr(model, "bias", torch.full((4,), 0.5, dtype=torch.float64)),
     "another tensor": lambda model: setattr(model, "scale", torch.full((), 3.0, dtype=torch.float64)),
     "a forward of its own": lambda model: setattr(model.head, "forward", lambda x: model.head.last(x) * 2),
+    "a private one": lambda model: setattr(model, "_sign", -1.0),
+    "a function": lambda model: setattr(model, "act", torch.exp),
+    "what a list holds": lambda model: model.powers.insert(0, 2),
+    "another list": lambda model: setattr(model, "powers", [3]),
+    "what a dict holds": lambda model: model.gains.update(x=0.5),
+    "of an object": lambda model: setattr(model.config, "shift", 1.5),
+    "another object": lambda model: setattr(model, "config", _shifted(2.5)),
     "a default of the class": lambda model: setattr(model.head, "temperature", 4.0),
 }
 
@@ -194,15 +228,16 @@ def test_captures_of_the_model_as_it_was_are_not_kept() -> None:
 
 def test_classes_are_as_they_were_after_a_capture() -> None:
     model = Model()
-    before = [dict(vars(cls)) for cls in (Model, Head)]
+    before = [dict(vars(cls)) for cls in (Model, Head, Config)]
     with attributes.noted(model) as notes:
         model(torch.randn(2, 4))
         model.doubled = True
         assert Head.temperature == 1.0 and not hasattr(Model, "power")
-    assert [dict(vars(cls)) for cls in (Model, Head)] == before
-    read = {(module, name) for module, name in notes.only_read()}
-    names = {(model, name) for name in ("power", "kind", "bias", "scale")}
-    assert read == names | {(model.head, "temperature")}
+    assert [dict(vars(cls)) for cls in (Model, Head, Config)] == before
+    read = {(holder, name) for holder, name in notes.only_read()}
+    of_model = ("power", "kind", "bias", "scale", "_sign", "config", "gains", "powers", "act")
+    of_config = {(model.config, name) for name in ("aliases", "shift")}
+    assert read == {(model, name) for name in of_model} | of_config | {(model.head, "temperature")}
     assert (model.calls, model.doubled) == (1, True)
 
 
