@@ -30,7 +30,7 @@ from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_loss, refuse_no_module
 from placer.graph.layers import tensor_bytes
 from placer.graph.losses import LossFunction
-from placer.graph.structure import flatten
+from placer.graph.structure import flatten, flatten_inputs
 from placer.profiler import inputs
 from placer.profiler.profile import profile as measure_profile
 from placer.schema import Constraints, Placement, PlacementRequest, Profile
@@ -240,7 +240,7 @@ class _Stages:
         return forward_ms, backward_ms
 
     def _infer(self, flow: DataFlow) -> list[StageTime]:
-        tensors, structure = flatten((self._args, self._kwargs))
+        tensors, structure = flatten_inputs(self._args, self._kwargs)
         capture = flow.captured(tensors, structure)
         assert capture is not None  # else it was refused
         if self._backend is not None:
@@ -285,7 +285,7 @@ class _Stages:
 
     def _refuse_others(self, flow: DataFlow) -> None:
         """A model without stages, or one whose layers are called like the profile's and are not the profile's."""
-        capture = flow.captured(*flatten((self._args, self._kwargs)))
+        capture = flow.captured(*flatten_inputs(self._args, self._kwargs))
         if capture is None:
             self._refuse_what_fails(flow)
             raise ProfilingError(

@@ -24,7 +24,7 @@ from placer.errors import InputError
 from placer.executor.pipeline import scatter
 from placer.graph import arguments
 from placer.graph.losses import refuse_other_batch
-from placer.graph.structure import Structure, flatten
+from placer.graph.structure import Structure, flatten, flatten_inputs
 
 _OTHER = (
     "for a smaller last batch build a second pipeline from the same model, its example one micro-batch of that; or "
@@ -281,7 +281,7 @@ class Pipeline:
             return ()
         if inputs is None:
             raise InputError("this process has the first stage: give step(inputs, ...) the batch here")
-        tensors, structure = flatten(arguments.split(inputs))
+        tensors, structure = flatten_inputs(*arguments.split(inputs))
         if structure.key != self._shape.inputs.key:
             raise InputError("the inputs are not nested as the example was; give them as build was given the example")
         for tensor, dtype in zip(tensors, self._shape.dtypes, strict=True):

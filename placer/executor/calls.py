@@ -11,6 +11,7 @@ from torch import Tensor
 from placer.executor.pipeline import join, run
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.state.statistics import BatchStatistics
+from placer.graph.export import Exported
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 
@@ -48,26 +49,25 @@ def call_captured(
 def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], outputs: Structure) -> Any:
     """The results of micro-batches that ran through hooks, where sizes alone tell which outputs have a batch."""
     batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
-    return _joined(results, batched, weights, outputs)
+    return outputs.unflatten(results[0] if len(results) == 1 else join(results, batched, weights, outputs.paths))
 
 
-def joined(results: Sequence[list[Any]], graph: LayerGraph, weights: Sequence[int], outputs: Structure) -> Any:
+def joined(
+    results: Sequence[list[Any]], graph: LayerGraph, weights: Sequence[int], exported: Exported
+) -> tuple[Any, list[Any]]:
     """The results of micro-batches that went through a captured graph, which tells what of them has a batch.
 
     Args:
         results: the flattened results of each.
         graph: of the first.
         weights: samples in each.
-        outputs: structure of the model's result.
+        exported: that graph.
 
     Returns:
-        What the model returns.
+        What the model returns, and the tensors that it left in its inputs.
     """
     batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
-    return _joined(results, batched, weights, outputs)
-
-
-def _joined(results: Sequence[list[Any]], batched: Sequence[bool], weights: Sequence[int], outputs: Structure) -> Any:
-    if len(results) == 1:
-        return outputs.unflatten(results[0])
-    return outputs.unflatten(join(results, batched, weights, outputs.paths))
+    outputs, left = exported.outputs, exported.left
+    paths = (*outputs.paths, *(() if left is None else left.paths))
+    leaves = results[0] if len(results) == 1 else join(results, batched, weights, paths)
+    return outputs.unflatten(leaves), list(leaves[len(outputs.paths) :])

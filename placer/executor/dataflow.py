@@ -38,7 +38,7 @@ from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_chunks
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import Structure, flatten
+from placer.graph.structure import Structure, flatten_inputs, give_back
 from placer.schema import Placement, Schedule
 
 __all__ = ["DataFlow"]
@@ -211,7 +211,7 @@ class DataFlow(PipelinedRuns):
         """
         if self._assignment is None:
             return self.module(*args, **kwargs)
-        tensors, inputs = flatten((args, kwargs))
+        tensors, inputs = flatten_inputs(args, kwargs)
         chunks = self.chunks if chunks is None else chunks
         refuse_no_chunks(chunks)
         batch = batch_size(tensors)
@@ -222,12 +222,16 @@ class DataFlow(PipelinedRuns):
             if results is None:
                 captures = self._program.captures(parts, inputs)
             if captures is None:
-                return self._run_hooked(parts, inputs, weights)
+                return self._run_hooked((args, kwargs), parts, inputs, weights)
             if results is None and self._can_be_streamed(weights):
                 results = self._repeated.run(captures, parts, weights)
             if results is None:
                 results = self._run_captured(captures, parts)
-        return joined(results, self._plan(captures[0])[0], weights, captures[0].exported.outputs)
+        exported = captures[0].exported
+        result, left = joined(results, self._plan(captures[0])[0], weights, exported)
+        if exported.left is not None:
+            exported.left.give_back((args, kwargs), tensors, left)
+        return result
 
     def _run_ahead(
         self, parts: list[list[Any]], inputs: Structure, weights: list[int]
@@ -248,7 +252,7 @@ class DataFlow(PipelinedRuns):
         plans = [self._plan(capture) for capture in captures]
         return call_captured(plans, parts, self.output_device, self.deferred_batch_norm and self.module.training)
 
-    def _run_hooked(self, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
+    def _run_hooked(self, nest: Any, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
         """Through hooks: micro-batches one after another."""
         assert self._assignment is not None
         if self._clones is not None:
@@ -259,10 +263,12 @@ class DataFlow(PipelinedRuns):
         if self.deferred_batch_norm and self.module.training and len(parts) > 1:
             refuse_uncaptured(self.module, self.not_captured_because)
         try:
-            results, structure = self._hooks.run(self._assignment, parts, inputs, self.output_device)
+            results, structure, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
         except Exception:
             self._program.doubt_refusal()
             raise
+        if len(parts) == 1:
+            give_back(nest, after)
         return joined_by_size(results, weights, structure)
 
     @property

@@ -29,7 +29,7 @@ class HookPath:
 
     def run(
         self, assignment: Assignment, parts: Sequence[Sequence[Any]], inputs: Structure, target: torch.device
-    ) -> tuple[list[list[Any]], Structure]:
+    ) -> tuple[list[list[Any]], Structure, Any]:
         """Run every micro-batch.
 
         Args:
@@ -39,7 +39,7 @@ class HookPath:
             target: where results go.
 
         Returns:
-            The flattened results of each, and their structure.
+            The flattened results of each, their structure, and what the last one was given, as the model left it.
 
         Raises:
             CaptureError: a module allows no hooks.
@@ -68,7 +68,7 @@ class HookPath:
                 self._arrivals = arrivals
             else:
                 arrivals.remove()
-        return results, structure
+        return results, structure, (args, kwargs)
 
     def leave(self) -> None:
         """Take hooks away that a run left for its backward pass."""

@@ -24,7 +24,7 @@ from placer.executor.training.step import TrainStep
 from placer.graph import arguments
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import flatten
+from placer.graph.structure import flatten, flatten_inputs
 from placer.report.timeline import Kind, Measurement, Row, from_first_start
 from placer.schedule import Plan, plan
 from placer.schema import Profile
@@ -85,7 +85,7 @@ def measure_stream(
     """
     if flow.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")
-    tensors, structure = flatten(arguments.split(inputs))
+    tensors, structure = flatten_inputs(*arguments.split(inputs))
     parts = [structure.unflatten(part) for part in scatter(tensors, chunks, batch_size(tensors))]
     batches = [kwargs if kwargs else args for args, kwargs in parts]
 

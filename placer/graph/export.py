@@ -9,8 +9,11 @@ which it stands, so that a layer border may pass through a region.
 from __future__ import annotations
 
 import operator
+import os
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +22,54 @@ from torch import Tensor, fx, nn
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.footprint import differs_later
+from placer.graph.grouping import storage_roots, written
 from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import KeptError, put_back, read_before_written
-from placer.graph.structure import Structure, flatten
+from placer.graph.structure import Structure, flatten, flatten_inputs, give_back
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, custom_functions
 
 _DROPOUTS = {f"aten::{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
 """Those that hand on what they were given where they drop nothing."""
 
+_LIBRARIES = tuple(str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+"""Where code that is not the model's own lies."""
+
 PREFIX = "module."
 """The user's model is the attribute ``module`` of what is exported."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What forward left in what it was given, where that is something else: its tensors come behind the results.
+
+    Attributes:
+        structure: of ``(args, kwargs)`` afterwards.
+        sources: for each tensor in it, its place among those given and then those made.
+        written: places of tensors that were given and written to, with the places of their values among those made.
+        paths: where each that was made stands, for messages.
+    """
+
+    structure: Structure
+    sources: tuple[int, ...]
+    written: tuple[tuple[int, int], ...]
+    paths: tuple[str, ...]
+
+    def give_back(self, nest: Any, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """Write it into what the caller gave.
+
+        Args:
+            nest: ``(args, kwargs)``.
+            given: the tensors in it.
+            made: what the graph gave behind the results.
+        """
+        for place, value in self.written:
+            if not given[place].requires_grad:
+                with torch.no_grad():
+                    given[place].copy_(made[value])
+        tensors = [*given, *made]
+        give_back(nest, self.structure.unflatten([tensors[place] for place in self.sources]))
 
 
 @dataclass
@@ -46,6 +85,7 @@ class Exported:
         batch_size: of the example.
         checkpoints: the modules that ran under ``torch.utils.checkpoint``.
         attributes: the modules and other objects, and names, of the attributes whose values the graph holds.
+        left: what forward leaves in what it is given; None where that is nothing new.
     """
 
     module: fx.GraphModule
@@ -56,6 +96,7 @@ class Exported:
     batch_size: int
     checkpoints: tuple[str, ...] = ()
     attributes: tuple[tuple[Any, str], ...] = ()
+    left: Left | None = None
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -86,27 +127,49 @@ class _Flat(nn.Module):
     What it learns is in sets: torch.export puts lists and dicts of a module back as they were.
     """
 
-    def __init__(self, module: nn.Module, inputs: Structure, outputs: list[Structure]) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: Structure, outputs: list[tuple[Structure, Left | None]], copied: set[int]
+    ) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
-        self._inputs, self._outputs = inputs, outputs
+        self._inputs, self._outputs, self._copied = inputs, outputs, copied
         self.custom: set[str] = set()
         self.kept: set[str] = set()
         self.counted: set[tuple[nn.Module, str]] = set()
         self.replaced: set[str] = set()
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
-        args, kwargs = self._inputs.unflatten(tensors)
+        given = [tensor.clone() if place in self._copied else tensor for place, tensor in enumerate(tensors)]
+        args, kwargs = self._inputs.unflatten(given)
         with put_back(self.module) as left, GradientMode() as mode, OneDevice(tensors[0].device if tensors else None):
             leaves, structure = flatten(self.module(*args, **kwargs))
             left.write_buffers()
-        self._outputs.append(structure)
+        made, in_inputs = self._left((args, kwargs), given)
+        self._outputs.append((structure, in_inputs))
         self.kept.update(left.tensors)
         self.counted.update(left.counted)
         self.replaced.update(left.replaced)
         self.custom.update(custom_functions(leaves) or mode.custom)
-        return tuple(leaves)
+        return (*leaves, *made)
+
+    def _left(self, nest: Any, given: list[Any]) -> tuple[list[Any], Left | None]:
+        """What forward made and left in what it was given; the values of those that it wrote to."""
+        leaves, after = flatten_inputs(*nest)
+        places = {id(tensor): place for place, tensor in enumerate(given)}
+        if after.key == self._inputs.key and [places.get(id(leaf)) for leaf in leaves] == list(range(len(given))):
+            if not self._copied:
+                return [], None
+        written = [(place, index) for index, place in enumerate(sorted(self._copied))]
+        made, paths = [given[place] for place, _ in written], [self._inputs.paths[place] for place, _ in written]
+        sources = []
+        for leaf, path in zip(leaves, after.paths, strict=True):
+            if id(leaf) not in places:
+                places[id(leaf)] = len(given) + len(made)
+                made.append(leaf)
+                paths.append(path)
+            sources.append(places[id(leaf)])
+        return made, Left(after, tuple(sources), tuple(written), tuple(paths))
 
 
 def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exported:
@@ -121,13 +184,13 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph would not run.
     """
     refuse_hooks(module)
-    tensors, inputs = flatten((args, kwargs))
+    tensors, inputs = flatten_inputs(args, kwargs)
     device = capture_device(module, tensors)
     batch = batch_size(tensors)
     with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
         examples = tuple(_distinct(example(tensor, device) for tensor in tensors))
         with chance.given_back() as drawn:
-            graph_module, outputs, counted = _export(module, inputs, examples, batch)
+            graph_module, outputs, left, counted = _export(module, inputs, examples, batch)
     if drawn:
         raise CaptureError(f"forward {' and '.join(drawn)}, and a graph would keep what came of it")
     if counted and differs_later(module, args, kwargs, counted):
@@ -141,7 +204,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
     symbol = _batch_symbol(graph_module.graph)
-    return Exported(graph_module, inputs, outputs, device, symbol, batch, tuple(checkpointed), notes.only_read())
+    return Exported(graph_module, inputs, outputs, device, symbol, batch, tuple(checkpointed), notes.only_read(), left)
 
 
 def batch_size(tensors: Sequence[Any]) -> int:
@@ -150,29 +213,34 @@ def batch_size(tensors: Sequence[Any]) -> int:
 
 
 def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
-    """Each tensor once: of one that is given twice a graph would be made that takes the second for the first."""
+    """Each tensor once: of one that is given twice a graph would be made that takes the second for the first.
+
+    And none a view, as a part of a batch is: torch allows no writes to one that was made without gradients.
+    """
     seen: set[int] = set()
     for item in examples:
-        again = isinstance(item, Tensor) and id(item) in seen
+        again = isinstance(item, Tensor) and (id(item) in seen or item._is_view())
         seen.add(id(item))
         yield item.detach().clone().requires_grad_(item.requires_grad) if again else item
 
 
 def _export(
     module: nn.Module, inputs: Structure, examples: tuple[Any, ...], batch: int
-) -> tuple[fx.GraphModule, Structure, set[tuple[nn.Module, str]]]:
+) -> tuple[fx.GraphModule, Structure, Left | None, set[tuple[nn.Module, str]]]:
     failure: Exception | None = None
-    for dynamic in (True, False) if batch > 1 else (False,):
-        structures: list[Structure] = []
-        flat = _Flat(module, inputs, structures)
+    copied: set[int] = set()
+    ways = [True, False] if batch > 1 else [False]
+    while ways:
+        dynamic = ways[0]
+        structures: list[tuple[Structure, Left | None]] = []
+        flat = _Flat(module, inputs, structures, copied)
         shapes = [_dynamic(tensor, batch) if dynamic else None for tensor in examples]
         try:
             with put_back(module):  # torch.export gives each module a copy of a list that two of them share
                 program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(shapes),))
         except Exception as error:  # whatever the model's own code may raise while it is traced
             failure = failure or error
-            if "data-dependent" in str(error).lower():  # no fixed shape would help
-                break
+            ways = [] if "data-dependent" in str(error).lower() else ways[1:]  # where no fixed shape would help
             continue
         if flat.custom:
             raise CaptureError(
@@ -183,10 +251,26 @@ def _export(
                 f"forward keeps a tensor in {', '.join(sorted(flat.kept))}, which a graph would not leave there"
             )
         graph_module = program.module()
+        written_to = _written_inputs(graph_module.graph)
+        if not written_to <= copied:  # once more, on copies, whose values are then results
+            copied = written_to
+            continue
         read_before_written(graph_module.graph, {f"{PREFIX}{name}" for name in flat.replaced})
-        return graph_module, structures[-1], flat.counted
+        return graph_module, *structures[-1], flat.counted
     assert failure is not None
     raise CaptureError(_reason(failure)) from failure
+
+
+def _written_inputs(graph: fx.Graph) -> set[int]:
+    """The places of the inputs that the graph writes to."""
+    operations = [node for node in graph.nodes if node.op == "call_function"]
+    writes = [target for node in operations for target in written(node)]
+    if not writes:
+        return set()
+    roots = storage_roots(operations)
+    family = {root for target in writes for root in roots.get(target, {target})}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return {place for place, node in enumerate(inputs) if node in family}
 
 
 def _refuse_shapes_from_values(graph: fx.Graph) -> None:
@@ -212,8 +296,11 @@ def _dynamic(tensor: Any, batch: int) -> dict[int, Any] | None:
 
 
 def _reason(error: Exception) -> str:
+    """The first line of what torch.export says, and the line of the model's code that it says it of."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"torch.export: {type(error).__name__}: {lines[0] if lines else ''}"[:1000]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+    at = f" (at {own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
+    return f"torch.export: {type(error).__name__}: {lines[0] if lines else ''}"[: 1000 - len(at)] + at
 
 
 def _batch_symbol(graph: fx.Graph) -> Any:

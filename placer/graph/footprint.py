@@ -26,7 +26,7 @@ from placer.graph import chance, checkpoints
 from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import named_state
 from placer.graph.leftovers import put_back
-from placer.graph.structure import flatten
+from placer.graph.structure import flatten, flatten_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import custom_functions
 
@@ -92,7 +92,7 @@ def differs_later(
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """What is done, line by line."""
-    tensors, inputs = flatten((args, kwargs))
+    tensors, inputs = flatten_inputs(args, kwargs)
     device = capture_device(model, tensors)
     with traceable(model, device), checkpoints.noticed(model) as checkpointed, _eager():
         mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
@@ -52,14 +53,23 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
     Returns:
         The tensors (and, while a model is captured, numbers that depend on a shape), and the structure.
     """
+    return _flat(nest, anew=False)
+
+
+def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+    """The same of ``(args, kwargs)``; objects without tensors are made anew as well, as forward may write into them."""
+    return _flat((args, kwargs), anew=True)
+
+
+def _flat(nest: Any, anew: bool) -> tuple[list[Any], Structure]:
     leaves: list[Any] = []
     paths: list[str] = []
-    key, rebuild = _walk(nest, "", leaves, paths, ())
+    key, rebuild = _walk(nest, "", leaves, paths, (), anew)
     return leaves, Structure(key, rebuild, tuple(paths))
 
 
 def _walk(
-    nest: Any, path: str, leaves: list[Any], paths: list[str], above: tuple[int, ...]
+    nest: Any, path: str, leaves: list[Any], paths: list[str], above: tuple[int, ...], anew: bool
 ) -> tuple[Hashable, Callable[[Iterator[Any]], Any]]:
     if isinstance(nest, (Tensor, *_NUMBERS)):
         leaves.append(nest)
@@ -75,14 +85,54 @@ def _walk(
     labels, children, assemble = parts
     start = len(leaves)
     walked = [
-        _walk(child, f"{path}{label}", leaves, paths, (*above, id(nest)))
+        _walk(child, f"{path}{label}", leaves, paths, (*above, id(nest)), anew)
         for label, child in zip(labels, children, strict=True)
     ]
-    if len(leaves) == start and not isinstance(nest, (tuple, list, dict)):
+    if len(leaves) == start and not isinstance(nest, (tuple, list, dict)) and not (anew and _is_of_a_user(nest)):
         return (type(nest), id(nest)), lambda _: nest  # an object without tensors passes as it is
     rebuilds = [rebuild for _, rebuild in walked]
     key = (type(nest), tuple(labels), tuple(key for key, _ in walked))
     return key, lambda flat: assemble([rebuild(flat) for rebuild in rebuilds])
+
+
+def give_back(nest: Any, after: Any) -> Any:
+    """Let the lists, dicts and objects of a nest hold what those of another one in their places hold.
+
+    Args:
+        nest: what a caller gave.
+        after: a copy of it, into which forward may have written.
+
+    Returns:
+        The nest, or what stands for it: of tuples another one, of anything else what is there after.
+    """
+    if nest is after or type(nest) is not type(after) or isinstance(nest, (Tensor, *CONSTANTS, *_NUMBERS)):
+        return after
+    if _holds_nothing(nest):
+        return after
+    if isinstance(nest, tuple):
+        _, children, assemble = _parts(nest) or ([], [], tuple)
+        items = list(map(give_back, children, after))
+        return nest if len(nest) == len(after) and all(map(is_, items, children)) else assemble(items)
+    if isinstance(nest, list):
+        items = [*map(give_back, nest, after), *after[len(nest) :]]
+        if len(items) != len(nest) or not all(map(is_, items, nest)):
+            nest[:] = items
+    elif isinstance(nest, dict):
+        for key in [key for key in nest if key not in after]:
+            del nest[key]
+        for key, value in after.items():
+            held = give_back(nest[key], value) if key in nest else value
+            if key not in nest or held is not nest[key]:
+                nest[key] = held
+    else:
+        had, has = dict(_attributes(nest) or {}), _attributes(after) or {}
+        for name in had.keys() - has.keys():
+            object.__delattr__(nest, name)
+        for name, value in has.items():
+            held = give_back(had[name], value) if name in had else value
+            if name not in had or held is not had[name]:
+                object.__setattr__(nest, name, held)
+    return nest
 
 
 class Exchange:
@@ -143,6 +193,12 @@ def _holds_nothing(nest: Any) -> bool:
     return isinstance(nest, _OPAQUE) or callable(nest)
 
 
+def _is_of_a_user(nest: Any) -> bool:
+    """Whether an object is of a class that neither Python nor torch has."""
+    owner = type(nest).__module__.split(".")[0]
+    return owner != "torch" and owner not in sys.stdlib_module_names
+
+
 def _parts(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:
     """Labels, children and the way back of one container, or None for what is no container."""
     kind = type(nest)
@@ -161,6 +217,8 @@ def _parts(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]
     if attributes is None:
         return None
     names = list(attributes)
+    if copy.copy(nest) is nest:  # there is one of it
+        return None
     template = _bare(nest, names)
     return [f".{name}" for name in names], list(attributes.values()), lambda items: _filled(template, names, items)
 

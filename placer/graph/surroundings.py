@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.fx import config as fx_config
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -56,6 +57,7 @@ def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
         warnings.simplefilter("ignore")
         stack.enter_context(_quiet())
         stack.enter_context(_no_stacks())
+        stack.enter_context(_unchecked_distributions())
         stack.enter_context(_gathered(module, device))
         yield
 
@@ -86,6 +88,17 @@ def _no_stacks() -> Iterator[None]:
         yield
     finally:
         setattr(fx_config, option, before)
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """``torch.distributions`` does not look at the values of what it is given, as it would in every call otherwise."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from placer.graph.granularity import Granularity, Opened
 from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_bytes
 from placer.graph.leftovers import put_back
 from placer.graph.packed import LengthsOnHost
-from placer.graph.structure import CONSTANTS, Structure, flatten
+from placer.graph.structure import CONSTANTS, Structure, flatten, flatten_inputs
 from placer.graph.undone import written_back
 
 
@@ -82,7 +82,7 @@ def trace(
         calls, gradients = _calls(model, args, kwargs, gradients=True), True
     opened = granularities.opened(granularity, model, calls)  # type: ignore[arg-type]
     watch = _Watch(model, opened)
-    tensors, inputs = flatten((args, kwargs))
+    tensors, inputs = flatten_inputs(args, kwargs)
     names = watch.inputs(tensors)
     with _undisturbed(model, gradients), watch.installed():
         result = _run(model, inputs, tensors)
@@ -159,7 +159,7 @@ def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(enter(path, module), prepend=True))
         handles.append(module.register_forward_hook(leave))
-    tensors, inputs = flatten((args, kwargs))
+    tensors, inputs = flatten_inputs(args, kwargs)
     try:
         with _undisturbed(model, gradients):
             _run(model, inputs, tensors)

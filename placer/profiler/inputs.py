@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from placer.errors import InputError
 from placer.graph import arguments
 from placer.graph.export import batch_size
-from placer.graph.structure import Structure, flatten
+from placer.graph.structure import Structure, flatten_inputs
 
 
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -29,7 +29,7 @@ def trackable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any],
     Raises:
         InputError: the batch is empty.
     """
-    tensors, structure = flatten((args, kwargs))
+    tensors, structure = flatten_inputs(args, kwargs)
     if batch_size(tensors) < 1:
         raise InputError("the example inputs are a batch of 0, so there is nothing to measure; give at least 1 sample")
     return [_trackable(item) for item in tensors], structure

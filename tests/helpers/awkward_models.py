@@ -271,6 +271,20 @@ class Towers(nn.Module):
         return self.first(one) * scale[0] + self.second(other) * shift[1]
 
 
+class Draws(nn.Module):
+    """A variational autoencoder: what it draws is checked by torch.distributions, unless a graph is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = self.first(x).chunk(2, 1)
+        drawn = torch.distributions.Normal(mean, spread.exp())
+        known = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+        return self.last(drawn.rsample()), torch.distributions.kl_divergence(drawn, known).sum(1)
+
+
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "called_twice": CalledTwice,
     "norm_called_twice": NormCalledTwice,
@@ -287,6 +301,7 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "functional_dropout": FunctionalDropout,
     "unused_layer": UnusedLayer,
     "towers": Towers,
+    "draws": Draws,
     "old_weight_norm": _normed(nn.utils.weight_norm),
     "old_spectral_norm": _normed(nn.utils.spectral_norm),
     "weight_norm": _normed(nn.utils.parametrizations.weight_norm),

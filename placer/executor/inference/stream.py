@@ -34,7 +34,7 @@ from placer.executor.segments import StateLookup
 from placer.executor.state.assignment import Assignment
 from placer.graph import arguments, autocast
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import Structure, flatten
+from placer.graph.structure import Structure, flatten_inputs
 
 _HOOKED = {"the model": ("", "it runs through hooks, or is not placed")}
 _AHEAD = 2
@@ -260,7 +260,7 @@ class Streams:
         if isinstance(batch, Known):
             return self._send_off(batch, number, is_flat=True)
         args, kwargs = _arguments(batch)
-        tensors, inputs = flatten((args, kwargs))
+        tensors, inputs = flatten_inputs(args, kwargs)
         capture = self._flow.captured(tensors, inputs) if self._flow.assignment is not None else None
         if capture is None:
             self._is_hooked = backend is not None

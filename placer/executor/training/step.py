@@ -30,7 +30,7 @@ from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_chunks, refuse_no_loss, refuse_sum
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
-from placer.graph.structure import Structure, flatten
+from placer.graph.structure import Structure, flatten, flatten_inputs
 
 
 class Flow(Protocol):
@@ -196,7 +196,7 @@ class TrainStep:
     ) -> tuple[list[Any], Structure, list[Any], Structure, list[int]]:
         """Inputs and target, flattened and with their structures, and the sizes of micro-batches."""
         self._refuse()
-        tensors, structure = flatten(arguments.split(inputs))
+        tensors, structure = flatten_inputs(*arguments.split(inputs))
         goals, target_structure = flatten(target)
         size = batch_size(tensors)
         _refuse_no_batch(inputs, tensors, size)

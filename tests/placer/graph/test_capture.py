@@ -189,3 +189,18 @@ def test_hooks_of_transformers_own_are_captured(name: str) -> None:
     assert any(child._forward_hooks for child in model.modules())
     graph = capture(model, args, {**kwargs, "output_hidden_states": True})
     assert graph.captured, graph.not_captured_because
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+def test_the_line_of_the_model_that_cannot_be_captured_is_told() -> None:
+    with pytest.raises(CaptureError, match=r"data-dependent.*\(at .*test_capture\.py:\d+: return y \* 2 if y\.sum\(\)"):
+        capture(_Branches(), torch.randn(2, 4), hooks=False)
