@@ -6,6 +6,7 @@ devices runs where its parameters are, else where the latest module ran.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -52,9 +53,11 @@ class Alignment(TorchFunctionMode):
     def __enter__(self) -> Alignment:
         self.is_on = True
         super().__enter__()  # type: ignore[no-untyped-call]
+        _custom_functions.begin(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        _custom_functions.end()
         self.is_on = False
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -69,6 +72,10 @@ class Alignment(TorchFunctionMode):
         if self._observer is not None:
             self._observer(func, args, kwargs, result)
         return result
+
+    def aligned(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What an ``autograd.Function`` is given, all of it on one device: it may keep it for its backward pass."""
+        return self._aligned("", args, kwargs)
 
     def _aligned(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         position = lengths_of(name, args)
@@ -99,6 +106,43 @@ class Alignment(TorchFunctionMode):
         if self.place is not None and any(devices.same(place, self.place) for place in places):
             return self.place
         return next((place for tensor, place in zip(tensors, places, strict=True) if tensor.dim()), places[0])
+
+
+class _CustomFunctions:
+    """Aligns what custom functions are given, too: ``apply`` is none of torch's functions, so that no mode sees it.
+
+    It is another one as long as any thread aligns; in threads that do not, it does what it did.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._count, self._was = threading.Lock(), 0, torch.autograd.Function.__dict__["apply"]
+        self._here = threading.local()
+
+    def begin(self, alignment: Alignment) -> None:
+        """Align in this thread."""
+        self._here.alignments = [*getattr(self._here, "alignments", ()), alignment]
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self._was = torch.autograd.Function.__dict__["apply"]
+                torch.autograd.Function.apply = classmethod(self._apply)  # type: ignore[method-assign, assignment]
+
+    def end(self) -> None:
+        """Align no longer, or as before the last ``begin`` of this thread."""
+        self._here.alignments = self._here.alignments[:-1]
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                torch.autograd.Function.apply = self._was  # type: ignore[method-assign]
+
+    def _apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        alignments = getattr(self._here, "alignments", ())
+        if alignments and not torch.compiler.is_dynamo_compiling():
+            args, kwargs = alignments[-1].aligned(args, kwargs)
+        return self._was.__func__(kind, *args, **kwargs)
+
+
+_custom_functions = _CustomFunctions()
 
 
 class Arrival:

@@ -66,6 +66,26 @@ class CustomFunction(_Base):
         return self.second(StraightThrough.apply(self.first(x))) + self.third(x)
 
 
+class _Product(torch.autograd.Function):
+    """It keeps what two layers give it for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(one, other)
+        return one * other
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = ctx.saved_tensors
+        return gradients[0] * other, gradients[0] * one
+
+
+class FunctionOfTwoLayers(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Product.apply(self.first(x), self.second(x))  # type: ignore[no-untyped-call]
+        return _Product.apply(self.third(y), self.first.weight[0])  # type: ignore[no-untyped-call, no-any-return]
+
+
 class LoopOverData(_Base):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -175,6 +195,7 @@ REFUSED: list[type[nn.Module]] = [
     Item,
     NumpyCall,
     CustomFunction,
+    FunctionOfTwoLayers,
     LoopOverData,
     GrowsAList,
     SharesAList,
