@@ -217,9 +217,9 @@ def _parts(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]
     if attributes is None:
         return None
     names = list(attributes)
-    if copy.copy(nest) is nest:  # there is one of it
-        return None
     template = _bare(nest, names)
+    if template is None:
+        return None
     return [f".{name}" for name in names], list(attributes.values()), lambda items: _filled(template, names, items)
 
 
@@ -250,8 +250,13 @@ def _attributes(nest: Any) -> Mapping[str, Any] | None:
 
 
 def _bare(nest: Any, names: Sequence[str]) -> Any:
-    """A shallow copy of an object without the attributes that will be filled in."""
-    template = copy.copy(nest)
+    """A shallow copy of an object without the attributes that will be filled in; None of one that allows no copy."""
+    try:
+        template = copy.copy(nest)
+    except Exception:  # whatever its own code raises
+        return None
+    if template is nest:
+        return None
     for name in names:
         if name in getattr(template, "__dict__", {}):
             object.__delattr__(template, name)

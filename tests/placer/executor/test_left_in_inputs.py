@@ -138,3 +138,41 @@ def test_a_training_step_leaves_nothing_in_its_inputs_and_gives_the_same_gradien
         assert (flow.not_captured_because, x.tolist()) == ("", _x().tolist())
         found = [None if parameter.grad is None else parameter.grad.cpu() for parameter in model.parameters()]
     torch.testing.assert_close(found, expected)
+
+
+class Single:
+    """There is one of it."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __copy__(self) -> Single:
+        return self
+
+
+class Whole:
+    """It refuses to be copied."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __reduce_ex__(self, version: Any) -> Any:
+        raise TypeError("no")
+
+
+class Scales(_Base):
+    def forward(self, x: Tensor, by: Any) -> Tensor:
+        result: Tensor = self.second(self.first(x)) * by.factor
+        return result
+
+
+@pytest.mark.parametrize("given", [Single(), Whole()], ids=["single", "whole"])
+def test_what_allows_no_copy_is_given_as_it_is(given: Any) -> None:
+    model = Scales().double()
+    expected = model(_x(), given)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus.update({"first": 0, "second": 1})
+        flow.update_flow()
+        torch.testing.assert_close(flow(_x(), given).cpu(), expected)
+    assert given.factor == 2.0
