@@ -37,8 +37,9 @@ from placer.executor.state.statistics import refuse_uncaptured
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_chunks
 from placer.graph.granularity import Granularity
+from placer.graph.handed import give_back
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import Structure, flatten_inputs, give_back
+from placer.graph.structure import Structure, flatten_inputs
 from placer.schema import Placement, Schedule
 
 __all__ = ["DataFlow"]

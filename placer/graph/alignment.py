@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from placer import devices
+from placer.graph.handed import Exchange
 from placer.graph.packed import lengths_of
-from placer.graph.structure import Exchange, flatten
+from placer.graph.structure import flatten
 
 _KEEPS_ITS_PLACE = {
     "to",

@@ -22,11 +22,11 @@ from torch import Tensor, fx, nn
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.footprint import differs_later
-from placer.graph.grouping import storage_roots, written
+from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import KeptError, put_back, read_before_written
-from placer.graph.structure import Structure, flatten, flatten_inputs, give_back
+from placer.graph.structure import Structure, flatten, flatten_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, custom_functions
 
@@ -38,38 +38,6 @@ _LIBRARIES = tuple(str(place) + os.sep for place in (Path(torch.__file__).parent
 
 PREFIX = "module."
 """The user's model is the attribute ``module`` of what is exported."""
-
-
-@dataclass(frozen=True)
-class Left:
-    """What forward left in what it was given, where that is something else: its tensors come behind the results.
-
-    Attributes:
-        structure: of ``(args, kwargs)`` afterwards.
-        sources: for each tensor in it, its place among those given and then those made.
-        written: places of tensors that were given and written to, with the places of their values among those made.
-        paths: where each that was made stands, for messages.
-    """
-
-    structure: Structure
-    sources: tuple[int, ...]
-    written: tuple[tuple[int, int], ...]
-    paths: tuple[str, ...]
-
-    def give_back(self, nest: Any, given: Sequence[Any], made: Sequence[Any]) -> None:
-        """Write it into what the caller gave.
-
-        Args:
-            nest: ``(args, kwargs)``.
-            given: the tensors in it.
-            made: what the graph gave behind the results.
-        """
-        for place, value in self.written:
-            if not given[place].requires_grad:
-                with torch.no_grad():
-                    given[place].copy_(made[value])
-        tensors = [*given, *made]
-        give_back(nest, self.structure.unflatten([tensors[place] for place in self.sources]))
 
 
 @dataclass
@@ -145,31 +113,13 @@ class _Flat(nn.Module):
         with put_back(self.module) as left, GradientMode() as mode, OneDevice(tensors[0].device if tensors else None):
             leaves, structure = flatten(self.module(*args, **kwargs))
             left.write_buffers()
-        made, in_inputs = self._left((args, kwargs), given)
+        made, in_inputs = left_in((args, kwargs), given, self._inputs, self._copied)
         self._outputs.append((structure, in_inputs))
         self.kept.update(left.tensors)
         self.counted.update(left.counted)
         self.replaced.update(left.replaced)
         self.custom.update(custom_functions(leaves) or mode.custom)
         return (*leaves, *made)
-
-    def _left(self, nest: Any, given: list[Any]) -> tuple[list[Any], Left | None]:
-        """What forward made and left in what it was given; the values of those that it wrote to."""
-        leaves, after = flatten_inputs(*nest)
-        places = {id(tensor): place for place, tensor in enumerate(given)}
-        if after.key == self._inputs.key and [places.get(id(leaf)) for leaf in leaves] == list(range(len(given))):
-            if not self._copied:
-                return [], None
-        written = [(place, index) for index, place in enumerate(sorted(self._copied))]
-        made, paths = [given[place] for place, _ in written], [self._inputs.paths[place] for place, _ in written]
-        sources = []
-        for leaf, path in zip(leaves, after.paths, strict=True):
-            if id(leaf) not in places:
-                places[id(leaf)] = len(given) + len(made)
-                made.append(leaf)
-                paths.append(path)
-            sources.append(places[id(leaf)])
-        return made, Left(after, tuple(sources), tuple(written), tuple(paths))
 
 
 def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exported:
@@ -251,7 +201,7 @@ def _export(
                 f"forward keeps a tensor in {', '.join(sorted(flat.kept))}, which a graph would not leave there"
             )
         graph_module = program.module()
-        written_to = _written_inputs(graph_module.graph)
+        written_to = written_inputs(graph_module.graph)
         if not written_to <= copied:  # once more, on copies, whose values are then results
             copied = written_to
             continue
@@ -259,18 +209,6 @@ def _export(
         return graph_module, *structures[-1], flat.counted
     assert failure is not None
     raise CaptureError(_reason(failure)) from failure
-
-
-def _written_inputs(graph: fx.Graph) -> set[int]:
-    """The places of the inputs that the graph writes to."""
-    operations = [node for node in graph.nodes if node.op == "call_function"]
-    writes = [target for node in operations for target in written(node)]
-    if not writes:
-        return set()
-    roots = storage_roots(operations)
-    family = {root for target in writes for root in roots.get(target, {target})}
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return {place for place, node in enumerate(inputs) if node in family}
 
 
 def _refuse_shapes_from_values(graph: fx.Graph) -> None:

@@ -12,15 +12,13 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _OPAQUE = (nn.Module, type, torch.Generator)
 
@@ -71,15 +69,15 @@ def _flat(nest: Any, anew: bool) -> tuple[list[Any], Structure]:
 def _walk(
     nest: Any, path: str, leaves: list[Any], paths: list[str], above: tuple[int, ...], anew: bool
 ) -> tuple[Hashable, Callable[[Iterator[Any]], Any]]:
-    if isinstance(nest, (Tensor, *_NUMBERS)):
+    if isinstance(nest, (Tensor, *NUMBERS)):
         leaves.append(nest)
         paths.append(path)
         return "*", next
     if isinstance(nest, CONSTANTS):
         return (type(nest), repr(nest)), lambda _: nest
-    if id(nest) in above or _holds_nothing(nest):
+    if id(nest) in above or holds_nothing(nest):
         return (type(nest), id(nest)), lambda _: nest
-    parts = _parts(nest)
+    parts = parts_of(nest)
     if parts is None:
         return (type(nest), id(nest)), lambda _: nest
     labels, children, assemble = parts
@@ -95,101 +93,8 @@ def _walk(
     return key, lambda flat: assemble([rebuild(flat) for rebuild in rebuilds])
 
 
-def give_back(nest: Any, after: Any) -> Any:
-    """Let the lists, dicts and objects of a nest hold what those of another one in their places hold.
-
-    Args:
-        nest: what a caller gave.
-        after: a copy of it, into which forward may have written.
-
-    Returns:
-        The nest, or what stands for it: of tuples another one, of anything else what is there after.
-    """
-    if nest is after or type(nest) is not type(after) or isinstance(nest, (Tensor, *CONSTANTS, *_NUMBERS)):
-        return after
-    if _holds_nothing(nest):
-        return after
-    if isinstance(nest, tuple):
-        _, children, assemble = _parts(nest) or ([], [], tuple)
-        items = list(map(give_back, children, after))
-        return nest if len(nest) == len(after) and all(map(is_, items, children)) else assemble(items)
-    if isinstance(nest, list):
-        items = [*map(give_back, nest, after), *after[len(nest) :]]
-        if len(items) != len(nest) or not all(map(is_, items, nest)):
-            nest[:] = items
-    elif isinstance(nest, dict):
-        for key in [key for key in nest if key not in after]:
-            del nest[key]
-        for key, value in after.items():
-            held = give_back(nest[key], value) if key in nest else value
-            if key not in nest or held is not nest[key]:
-                nest[key] = held
-    else:
-        had, has = dict(_attributes(nest) or {}), _attributes(after) or {}
-        for name in had.keys() - has.keys():
-            object.__delattr__(nest, name)
-        for name, value in has.items():
-            held = give_back(had[name], value) if name in had else value
-            if name not in had or held is not had[name]:
-                object.__setattr__(nest, name, held)
-    return nest
-
-
-class Exchange:
-    """Tensors that take the places of others, for a while.
-
-    Tuples are made anew; lists, dicts and objects stay the same ones, so that what is written to them stays there.
-
-    Args:
-        other: makes the one that takes a tensor's place, which may be itself.
-    """
-
-    def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
-        self._other = other
-        self._done: list[tuple[Callable[[], Any], Callable[[Any], None], Any, Any]] = []
-
-    def made(self, nest: Any, above: tuple[int, ...] = ()) -> Any:
-        """The nest, or, of tuples, another one with the same parts."""
-        if isinstance(nest, Tensor):
-            return self._other(nest)
-        if isinstance(nest, (*CONSTANTS, *_NUMBERS)) or id(nest) in above or _holds_nothing(nest):
-            return nest
-        above = (*above, id(nest))
-        if isinstance(nest, tuple):
-            _, children, assemble = _parts(nest) or ([], [], tuple)
-            items = [self.made(child, above) for child in children]
-            return nest if all(map(is_, items, children)) else assemble(items)
-        if isinstance(nest, (list, dict)):
-            for place, was in list(enumerate(nest) if isinstance(nest, list) else nest.items()):
-                self._put(was, above, partial(_item, nest, place), partial(nest.__setitem__, place))
-        else:
-            for name, was in list((_attributes(nest) or {}).items()):
-                self._put(was, above, partial(getattr, nest, name, None), partial(object.__setattr__, nest, name))
-        return nest
-
-    def _put(self, was: Any, above: tuple[int, ...], read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-        now = self.made(was, above)
-        if now is not was:
-            write(now)
-            self._done.append((read, write, was, now))
-
-    def put_back(self) -> None:
-        """Give every tensor that is still in another's place that place back."""
-        while self._done:
-            read, write, was, now = self._done.pop()
-            if read() is now:
-                write(was)
-
-
-def _item(nest: Any, place: Any) -> Any:
-    """What is there; None where it is gone."""
-    try:
-        return nest[place]
-    except (IndexError, KeyError):
-        return None
-
-
-def _holds_nothing(nest: Any) -> bool:
+def holds_nothing(nest: Any) -> bool:
+    """Whether it is a module, a class, a function or the like, of which a nest takes no parts."""
     return isinstance(nest, _OPAQUE) or callable(nest)
 
 
@@ -199,7 +104,7 @@ def _is_of_a_user(nest: Any) -> bool:
     return owner != "torch" and owner not in sys.stdlib_module_names
 
 
-def _parts(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:
+def parts_of(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:
     """Labels, children and the way back of one container, or None for what is no container."""
     kind = type(nest)
     if isinstance(nest, PackedSequence):
@@ -213,7 +118,7 @@ def _parts(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]]
         return [f".{name}" for name in names], list(nest.values()), lambda items: kind(**_paired(names, items))
     if isinstance(nest, dict):
         return _mapping_parts(nest)
-    attributes = _attributes(nest)
+    attributes = attributes_of(nest)
     if attributes is None:
         return None
     names = list(attributes)
@@ -241,7 +146,8 @@ def _mapping_parts(nest: dict[Any, Any]) -> tuple[list[str], list[Any], Callable
     return [f"[{name!r}]" for name in names], list(nest.values()), assemble
 
 
-def _attributes(nest: Any) -> Mapping[str, Any] | None:
+def attributes_of(nest: Any) -> Mapping[str, Any] | None:
+    """What an object holds by name; None where that is nothing."""
     if dataclasses.is_dataclass(nest):
         return {
             field.name: getattr(nest, field.name) for field in dataclasses.fields(nest) if hasattr(nest, field.name)
