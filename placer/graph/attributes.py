@@ -105,7 +105,7 @@ def noted(model: nn.Module) -> Iterator[Notes]:
         try:
             for cls, name in {(type(notes.holders[key]), name) for key, name in notes.noted}:
                 was = vars(cls).get(name, _NONE)
-                with suppress(AttributeError, TypeError):  # a class may allow nothing else in its place
+                with suppress(Exception):  # a class may allow nothing else in its place, and say so as it likes
                     setattr(cls, name, _Noting(name, _default(cls, name), notes))
                     before[cls, name] = was
             yield notes
