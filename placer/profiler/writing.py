@@ -18,6 +18,7 @@ from placer.graph.layers import Layer, LayerGraph
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import LayerMemory
 from placer.profiler.optimizer import OptimizerState
+from placer.profiler.slices import Rest, beside_slices
 from placer.profiler.state import owned_shares, state_bytes, ties
 from placer.profiler.timing import significant
 
@@ -47,7 +48,7 @@ def write(
     kept = _with_results(graph, saved) if training else saved
     sizes = _sizes(graph, measured)
     beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
-    around, rests = _around_slices(graph, measured, sizes)
+    around, rests = beside_slices(graph, measured, sizes)
     edges = _edges(graph, kept, sizes, training, rests)
     pieces = max(row.memory.pieces_bytes for rows in measured.values() for row in rows) if training else 0
     held = state_bytes(graph, training, optimizer)
@@ -133,14 +134,6 @@ class _Sent:
     edge: schema.Edge
 
 
-@dataclass(frozen=True)
-class _Rest:
-    """What is held beside a slice of a gradient, and from which layer on, as ``schema.Edge`` has them."""
-
-    bytes: int = 0
-    until: str = ""
-
-
 def _saved(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
     """The values that a layer keeps for its backward pass, on any type of device."""
     saved: set[str] = set()
@@ -180,39 +173,6 @@ def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
     return beside
 
 
-def _around_slices(
-    graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]], sizes: Mapping[str, int]
-) -> tuple[list[int], dict[str, _Rest]]:
-    """What is held beside slices of gradients that wait: by layer, and by value.
-
-    Where values are concatenated their gradients are slices, all of which is held until the last of them was used: by
-    the layer that made the value, or by one that reads it before, whose gradient is added to the slice. The former is
-    found by the backward passes of the layers in between; the latter depends on who is where, and is told of the value.
-    """
-    place = {layer.name: index for index, layer in enumerate(graph.layers)}
-    readers = {
-        name: sorted({place[reader] for reader in found if reader != graph.values[name].source})
-        for name, found in graph.readers().items()
-    }
-    around, rests = [0] * len(graph.layers), dict[str, _Rest]()
-    for rows in measured.values():
-        beside = [0] * len(graph.layers)
-        for index, (layer, row) in enumerate(zip(graph.layers, rows, strict=True)):
-            for whole, positions in row.memory.slices:
-                names = {layer.reads[position] for position in positions if readers[layer.reads[position]]}
-                made = {name: place[source] for name in names if (source := graph.values[name].source) is not None}
-                begins = min((at for name, at in made.items() if readers[name][0] == index), default=index)
-                for step in range(begins, index):
-                    beside[step] += max(0, whole - sum(sizes[name] for name, at in made.items() if at <= step))
-                waits = {name: readers[name][-2] for name in made if readers[name][0] < index == readers[name][-1]}
-                rest = whole - sum(sizes[name] for name in made if readers[name][0] < index)
-                longest = min(waits, key=waits.__getitem__, default=None)
-                if longest is not None and waits[longest] < begins and rest > rests.get(longest, _Rest()).bytes:
-                    rests[longest] = _Rest(rest, graph.layers[begins].name if begins < index else "")
-        around = list(map(max, around, beside))
-    return around, rests
-
-
 def _beside(workspace: int, around: int) -> int:
     """Both; 0, which stands for another workspace that has the latter, stays 0."""
     return workspace + around if workspace else 0
@@ -233,7 +193,7 @@ def _edges(
     kept: Mapping[str, set[str]],
     sizes: Mapping[str, int],
     training: bool,
-    rests: Mapping[str, _Rest],
+    rests: Mapping[str, Rest],
 ) -> list[_Sent]:
     edges = []
     for name, readers in graph.readers().items():
@@ -241,7 +201,7 @@ def _edges(
         targets = tuple(reader for reader in readers if reader != value.source)
         if value.source is None or value.dtype is None or not targets:  # a number stays with the host
             continue
-        rest = rests.get(name, _Rest())
+        rest = rests.get(name, Rest())
         edge = schema.Edge(
             source=value.source,
             targets=targets,
