@@ -151,6 +151,11 @@ def join(
         weights: samples in each micro-batch.
         paths: where each output stands in the result.
     """
+    if len({len(result) for result in results}) > 1:
+        raise InputError(
+            "micro-batches of one sample have other results than larger ones, numbers that follow from the batch say; "
+            "choose chunks by which each has two samples or more"
+        )
     columns = zip(*results, strict=True)
     return [
         gather(parts, is_batched, weights, path)

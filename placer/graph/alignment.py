@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import utils as functorch
 from torch.overrides import TorchFunctionMode
 
 from placer import devices
@@ -112,11 +113,12 @@ class Alignment(TorchFunctionMode):
 class _CustomFunctions:
     """Aligns what custom functions are given, too: ``apply`` is none of torch's functions, so that no mode sees it.
 
-    It is another one as long as any thread aligns; in threads that do not, it does what it did.
+    What it calls first on its arguments is another function as long as any thread aligns; in threads that do not, that
+    does what it did. (``apply`` itself may be known by other names: ``product = Product.apply``.)
     """
 
     def __init__(self) -> None:
-        self._lock, self._count, self._was = threading.Lock(), 0, torch.autograd.Function.__dict__["apply"]
+        self._lock, self._count, self._was = threading.Lock(), 0, functorch.unwrap_dead_wrappers
         self._here = threading.local()
 
     def begin(self, alignment: Alignment) -> None:
@@ -125,8 +127,8 @@ class _CustomFunctions:
         with self._lock:
             self._count += 1
             if self._count == 1:
-                self._was = torch.autograd.Function.__dict__["apply"]
-                torch.autograd.Function.apply = classmethod(self._apply)  # type: ignore[method-assign, assignment]
+                self._was = functorch.unwrap_dead_wrappers
+                functorch.unwrap_dead_wrappers = self._unwrapped
 
     def end(self) -> None:
         """Align no longer, or as before the last ``begin`` of this thread."""
@@ -134,13 +136,13 @@ class _CustomFunctions:
         with self._lock:
             self._count -= 1
             if not self._count:
-                torch.autograd.Function.apply = self._was  # type: ignore[method-assign]
+                functorch.unwrap_dead_wrappers = self._was
 
-    def _apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+    def _unwrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         alignments = getattr(self._here, "alignments", ())
         if alignments and not torch.compiler.is_dynamo_compiling():
-            args, kwargs = alignments[-1].aligned(args, kwargs)
-        return self._was.__func__(kind, *args, **kwargs)
+            args, _ = alignments[-1].aligned(args, {})
+        return self._was(args)
 
 
 _custom_functions = _CustomFunctions()

@@ -11,6 +11,7 @@ calls: a trainer's count of steps, an epoch.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -71,7 +72,10 @@ class _Noting:
         self._name, self._default, self._notes = name, default, notes
 
     def __get__(self, holder: Any, owner: type | None = None) -> Any:
-        value = self._default if holder is None else _own(holder).get(self._name, self._default)
+        default = self._default
+        if owner is not None and hasattr(type(default), "__get__"):  # a method, where another object has its own
+            default = default.__get__(holder, owner)
+        value = default if holder is None else _own(holder).get(self._name, default)
         if value is _NONE:  # a parameter or a module has the name here
             raise AttributeError(self._name)
         if holder is not None and not torch.compiler.is_dynamo_compiling():
@@ -91,8 +95,10 @@ class _Noting:
 
 def _own(holder: Any) -> dict[str, Any]:
     """The attributes of an object itself, whose class may look them up in a way of its own."""
-    is_module = issubclass(type(holder), nn.Module)  # there the compiler of a branch of torch.cond follows
-    own: dict[str, Any] = holder.__dict__ if is_module else object.__getattribute__(holder, "__dict__")
+    kind = type(holder)
+    is_usual = issubclass(kind, nn.Module) or getattr(kind, "__getattribute__", None) is object.__getattribute__
+    # Where that is so the compiler of a branch of torch.cond follows.
+    own: dict[str, Any] = holder.__dict__ if is_usual else object.__getattribute__(holder, "__dict__")
     return own
 
 
@@ -103,10 +109,11 @@ def noted(model: nn.Module) -> Iterator[Notes]:
     with _TRACING:
         before: dict[tuple[type, str], Any] = {}
         try:
-            for cls, name in {(type(notes.holders[key]), name) for key, name in notes.noted}:
+            places = {(type(notes.holders[key]), name) for key, name in notes.noted}
+            for cls, name, default in [(*place, _default(*place)) for place in places]:  # all before any is another
                 was = vars(cls).get(name, _NONE)
                 with suppress(Exception):  # a class may allow nothing else in its place, and say so as it likes
-                    setattr(cls, name, _Noting(name, _default(cls, name), notes))
+                    setattr(cls, name, _Noting(name, default, notes))
                     before[cls, name] = was
             yield notes
         finally:
@@ -123,12 +130,10 @@ def _names(holder: Any) -> set[str]:
     inherited = {name for cls in kind.__mro__ if not is_torchs(cls) for name in vars(cls)}
     names = {name for name in (*vars(holder), *inherited) if not name.startswith("__")}
     if isinstance(holder, nn.Module):
-        names -= _OF_EVERY_MODULE
-    return {
-        name
-        for name in names
-        if _is_plain(default := _default(kind, name)) or (default is _NONE and name in vars(holder))
-    }
+        names -= {*_OF_EVERY_MODULE, "forward"}  # which has a place of its own among what calls look at
+    defaults = {name: _default(kind, name) for name in names}
+    free = {name for name, default in defaults.items() if not hasattr(type(default), "__set__")}  # no property, say
+    return {name for name in free if name in vars(holder) or _is_plain(defaults[name])}
 
 
 def _is_object(value: Any) -> bool:
@@ -137,6 +142,7 @@ def _is_object(value: Any) -> bool:
         return False
     kind = type(value)
     own = not is_torchs(kind) and kind.__module__.split(".")[0] not in sys.stdlib_module_names
+    own = own or isinstance(value, argparse.Namespace)
     return own and isinstance(getattr(value, "__dict__", None), dict)
 
 

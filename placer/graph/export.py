@@ -26,7 +26,7 @@ from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import KeptError, put_back, read_before_written
-from placer.graph.structure import Structure, flatten, flatten_inputs
+from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, custom_functions
 
@@ -111,7 +111,8 @@ class _Flat(nn.Module):
         given = [tensor.clone() if place in self._copied else tensor for place, tensor in enumerate(tensors)]
         args, kwargs = self._inputs.unflatten(given)
         with put_back(self.module) as left, GradientMode() as mode, OneDevice(tensors[0].device if tensors else None):
-            leaves, structure = flatten(self.module(*args, **kwargs))
+            result = self.module(*args, **kwargs)
+            leaves, structure = flatten(result, anew=parts_of_inputs(args, kwargs))
             left.write_buffers()
         made, in_inputs = left_in((args, kwargs), given, self._inputs, self._copied)
         self._outputs.append((structure, in_inputs))
@@ -140,7 +141,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
         examples = tuple(_distinct(example(tensor, device) for tensor in tensors))
         with chance.given_back() as drawn:
-            graph_module, outputs, left, counted = _export(module, inputs, examples, batch)
+            graph_module, outputs, left, counted = _export(module, inputs, tensors, examples, batch)
     if drawn:
         raise CaptureError(f"forward {' and '.join(drawn)}, and a graph would keep what came of it")
     if counted and differs_later(module, args, kwargs, counted):
@@ -175,7 +176,7 @@ def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
 
 
 def _export(
-    module: nn.Module, inputs: Structure, examples: tuple[Any, ...], batch: int
+    module: nn.Module, inputs: Structure, tensors: Sequence[Any], examples: tuple[Any, ...], batch: int
 ) -> tuple[fx.GraphModule, Structure, Left | None, set[tuple[nn.Module, str]]]:
     failure: Exception | None = None
     copied: set[int] = set()
@@ -202,6 +203,7 @@ def _export(
             )
         graph_module = program.module()
         written_to = written_inputs(graph_module.graph)
+        _refuse_shared(tensors, written_to)
         if not written_to <= copied:  # once more, on copies, whose values are then results
             copied = written_to
             continue
@@ -209,6 +211,17 @@ def _export(
         return graph_module, *structures[-1], flat.counted
     assert failure is not None
     raise CaptureError(_reason(failure)) from failure
+
+
+def _refuse_shared(tensors: Sequence[Any], written_to: set[int]) -> None:
+    """Raise a CaptureError if forward writes to an input whose memory another one shares: a graph has copies."""
+    places = [tensor.untyped_storage()._cdata if _has_storage(tensor) else None for tensor in tensors]
+    if any(places.count(places[place]) > 1 for place in written_to if places[place] is not None):
+        raise CaptureError("forward writes to an input whose memory another input shares, which would not see it")
+
+
+def _has_storage(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided
 
 
 def _refuse_shapes_from_values(graph: fx.Graph) -> None:

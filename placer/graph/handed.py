@@ -13,7 +13,6 @@ from functools import partial
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from placer.graph.grouping import storage_roots, written
@@ -53,9 +52,7 @@ class Left:
             made: what the graph gave behind the results.
         """
         for place, value in self.written:
-            if not given[place].requires_grad:
-                with torch.no_grad():
-                    given[place].copy_(made[value])
+            _write(given[place], made[value])
         tensors = [*given, *made]
         give_back(nest, self.structure.unflatten([tensors[place] for place in self.sources]))
 
@@ -153,11 +150,12 @@ class Exchange:
     def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
         self._other = other
         self._done: list[tuple[Callable[[], Any], Callable[[Any], None], Any, Any]] = []
+        self._moved: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def made(self, nest: Any, above: tuple[int, ...] = ()) -> Any:
         """The nest, or, of tuples, another one with the same parts."""
         if isinstance(nest, Tensor):
-            return self._other(nest)
+            return self._tensor(nest)
         if isinstance(nest, (*CONSTANTS, *NUMBERS)) or id(nest) in above or holds_nothing(nest):
             return nest
         above = (*above, id(nest))
@@ -173,6 +171,15 @@ class Exchange:
                 self._put(was, above, partial(getattr, nest, name, None), partial(object.__setattr__, nest, name))
         return nest
 
+    def _tensor(self, was: Tensor) -> Tensor:
+        """The one that takes its place, the same wherever it is."""
+        if id(was) not in self._moved:
+            now = self._other(was)
+            if now is was:
+                return was
+            self._moved[id(was)] = was, now, _writes(now)
+        return self._moved[id(was)][1]
+
     def _put(self, was: Any, above: tuple[int, ...], read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         now = self.made(was, above)
         if now is not was:
@@ -180,11 +187,26 @@ class Exchange:
             self._done.append((read, write, was, now))
 
     def put_back(self) -> None:
-        """Give every tensor that is still in another's place that place back."""
+        """Give every tensor that is still in another's place that place back, with what was written to the other."""
+        for was, now, writes in self._moved.values():
+            if _writes(now) != writes:
+                _write(was, now)
+        self._moved.clear()
         while self._done:
             read, write, was, now = self._done.pop()
             if read() is now:
                 write(was)
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor other values, and their gradients; none to a leaf that has one, as torch lets no forward do."""
+    if not (tensor.is_leaf and tensor.requires_grad):
+        tensor.copy_(value)
+
+
+def _writes(tensor: Tensor) -> int:
+    """How often a tensor was written to; of one of inference mode nobody counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _item(nest: Any, place: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,69 +39,126 @@ class Structure:
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
         """The nest with these tensors, in the order in which ``flatten`` gave them."""
-        return self.rebuild(iter(tensors))
+        return self.rebuild(_Leaves(tensors))
 
 
-def flatten(nest: Any) -> tuple[list[Any], Structure]:
+def flatten(nest: Any, anew: Collection[int] = ()) -> tuple[list[Any], Structure]:
     """The tensors of a nest, depth first, and the structure that holds them.
 
     Args:
         nest: tensors in any nest of tuples, lists, dicts, named tuples, dataclasses and objects with attributes.
+        anew: the identities of objects that are made anew where they have no tensors; others pass as they are.
 
     Returns:
         The tensors (and, while a model is captured, numbers that depend on a shape), and the structure.
     """
-    return _flat(nest, anew=False)
+    walk = _Walk(lambda one: id(one) in anew, None)
+    key, rebuild = walk.go(nest, "", ())
+    return walk.leaves, Structure(key, rebuild, tuple(walk.paths))
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
-    """The same of ``(args, kwargs)``; objects without tensors are made anew as well, as forward may write into them."""
-    return _flat((args, kwargs), anew=True)
+    """The same of ``(args, kwargs)``, into which forward may write.
+
+    What is in several places is one in the copy, too. Objects without tensors are made anew where they have room for
+    some, as an empty cache has: a list, a dict or None.
+    """
+    walk = _Walk(_has_room, {})
+    key, rebuild = walk.go((args, kwargs), "", ())
+    return walk.leaves, Structure(key, rebuild, tuple(walk.paths))
 
 
-def _flat(nest: Any, anew: bool) -> tuple[list[Any], Structure]:
-    leaves: list[Any] = []
-    paths: list[str] = []
-    key, rebuild = _walk(nest, "", leaves, paths, (), anew)
-    return leaves, Structure(key, rebuild, tuple(paths))
+def parts_of_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
+    """The identities of all lists, dicts and objects in ``(args, kwargs)``."""
+    known: dict[int, int] = {}
+    _Walk(_has_room, known).go((args, kwargs), "", ())
+    return known.keys()
 
 
-def _walk(
-    nest: Any, path: str, leaves: list[Any], paths: list[str], above: tuple[int, ...], anew: bool
-) -> tuple[Hashable, Callable[[Iterator[Any]], Any]]:
-    if isinstance(nest, (Tensor, *NUMBERS)):
-        leaves.append(nest)
-        paths.append(path)
-        return "*", next
-    if isinstance(nest, CONSTANTS):
-        return (type(nest), repr(nest)), lambda _: nest
-    if id(nest) in above or holds_nothing(nest):
-        return (type(nest), id(nest)), lambda _: nest
-    parts = parts_of(nest)
-    if parts is None:
-        return (type(nest), id(nest)), lambda _: nest
-    labels, children, assemble = parts
-    start = len(leaves)
-    walked = [
-        _walk(child, f"{path}{label}", leaves, paths, (*above, id(nest)), anew)
-        for label, child in zip(labels, children, strict=True)
-    ]
-    if len(leaves) == start and not isinstance(nest, (tuple, list, dict)) and not (anew and _is_of_a_user(nest)):
-        return (type(nest), id(nest)), lambda _: nest  # an object without tensors passes as it is
-    rebuilds = [rebuild for _, rebuild in walked]
-    key = (type(nest), tuple(labels), tuple(key for key, _ in walked))
-    return key, lambda flat: assemble([rebuild(flat) for rebuild in rebuilds])
+class _Leaves:
+    """An iterator over tensors, and what was made of them so far."""
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._tensors = iter(tensors)
+        self.made: dict[int, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._tensors)
+
+
+class _Walk:
+    """A way through a nest.
+
+    Args:
+        anew: whether an object without tensors is made anew.
+        known: the numbers of the lists, dicts and objects that were met; None where each place has one of its own.
+    """
+
+    def __init__(self, anew: Callable[[Any], bool], known: dict[int, int] | None) -> None:
+        self.leaves: list[Any] = []
+        self.paths: list[str] = []
+        self._anew, self._known = anew, known
+
+    def go(self, nest: Any, path: str, above: tuple[int, ...]) -> tuple[Hashable, Callable[[Any], Any]]:
+        """The key of a nest, and what makes it again."""
+        if isinstance(nest, (Tensor, *NUMBERS)):
+            self.leaves.append(nest)
+            self.paths.append(path)
+            return "*", next
+        if isinstance(nest, CONSTANTS):
+            return (type(nest), repr(nest)), lambda _: nest
+        if id(nest) in above or holds_nothing(nest):
+            return (type(nest), id(nest)), lambda _: nest
+        if self._known is not None and id(nest) in self._known:
+            again = self._known[id(nest)]
+            return ("again", again), lambda flat: flat.made[again]
+        parts = parts_of(nest)
+        if parts is None:
+            return (type(nest), id(nest)), lambda _: nest
+        labels, children, assemble = parts
+        start, above = len(self.leaves), (*above, id(nest))
+        walked = [self.go(child, path + label, above) for label, child in zip(labels, children, strict=True)]
+        if len(self.leaves) == start and not isinstance(nest, (tuple, list, dict)) and not self._anew(nest):
+            return (type(nest), id(nest)), lambda _: nest  # an object without tensors passes as it is
+        rebuilds = [rebuild for _, rebuild in walked]
+        key = (type(nest), tuple(labels), tuple(key for key, _ in walked))
+        if self._known is None or isinstance(nest, tuple):
+            return key, lambda flat: assemble([rebuild(flat) for rebuild in rebuilds])
+        number = self._known[id(nest)] = len(self._known)
+
+        def build(flat: _Leaves) -> Any:
+            flat.made[number] = assemble([rebuild(flat) for rebuild in rebuilds])
+            return flat.made[number]
+
+        return key, build
+
+
+def _has_room(nest: Any, above: tuple[int, ...] = ()) -> bool:
+    """Whether an object of a user's class has a list, a dict or None, so that forward may put tensors there."""
+    owner = type(nest).__module__.split(".")[0]
+    if owner == "torch" or owner in sys.stdlib_module_names or not _is_usual(type(nest)):
+        return False
+    found = (attributes_of(nest) or {}).values()
+    if any(value is None or isinstance(value, (list, dict, set)) for value in found):
+        return True
+    above = (*above, id(nest))
+    inside = (value for value in found if not isinstance(value, CONSTANTS) and not holds_nothing(value))
+    return any(id(value) not in above and _has_room(value, above) for value in inside)
+
+
+def _is_usual(kind: type) -> bool:
+    """Whether objects of a class can be made from their attributes: it has no way of its own to copy or to end them."""
+    ways = ("__reduce__", "__reduce_ex__", "__getstate__")
+    own = any(getattr(kind, way, None) is not getattr(object, way, None) for way in ways)
+    return not own and not hasattr(kind, "__copy__") and not hasattr(kind, "__del__")
 
 
 def holds_nothing(nest: Any) -> bool:
     """Whether it is a module, a class, a function or the like, of which a nest takes no parts."""
     return isinstance(nest, _OPAQUE) or callable(nest)
-
-
-def _is_of_a_user(nest: Any) -> bool:
-    """Whether an object is of a class that neither Python nor torch has."""
-    owner = type(nest).__module__.split(".")[0]
-    return owner != "torch" and owner not in sys.stdlib_module_names
 
 
 def parts_of(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any]] | None:
@@ -122,10 +179,10 @@ def parts_of(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any
     if attributes is None:
         return None
     names = list(attributes)
-    template = _bare(nest, names)
-    if template is None:
+    make = _maker(nest, names)
+    if make is None:
         return None
-    return [f".{name}" for name in names], list(attributes.values()), lambda items: _filled(template, names, items)
+    return [f".{name}" for name in names], list(attributes.values()), lambda items: _filled(make(), names, items)
 
 
 def _packed(items: list[Any]) -> PackedSequence:
@@ -148,32 +205,35 @@ def _mapping_parts(nest: dict[Any, Any]) -> tuple[list[str], list[Any], Callable
 
 def attributes_of(nest: Any) -> Mapping[str, Any] | None:
     """What an object holds by name; None where that is nothing."""
+    own: dict[str, Any] = getattr(nest, "__dict__", None) or {}
     if dataclasses.is_dataclass(nest):
-        return {
-            field.name: getattr(nest, field.name) for field in dataclasses.fields(nest) if hasattr(nest, field.name)
-        }
-    return getattr(nest, "__dict__", None) or None
+        names = [field.name for field in dataclasses.fields(nest) if hasattr(nest, field.name)]
+        return {name: getattr(nest, name) for name in names} | own
+    return own or None
 
 
-def _bare(nest: Any, names: Sequence[str]) -> Any:
-    """A shallow copy of an object without the attributes that will be filled in; None of one that allows no copy."""
+def _maker(nest: Any, names: Sequence[str]) -> Callable[[], Any] | None:
+    """Makes objects like this one without the attributes that will be filled in; None where that cannot be."""
+    kind = type(nest)
     try:
+        if _is_usual(kind):
+            object.__new__(kind)
+            return lambda: object.__new__(kind)
         template = copy.copy(nest)
+        if template is nest:
+            return None
+        for name in names:
+            if name in getattr(template, "__dict__", {}):
+                object.__delattr__(template, name)
     except Exception:  # whatever its own code raises
         return None
-    if template is nest:
-        return None
-    for name in names:
-        if name in getattr(template, "__dict__", {}):
-            object.__delattr__(template, name)
-    return template
+    return lambda: copy.copy(template)
 
 
-def _filled(template: Any, names: Sequence[str], items: Sequence[Any]) -> Any:
-    filled = copy.copy(template)
+def _filled(made: Any, names: Sequence[str], items: Sequence[Any]) -> Any:
     for name, item in zip(names, items, strict=True):
-        object.__setattr__(filled, name, item)
-    return filled
+        object.__setattr__(made, name, item)
+    return made
 
 
 def _paired(names: Sequence[Any], items: Sequence[Any]) -> dict[Any, Any]:

@@ -28,6 +28,8 @@ _TABLES = (
 
 _PLAIN = (bool, int, float, str)
 _CONTAINERS = (list, tuple, dict, set)
+_MOST_ITEMS = 1_000
+"""What is in larger ones is not looked at: every call does."""
 
 _Holder = TypeVar("_Holder")
 
@@ -115,7 +117,7 @@ class Attributes:
         for holder, name in read:
             self._was[id(holder), name] = holder, [*_inside(getattr(holder, name))]
         named = [(holder, name) for (_, name), (holder, _) in self._was.items()]
-        contain = [type(getattr(holder, name, None)) in _CONTAINERS for holder, name in named]
+        contain = [isinstance(getattr(holder, name, None), _CONTAINERS) for holder, name in named]
         self._readers = _readers(operator.attrgetter, named)
         self._containers = _readers(operator.attrgetter, compress(named, contain))
         self._values = self._now()
@@ -161,18 +163,20 @@ def are_equal(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or type(one) not in (*_PLAIN, *_CONTAINERS):
+    if type(one) is not type(other) or not (type(one) in _PLAIN or isinstance(one, _CONTAINERS)):
         return False
-    if type(one) in _CONTAINERS:
+    if isinstance(one, _CONTAINERS):
         return are_equal([*_inside(one)], [*_inside(other)])
     return bool(one == other)
 
 
 def _inside(value: Any) -> Iterable[object]:
     """What a list, tuple, set or dict holds, after how much that is; anything else alone."""
-    if type(value) not in _CONTAINERS:
+    if not isinstance(value, _CONTAINERS):
         return (value,)
-    return (len(value), *value, *value.values()) if type(value) is dict else (len(value), *value)
+    if len(value) > _MOST_ITEMS:
+        return (len(value), value)
+    return (len(value), *value, *value.values()) if isinstance(value, dict) else (len(value), *value)
 
 
 def _readers(

@@ -80,9 +80,12 @@ class _Product(torch.autograd.Function):
         return gradients[0] * other, gradients[0] * one
 
 
+_product = _Product.apply
+
+
 class FunctionOfTwoLayers(_Base):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Product.apply(self.first(x), self.second(x))  # type: ignore[no-untyped-call]
+        y: Tensor = _product(self.first(x), self.second(x))  # type: ignore[no-untyped-call]
         return _Product.apply(self.third(y), self.first.weight[0])  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -176,3 +176,74 @@ def test_what_allows_no_copy_is_given_as_it_is(given: Any) -> None:
         flow.update_flow()
         torch.testing.assert_close(flow(_x(), given).cpu(), expected)
     assert given.factor == 2.0
+
+
+class Sums(_Base):
+    """A part of a model: what it is given was just made, and goes on."""
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        x.mul_(2)
+        kept.copy_(self.first(x))
+        return self.second(x)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_go_through_what_was_written_to(hooked: bool) -> None:
+    model = Sums().double()
+
+    def losses(forward: Callable[..., Tensor]) -> Tensor:
+        scale = torch.full((), 1.5, dtype=torch.float64, requires_grad=True)
+        x, kept = _x() * scale, torch.zeros_like(_x())
+        y = forward(x, kept)
+        (y.sum() + kept.pow(2).sum() + (x * x).sum()).backward()
+        assert scale.grad is not None
+        return torch.cat([scale.grad.flatten(), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
+
+    expected = losses(model)
+    model.zero_grad(set_to_none=True)
+    if hooked:
+        model.first.register_forward_hook(_hook)
+    flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+    flow.layer_gpus.update({"first": 0, "second": 1})
+    flow.update_flow()
+    torch.testing.assert_close(losses(flow), expected)
+
+
+class WritesInside(_Base):
+    """A layer writes to a tensor of the caller's, which is on another device then."""
+
+    class _Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+            cache["k"][:, 0] = self.linear(x)[:, 0]
+            return x + cache["k"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = self._Layer()
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor], again: dict[str, Tensor]) -> Tensor:
+        assert again is cache
+        y: Tensor = self.second(self.first(x), cache)
+        return y
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_layer_that_writes_to_a_tensor_on_another_device_is_seen_by_the_caller(hooked: bool) -> None:
+    model = WritesInside().double()
+    cache = {"k": torch.zeros_like(_x())}
+    with torch.no_grad():
+        expected = model(_x(), cache, cache)
+    if hooked:
+        model.first.register_forward_hook(_hook)
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model)
+        flow.layer_gpus.update({"first": 0, "second": 1})
+        flow.update_flow()
+        ours = {"k": torch.zeros_like(_x())}
+        result = flow(_x(), ours, ours).cpu()
+        kept = ours["k"].cpu()
+    torch.testing.assert_close((result, kept), (expected, cache["k"]))

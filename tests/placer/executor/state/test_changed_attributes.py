@@ -250,3 +250,26 @@ def test_an_attribute_that_is_taken_away_is_missing_while_it_is_noted_too() -> N
         with pytest.raises(AttributeError, match="power"):
             del model.power
     assert "power" not in vars(model)
+
+
+class Flagged(nn.Module):
+    flag: Any = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.flag else x + 1
+
+
+class FlaggedToo(Flagged):
+    pass
+
+
+def test_a_default_of_a_class_is_its_own_though_the_class_it_is_of_is_in_the_model_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Flagged(), FlaggedToo(), nn.Linear(4, 2)).double()
+    with logical_devices(2), torch.no_grad():
+        whole = copy.deepcopy(model)
+        flow = DataFlow(model, device_ids=2)
+        flow.update_flow()
+        for change in (False, True):
+            model[2].flag = whole[2].flag = change
+            batch = _batch()
+            torch.testing.assert_close(flow(batch).cpu(), whole(batch))
