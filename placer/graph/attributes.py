@@ -35,14 +35,8 @@ class Notes:
     """What a model's code did with attributes of the model's modules, and of objects that these have."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.holders: dict[int, Any] = {id(child): child for child in model.modules() if not is_torchs(type(child))}
-        found: Iterable[Any] = list(self.holders.values())
-        for _ in range(_DEEPEST):
-            found = {
-                id(value): value for holder in found for value in vars(holder).values() if _is_object(value)
-            }.values()
-            found = [value for value in found if id(value) not in self.holders]
-            self.holders |= {id(value): value for value in found}
+        modules = [child for child in model.modules() if not is_torchs(type(child))]
+        self.holders: dict[int, Any] = {id(holder): holder for holder in (*modules, *objects_of(modules))}
         self.noted = {(id(holder), name) for holder in self.holders.values() for name in _names(holder)}
         self._read: dict[tuple[int, str], None] = {}
         self._written: set[tuple[int, str]] = set()
@@ -75,7 +69,7 @@ class _Noting:
         default = self._default
         if owner is not None and hasattr(type(default), "__get__"):  # a method, where another object has its own
             default = default.__get__(holder, owner)
-        value = default if holder is None else _own(holder).get(self._name, default)
+        value = default if holder is None else own(holder).get(self._name, default)
         if value is _NONE:  # a parameter or a module has the name here
             raise AttributeError(self._name)
         if holder is not None and not torch.compiler.is_dynamo_compiling():
@@ -84,22 +78,33 @@ class _Noting:
 
     def __set__(self, holder: Any, value: Any) -> None:
         self._notes.write(holder, self._name)
-        _own(holder)[self._name] = value
+        own(holder)[self._name] = value
 
     def __delete__(self, holder: Any) -> None:
         self._notes.write(holder, self._name)
-        if self._name not in _own(holder):
+        if self._name not in own(holder):
             raise AttributeError(self._name)
-        del _own(holder)[self._name]
+        del own(holder)[self._name]
 
 
-def _own(holder: Any) -> dict[str, Any]:
+def objects_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The objects that modules have, configurations say, and those that these have."""
+    known: dict[int, Any] = {}
+    found: list[Any] = list(modules)
+    for _ in range(_DEEPEST):
+        inside = [value for holder in found for value in own(holder).values() if _is_object(value)]
+        found = [*{id(value): value for value in inside if id(value) not in known}.values()]
+        known |= {id(value): value for value in found}
+    return list(known.values())
+
+
+def own(holder: Any) -> dict[str, Any]:
     """The attributes of an object itself, whose class may look them up in a way of its own."""
     kind = type(holder)
     is_usual = issubclass(kind, nn.Module) or getattr(kind, "__getattribute__", None) is object.__getattribute__
     # Where that is so the compiler of a branch of torch.cond follows.
-    own: dict[str, Any] = holder.__dict__ if is_usual else object.__getattribute__(holder, "__dict__")
-    return own
+    found: dict[str, Any] = holder.__dict__ if is_usual else object.__getattribute__(holder, "__dict__")
+    return found
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from placer.graph.footprint import differs_later
 from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
-from placer.graph.leftovers import KeptError, put_back, read_before_written
+from placer.graph.leftovers import Counted, KeptError, put_back, read_before_written
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, custom_functions
@@ -104,7 +104,7 @@ class _Flat(nn.Module):
         self._inputs, self._outputs, self._copied = inputs, outputs, copied
         self.custom: set[str] = set()
         self.kept: set[str] = set()
-        self.counted: set[tuple[nn.Module, str]] = set()
+        self.counted: set[Counted] = set()
         self.replaced: set[str] = set()
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
@@ -145,7 +145,7 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if drawn:
         raise CaptureError(f"forward {' and '.join(drawn)}, and a graph would keep what came of it")
     if counted and differs_later(module, args, kwargs, counted):
-        names = ", ".join(sorted({repr(name) for _, name in counted}))
+        names = ", ".join(sorted({repr(one.name) for one in counted}))
         raise CaptureError(f"forward sets {names} and does something else in later calls, which a graph would not")
     _refuse_generators(graph_module)
     _refuse_shapes_from_values(graph_module.graph)
@@ -177,7 +177,7 @@ def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
 
 def _export(
     module: nn.Module, inputs: Structure, tensors: Sequence[Any], examples: tuple[Any, ...], batch: int
-) -> tuple[fx.GraphModule, Structure, Left | None, set[tuple[nn.Module, str]]]:
+) -> tuple[fx.GraphModule, Structure, Left | None, set[Counted]]:
     failure: Exception | None = None
     copied: set[int] = set()
     ways = [True, False] if batch > 1 else [False]

@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer.errors import CaptureError, kind_of
 from placer.graph import chance, checkpoints
+from placer.graph.attributes import own
 from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import named_state
-from placer.graph.leftovers import put_back
+from placer.graph.leftovers import Counted, put_back
 from placer.graph.structure import flatten, flatten_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import custom_functions
@@ -60,16 +61,14 @@ def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return None
 
 
-def differs_later(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counted: Iterable[tuple[nn.Module, str]]
-) -> bool:
+def differs_later(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counted: Iterable[Counted]) -> bool:
     """Whether the model does something else in its next call, or in a far later one, for what it counts itself.
 
     Args:
         model: it is left as it was.
         args: example positional arguments.
         kwargs: example keyword arguments.
-        counted: the modules and names of the attributes that it sets.
+        counted: the attributes that it sets.
 
     Returns:
         Whether it does; False, too, where it cannot be told.
@@ -81,10 +80,11 @@ def differs_later(
             return False
         try:
             second = _run(model, args, kwargs)
-            for module, name in counted:
-                number = module.__dict__.get(name)
+            for one in counted:
+                fields = own(one.holder)
+                number = fields.get(one.name)
                 if isinstance(number, int | float) and not isinstance(number, bool):
-                    module.__dict__[name] = number + _LATER
+                    fields[one.name] = number + _LATER
             return not first == second == _run(model, args, kwargs)
         except Exception:
             return True

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from placer.errors import CaptureError
-from placer.graph.attributes import is_torchs
+from placer.graph.attributes import is_torchs, objects_of, own
 from placer.graph.structure import flatten
 
 
@@ -24,28 +25,38 @@ class KeptError(CaptureError):
     """Forward keeps tensors on modules. In later calls it may not: what it keeps is then there, as in a cache."""
 
 
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """An attribute of a module, or of an object, that forward set to another number, flag or word."""
+
+    holder: Any
+    name: str
+
+
 _STATE = ("_parameters", "_buffers", "_modules")
 _NONE = object()
 
 
 class Leftovers:
-    """What has changed on a model's modules since this was made.
+    """What has changed on a model's modules, and on objects that these have, since this was made.
 
     Attributes:
         changed: whether anything had, when it was put back.
         tensors: the attributes that tensors of the pass were left in, in words.
-        counted: the modules and names of the attributes that another number, flag or word was left in.
+        counted: the holders and names of the attributes that another number, flag or word was left in.
         replaced: the names of the buffers whose new values were written into them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.changed = False
         self.tensors: list[str] = []
-        self.counted: list[tuple[nn.Module, str]] = []
+        self.counted: list[Counted] = []
         self.replaced: set[str] = set()
         # While a graph is made, a module that has several names is another proxy by each; they share its attributes.
         self._named = list(model.named_modules(remove_duplicate=False))
-        self._before = {child: (dict(child.__dict__), _contents(child)) for _, child in self._named}
+        self._before = {child: (dict(child.__dict__), _contents(child.__dict__)) for _, child in self._named}
+        objects = objects_of(child for child in self._before if not is_torchs(type(child)))
+        self._objects = [(one, dict(own(one)), _contents(own(one))) for one in objects]
 
     def write_buffers(self) -> None:
         """Write the values of buffers that were replaced by others like them into those that were there before."""
@@ -65,23 +76,33 @@ class Leftovers:
     def put_back(self) -> None:
         """Leave the modules as they were."""
         names = {child: name for name, child in reversed(self._named)}
-        for child, (fields, contents) in self._before.items():
-            left = _differing(fields, child.__dict__)
-            for key, was in contents.items():
-                value = fields[key]
-                if _items(value) != _items(was):
-                    inside = _differing(was, value) if isinstance(value, dict) else {key: list(value)}
-                    left |= inside if key in _STATE else {key: inside}
-                    _refill(value, was)
-            if left:
-                self.changed = True
-                child.__dict__.clear()
-                child.__dict__.update(fields)
-            for key, value in left.items():
+        for one, fields, contents in self._objects:
+            for key, value in self._put_back(own(one), fields, contents).items():
                 if isinstance(value, bool | int | float | str):
-                    self.counted.append((child, key))
+                    self.counted.append(Counted(one, key))
+                elif _has_tensors(value):
+                    self.tensors.append(f"{key!r} of a {type(one).__name__}")
+        for child, (fields, contents) in self._before.items():
+            for key, value in self._put_back(child.__dict__, fields, contents).items():
+                if isinstance(value, bool | int | float | str):
+                    self.counted.append(Counted(child, key))
                 elif key not in fields["_parameters"] and not _is_torchs_own(child, key) and _has_tensors(value):
                     self.tensors.append(f"{key!r} of {names.get(child) or 'the model'!r}")
+
+    def _put_back(self, now: dict[str, Any], fields: dict[str, Any], contents: dict[str, Any]) -> dict[str, Any]:
+        """Leave one as it was; what there was to put back."""
+        left = _differing(fields, now)
+        for key, was in contents.items():
+            value = fields[key]
+            if _items(value) != _items(was):
+                inside = _differing(was, value) if isinstance(value, dict) else {key: list(value)}
+                left |= inside if key in _STATE else {key: inside}
+                _refill(value, was)
+        if left:
+            self.changed = True
+            now.clear()
+            now.update(fields)
+        return left
 
 
 @contextmanager
@@ -133,9 +154,9 @@ def _is_torchs_own(child: nn.Module, key: str) -> bool:
     return is_torchs(type(child)) or key in names
 
 
-def _contents(child: nn.Module) -> dict[str, Any]:
-    """Copies of the lists and dicts among a module's own attributes, its hooks among them."""
-    return {key: value.copy() for key, value in child.__dict__.items() if type(value) in (list, dict, OrderedDict)}
+def _contents(fields: dict[str, Any]) -> dict[str, Any]:
+    """Copies of the lists and dicts among attributes, a module's hooks among them."""
+    return {key: value.copy() for key, value in fields.items() if type(value) in (list, dict, OrderedDict)}
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

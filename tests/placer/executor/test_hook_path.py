@@ -402,3 +402,66 @@ def test_an_input_that_the_model_refuses_itself_does_not_send_later_ones_through
             flow(torch.randn(2, 5))
         flow(torch.randn(2, 4))
         assert flow.not_captured_because == ""
+
+
+class State:
+    def __init__(self) -> None:
+        self.latest: Tensor | None = None
+        self.seen: list[Tensor] = []
+        self.calls = 0
+
+
+class KeepsInAnObject(_Base):
+    """An object that the model has is written to in every call, as a cache of one's own is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = State()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        if self.state.latest is not None:
+            y = y + self.state.latest
+        self.state.latest = y.detach()
+        self.state.seen.append(y.detach())
+        self.state.calls += 1
+        result: Tensor = self.third(self.second(y)) * self.state.calls + self.state.seen[0]
+        return result
+
+
+def test_an_object_that_the_model_has_is_written_to_in_every_call() -> None:
+    model, reference = twins(KeepsInAnObject)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3, seed=2)
+        for call in range(3):
+            torch.testing.assert_close(flow(X).cpu(), reference(X), msg=str(call))
+        assert "of a State" in flow.not_captured_because
+        state: Any = model.state
+        assert (state.calls, len(state.seen), type(state.latest)) == (3, 3, Tensor)
+
+
+class LooksUp(_Base):
+    """A table that an object makes when it is first asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = State()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.state.latest is None:
+            self.state.latest = torch.linspace(0, 1, 4, dtype=x.dtype, device=x.device)
+        result: Tensor = self.second(self.first(x) * self.state.latest.to(x.device))
+        return result
+
+
+def test_a_table_that_an_object_makes_at_first_is_real_and_the_model_is_captured_then() -> None:
+    model, reference = twins(LooksUp)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3, seed=2)
+        for _ in range(3):
+            torch.testing.assert_close(flow(X).cpu(), reference(X))
+        assert flow.not_captured_because == ""
+        table: Any = model.state
+        torch.testing.assert_close(table.latest.cpu(), torch.linspace(0, 1, 4, dtype=X.dtype))
