@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from placer.schema import Cluster, Device, Layer, PlacementRequest, Profile
+from placer.schema import Cluster, Constraints, Device, Layer, PlacementRequest, Profile
 from placer.solver import costs
 from placer.solver.contiguous.stages import StageModel
 from placer.solver.problem import Problem
@@ -36,6 +36,22 @@ def test_the_smallest_memory_over_nodes_and_devices_is_that_of_the_assignment(se
         problem, result = pinned(training_problem(random, schedule=schedule), random)
         answer = PlacementModel(problem, reduced(problem)).solve(Limits(60))
         assert answer.bound == pytest.approx(max(use.total_bytes for use in result.memory), rel=1e-12)
+
+
+def test_a_step_counts_at_which_nothing_but_a_gradient_of_tied_parameters_waits():
+    """It waits while their first layer runs backwards, which needs less of its own than their last one."""
+    layers = [
+        Layer(name=name, forward_ms={"t": 1}, backward_ms={"t": 1}, backward_workspace_bytes=5 * (name == "c"))
+        for name in "abc"
+    ]
+    devices = [Device(name=name, type="t", memory_bytes=100) for name in "xy"]
+    links = [{"source": a, "target": b, "bandwidth_bytes_per_s": 1e9} for a, b in ("xy", "yx")]
+    tied = {"colocated": [("a", "c")], "tied": [{"layers": ("a", "c"), "gradient_bytes": 10}]}
+    profile = Profile(layers=layers, training=True, cluster=Cluster(devices=devices, links=links), **tied)
+    rules = Constraints(contiguous=False, pinned={"a": "x", "b": "y"})
+    problem = Problem.from_request(PlacementRequest(profile=profile, objective="memory", constraints=rules))
+    assert costs.evaluate(problem, [0, 1, 0]).memory[0].total_bytes == 10
+    assert PlacementModel(problem, reduced(problem)).solve(Limits(60)).bound == 10
 
 
 def test_sizes_keep_their_bytes_though_their_multiples_have_a_common_divisor():
