@@ -166,7 +166,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other) or not (type(one) in _PLAIN or isinstance(one, _CONTAINERS)):
         return False
     if isinstance(one, _CONTAINERS):
-        return are_equal([*_inside(one)], [*_inside(other)])
+        return len(one) <= _MOST_ITEMS and are_equal([*_inside(one)], [*_inside(other)])
     return bool(one == other)
 
 

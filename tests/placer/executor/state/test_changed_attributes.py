@@ -252,6 +252,17 @@ def test_an_attribute_that_is_taken_away_is_missing_while_it_is_noted_too() -> N
     assert "power" not in vars(model)
 
 
+def test_another_list_of_very_many_items_is_another_one(captures: list[nn.Module]) -> None:
+    with logical_devices(2), torch.no_grad():
+        model, whole, flow = _split()
+        for powers in ([1] * 2000, [2] * 2000):
+            model.powers = whole.powers = powers
+            for _ in range(2):
+                batch = _batch()
+                torch.testing.assert_close(flow(batch).cpu(), whole(batch))
+    assert len(captures) == 2
+
+
 class Flagged(nn.Module):
     flag: Any = False
 
