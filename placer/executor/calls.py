@@ -49,7 +49,7 @@ def call_captured(
 def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], outputs: Structure) -> Any:
     """The results of micro-batches that ran through hooks, where sizes alone tell which outputs have a batch."""
     batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
-    return outputs.unflatten(results[0] if len(results) == 1 else join(results, batched, weights, outputs.paths))
+    return outputs.unflatten(join(results, batched, weights, outputs.paths))
 
 
 def joined(
@@ -69,5 +69,5 @@ def joined(
     batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
     outputs, left = exported.outputs, exported.left
     paths = (*outputs.paths, *(() if left is None else left.paths))
-    leaves = results[0] if len(results) == 1 else join(results, batched, weights, paths)
-    return outputs.unflatten(leaves), list(leaves[len(outputs.paths) :])
+    leaves = join(results, batched, weights, paths)
+    return outputs.unflatten(leaves), leaves[len(outputs.paths) :]

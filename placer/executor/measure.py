@@ -24,7 +24,7 @@ from placer.executor.training.step import TrainStep
 from placer.graph import arguments
 from placer.graph.export import batch_size
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import flatten, flatten_inputs
+from placer.graph.structure import flatten_inputs
 from placer.report.timeline import Kind, Measurement, Row, from_first_start
 from placer.schedule import Plan, plan
 from placer.schema import Profile
@@ -86,14 +86,14 @@ def measure_stream(
     if flow.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")
     tensors, structure = flatten_inputs(*arguments.split(inputs))
-    parts = [structure.unflatten(part) for part in scatter(tensors, chunks, batch_size(tensors))]
-    batches = [kwargs if kwargs else args for args, kwargs in parts]
+    parts = scatter(tensors, chunks, batch_size(tensors))
+    batches = [kwargs if kwargs else args for args, kwargs in map(structure.unflatten, parts)]
 
     def run() -> None:
         for _ in streams.open(batches, backend=backend):
             pass
 
-    if flow.captured(flatten(parts[0])[0], structure) is None:
+    if flow.captured(parts[0], structure) is None:
         run()  # where the inputs are wrong, the layer that cannot take them tells
         raise _not_captured(flow)
     for _ in range(WARM_UPS):
@@ -104,7 +104,7 @@ def measure_stream(
     order = plan("fill-drain", [places[stage.device] for stage in pipeline.stages], len(batches), training=False)
     cut = "one micro-batch" if len(batches) == 1 else f"a stream of {len(batches)} micro-batches"
     title = f"Inference of {pipeline.graph.model}: {cut}"
-    return _measurement(title, pipeline.stages, rows, order, profile, batch_size(flatten(parts[0])[0]))
+    return _measurement(title, pipeline.stages, rows, order, profile, batch_size(parts[0]))
 
 
 def _measurement(

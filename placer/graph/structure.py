@@ -52,9 +52,7 @@ def flatten(nest: Any, anew: Collection[int] = ()) -> tuple[list[Any], Structure
     Returns:
         The tensors (and, while a model is captured, numbers that depend on a shape), and the structure.
     """
-    walk = _Walk(lambda one: id(one) in anew, None)
-    key, rebuild = walk.go(nest, "", ())
-    return walk.leaves, Structure(key, rebuild, tuple(walk.paths))
+    return _Walk(lambda one: id(one) in anew, None).over(nest)
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
@@ -63,15 +61,13 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     What is in several places is one in the copy, too. Objects without tensors are made anew where they have room for
     some, as an empty cache has: a list, a dict or None.
     """
-    walk = _Walk(_has_room, {})
-    key, rebuild = walk.go((args, kwargs), "", ())
-    return walk.leaves, Structure(key, rebuild, tuple(walk.paths))
+    return _Walk(_has_room, {}).over((args, kwargs))
 
 
 def parts_of_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
     """The identities of all lists, dicts and objects in ``(args, kwargs)``."""
     known: dict[int, int] = {}
-    _Walk(_has_room, known).go((args, kwargs), "", ())
+    _Walk(_has_room, known).over((args, kwargs))
     return known.keys()
 
 
@@ -101,6 +97,11 @@ class _Walk:
         self.leaves: list[Any] = []
         self.paths: list[str] = []
         self._anew, self._known = anew, known
+
+    def over(self, nest: Any) -> tuple[list[Any], Structure]:
+        """The tensors of a nest, and the structure that holds them."""
+        key, rebuild = self.go(nest, "", ())
+        return self.leaves, Structure(key, rebuild, tuple(self.paths))
 
     def go(self, nest: Any, path: str, above: tuple[int, ...]) -> tuple[Hashable, Callable[[Any], Any]]:
         """The key of a nest, and what makes it again."""

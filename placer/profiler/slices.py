@@ -52,10 +52,9 @@ def beside_slices(
                 begins = min(alone, default=index)
                 for step in range(begins, index):
                     beside[step] += max(0, whole - sum(sizes[name] for name in names if made[name] <= step))
-                before = {
-                    name: read[name][-2] for name in names if made[name] < read[name][0] < index == read[name][-1]
-                }
-                rest = whole - sum(sizes[name] for name in names if read[name][0] < index)
+                shared = [name for name in names if made[name] < read[name][0] < index]
+                rest = whole - sum(sizes[name] for name in shared)
+                before = {name: read[name][-2] for name in shared if read[name][-1] == index}
                 longest = min(before, key=before.__getitem__, default="")
                 if longest and before[longest] < begins and rest > rests.get(longest, Rest()).bytes:
                     rests[longest] = Rest(rest, graph.layers[begins].name if begins < index else "")

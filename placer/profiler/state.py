@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -44,17 +45,15 @@ def owned_shares(graph: LayerGraph) -> dict[str, float]:
 
 def ties(graph: LayerGraph) -> dict[tuple[str, ...], int]:
     """By the layers that share trained parameters, the bytes of these."""
-    users: dict[int, list[str]] = {}
-    shared: dict[int, Tensor] = {}
+    users: dict[Tensor, list[str]] = {}
     for layer in graph.layers:
         for tensor in dict.fromkeys(graph.state[name] for name in layer.state):
             if tensor.requires_grad:
-                users.setdefault(id(tensor), []).append(layer.name)
-                shared[id(tensor)] = tensor
-    found: dict[tuple[str, ...], int] = {}
-    for key, names in users.items():
+                users.setdefault(tensor, []).append(layer.name)
+    found: Counter[tuple[str, ...]] = Counter()
+    for tensor, names in users.items():
         if len(names) > 1:
-            found[tuple(names)] = found.get(tuple(names), 0) + tensor_bytes(shared[key])
+            found[tuple(names)] += tensor_bytes(tensor)
     return found
 
 
