@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from placer.solver.knots import knot_bound
 from placer.solver.least_memory import least_of_all, least_of_nodes
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 
@@ -38,8 +38,7 @@ def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
 def _critical_path(problem: Problem) -> float:
     """The longest path through the layers on their fastest devices with free transfers, forwards and backwards."""
     fastest = fastest_ms(problem, problem.forward_ms)
-    arcs = [(value.source, reader) for value in problem.values for reader in value.readers]
-    length = max(longest_paths(range(len(fastest)), fastest, arcs))
+    length = max(longest_paths(range(len(fastest)), fastest, arcs_of(problem.values)))
     if problem.training:
         fastest = fastest_ms(problem, problem.backward_ms)
         back = [(r, value.source) for value in problem.values if value.gradient_bytes for r in value.readers]

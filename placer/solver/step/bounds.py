@@ -4,8 +4,8 @@ These are of a step alone; ``in_a_row.py`` says what becomes of them where steps
 micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through in the
 stages before it (behind it)::
 
-    any placement       n * c of every device; one micro-batch's way to any layer and back; if contiguous, what filling
-                        the pipeline takes (see ``fill.py``)
+    any placement       n * c of every device; before + n * c of every layer, and without weight halves that run apart
+                        before + n * c + the way back; if contiguous, what filling the pipeline takes (see ``fill.py``)
     a row of stages     before + n * c
                         until the first stage has its last gradients: before + n * c without weight halves that run
                         apart; the whole way + (n - 1) * f, and the same with b; then its weight half and optimizer
@@ -26,19 +26,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.schedule import in_flight
 from placer.solver import pipelines
 from placer.solver.bounds import fastest_ms, longest_paths
 from placer.solver.linear import exact
 from placer.solver.linear.exact import Counts, CutTable
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 from placer.solver.step import fill, in_a_row
 
@@ -55,13 +54,16 @@ def any_placement(problem: Problem, nodes: Reduction) -> float:
     """No step is shorter than the busiest device's work, nor than one micro-batch's way, in milliseconds."""
     if pipelines.in_a_row(problem):
         return in_a_row.any_placement(problem, nodes, _awaited_ms(problem)) * ROUNDING
-    work = [
-        min(sum(problem.compute_ms(layer, device) for layer in layers) for device in nodes.allowed[node])
-        for node, layers in enumerate(nodes.nodes)
-    ]
-    passes = problem.request.chunks * max(max(work), sum(work) / problem.most_devices)
-    filled = fill.filling(problem, nodes, _awaited_ms(problem))
-    return (max(passes, _way(problem), filled) + least_optimizer(problem, nodes)) * ROUNDING
+    awaited_ms = _awaited_ms(problem)
+    work = [least_ms(nodes, node, problem.compute_ms) for node in range(len(nodes.nodes))]
+    busy = problem.request.chunks * sum(work) / problem.most_devices
+    passes = max(busy, _windows(problem, nodes, awaited_ms), fill.filling(problem, nodes, awaited_ms))
+    return (passes + least_optimizer(problem, nodes)) * ROUNDING
+
+
+def least_ms(nodes: Reduction, node: int, time_ms: Callable[[int, int], float]) -> float:
+    """What the layers of a node take on the device where that is least, by a time of layer and device."""
+    return min(sum(time_ms(layer, device) for layer in nodes.nodes[node]) for device in nodes.allowed[node])
 
 
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:
@@ -73,14 +75,27 @@ def least_optimizer(problem: Problem, nodes: Reduction) -> float:
     return max(max(time_ms), sum(time_ms) / problem.most_devices)
 
 
-def _way(problem: Problem) -> float:
-    """The longest way of one micro-batch to a layer and from there back, along values that have gradients."""
+def _windows(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
+    """The longest that some node keeps its device, and what goes before its first pass and follows its last."""
+    chunks = problem.request.chunks
+    before, behind = ways_past(problem, awaited_ms)
+    longest = 0.0
+    for node, layers in enumerate(nodes.nodes):
+        first, last = (min(way[layer] for layer in layers) for way in (before, behind))
+        whole = least_ms(nodes, node, problem.compute_ms)
+        held = least_ms(nodes, node, lambda layer, d: problem.forward_ms[layer][d] + awaited_ms[layer][d])
+        longest = max(longest, first + chunks * whole, first + chunks * held + last)
+    return longest
+
+
+def ways_past(problem: Problem, awaited_ms: Matrix) -> tuple[list[float], list[float]]:
+    """By layer, the longest way of one micro-batch to it, and from there back, along values that have gradients."""
     steps = range(len(problem.layers))
-    there = [(value.source, reader) for value in problem.values for reader in value.readers]
-    back = [(value.source, reader) for value in problem.values if value.gradient_bytes for reader in value.readers]
-    forwards = longest_paths(steps, fastest_ms(problem, problem.forward_ms), there)
-    backwards = longest_paths(steps, fastest_ms(problem, _awaited_ms(problem)), back)
-    return max(one + other for one, other in zip(forwards, backwards, strict=True))
+    pairs = ((problem.forward_ms, arcs_of(problem.values)), (awaited_ms, fill.gradient_arcs(problem)))
+    fastest = [(fastest_ms(problem, time_ms), arcs) for time_ms, arcs in pairs]
+    ways = [(time_ms, longest_paths(steps, time_ms, arcs)) for time_ms, arcs in fastest]
+    before, behind = ([way - own for way, own in zip(to, time_ms, strict=True)] for time_ms, to in ways)
+    return before, behind
 
 
 def _awaited_ms(problem: Problem) -> Matrix:
@@ -206,7 +221,7 @@ class StepTable(CutTable):
         cut = self._cut_there + self._cut_back
         whole = whole + cut[:, None] + cut[None, :]
         way = whole + (chunks - 1) * np.maximum(forward, awaited)
-        wait = self._wait(stages_left, behind, forward, backward)
+        wait = fill.wait_ms(self._asked, stages_left, behind, forward, backward)
         own = chunks * (forward + backward) + wait
         round_trip = np.maximum(way, there + back + chunks * (forward + awaited) + wait)
         if not pipelines.in_a_row(self._asked):
@@ -214,20 +229,6 @@ class StepTable(CutTable):
         own = own + self._optimizer[device][None, :] - self._optimizer[device][:, None]
         lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
         return np.maximum(own, lanes), round_trip if self._asked.training else np.zeros_like(own)
-
-    def _wait(self, stages_left: int, behind: Table, forward: Table, backward: Table) -> Any:
-        """By first node and end, how long a stage there has nothing to do between its first pass and its last."""
-        chunks, schedule = self._asked.request.chunks, self._asked.request.schedule
-        if not self._asked.training:
-            return 0.0
-        if schedule == "fill-drain":
-            return behind
-        if schedule == "zero-bubble":
-            room = in_flight(schedule, self.problem.most_devices, 0, chunks)
-            return np.maximum(0.0, behind - (room - 1) * forward)
-        held = min(chunks, stages_left)
-        first, last = (np.maximum(0.0, behind - (held - 1) * time) for time in (forward, backward))
-        return first + last if chunks > stages_left else np.maximum(first, last)
 
     def cuts(self) -> Iterator[tuple[float, list[int]]]:
         """Every cut, the lowest bound first.

@@ -4,8 +4,9 @@ A device begins a step after its last pass of the one before and its optimizer: 
 a device's first pass and its last, and then the optimizer. With n micro-batches, f and b the passes of a stage, o its
 optimizer, c = f + b, and behind what a micro-batch has to go through in the stages behind it::
 
-    any placement       n * c + o of every device; one micro-batch's way from a layer that reads nothing to any other
-                        and back, after which the first one's device has its next step
+    any placement       n * c + o of every device; the way from a layer that reads nothing to any other, all
+                        micro-batches through that, and the way back, after which the first one's device has its next
+                        step
     a row of stages     n * c + o + wait, the stage's own passes
                         before + n * c + wait, without weight halves that run apart; the whole way + (n - 1) * f, and
                         the same with b: all of this between the first pass of the first stage and its last
@@ -22,8 +23,9 @@ from math import inf
 
 from placer.solver import pipelines
 from placer.solver.bounds import fastest_ms
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
+from placer.solver.step import fill
 
 Arcs = Sequence[tuple[int, int]]
 
@@ -52,14 +54,14 @@ def _work_ms(problem: Problem, layer: int, device: int) -> float:
 
 
 def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> float:
-    """The longest way of one micro-batch from a layer that reads nothing to another, and back to it."""
+    """The longest way from a layer that reads nothing to another, through that with all micro-batches, and back."""
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
-    there = [(value.source, reader) for value in problem.values for reader in value.readers]
-    back = [(value.source, reader) for value in problem.values if value.gradient_bytes for reader in value.readers]
+    there, back = arcs_of(problem.values), fill.gradient_arcs(problem)
     read = {reader for _, reader in there}
     starts = [layer for layer in range(len(problem.layers)) if layer not in read][:MOST_STARTS]
-    ways = [zip(_ways_from(s, forward, there), _ways_from(s, awaited, back), strict=True) for s in starts]
-    return max(one + other for way in ways for one, other in way)
+    further = [(problem.request.chunks - 1) * (one + other) for one, other in zip(forward, awaited, strict=True)]
+    ways = [zip(_ways_from(s, forward, there), _ways_from(s, awaited, back), further, strict=True) for s in starts]
+    return max(sum(way) for by_layer in ways for way in by_layer)
 
 
 def _ways_from(start: int, time_ms: Sequence[float], arcs: Arcs) -> list[float]:

@@ -5,6 +5,7 @@
       starts           cuts of the row where the bound is lowest, the best map by bottleneck, maps of other choices
       small changes    nodes to the other side of a cut, devices swapped, each simulated
       cuts of a row    every cut whose bound is below the best step, simulated: what is left out is proven not better
+    of choices that are no rows, then, a bound by the work of some device, and small changes from near the best again
     choices whose bound is not below the best step found are left alone
 
 The bound of the answer is the lowest of its choices' (see ``bounds.py``).
@@ -53,6 +54,9 @@ FIRST_SHARE = 0.5
 MAPS_SHARE = 0.5
 """How much of a choice's work may go to trying every map."""
 
+BOUND_SHARE = 0.5
+"""How much of the time that is then left may go to bounds of choices that are no rows."""
+
 SEARCH_SHARE = 0.3
 """How much of a choice's time the search for the smallest bottleneck may take."""
 
@@ -90,6 +94,9 @@ class StepSearch:
     meter: Meter = field(default_factory=Meter)
     began: float = field(default_factory=monotonic)
 
+    def __post_init__(self) -> None:
+        self.random = Random(self.request.seed)
+
     def answer(self) -> Placement:
         """The best placement of the best choice; not yet checked."""
         self.choices = sorted(map(choice_of, questions(self.request)), key=lambda choice: choice.bound)
@@ -105,9 +112,11 @@ class StepSearch:
             share = self._share(1 / (len(rows) - number))
             self._climb_again(choice, share)
             self._all_cuts(choice, share)
-        others = [choice for choice in self.choices if choice.cuts is None and memory_rules.can_bind(choice.problem)]
+        others = [choice for choice in self.choices if choice.cuts is None and not self._closed(choice)]
         for number, choice in enumerate(others):
-            self._bound_by_work(choice, self._share(1 / (len(others) - number)))
+            self._bound_by_work(choice, self._share(BOUND_SHARE / (len(others) - number)))
+        for number, choice in enumerate(others):
+            self._climb_again(choice, self._share(1 / (len(others) - number)))
         return self._placement() if self.best.devices is not None else self._nothing()
 
     def _break_ties(self) -> Ties | None:
@@ -144,11 +153,10 @@ class StepSearch:
 
     def _climb_again(self, choice: Choice, share: Share) -> None:
         """The same from near the best, until that has not helped for a while."""
-        random = Random(self.request.seed)
         idle = 0
         while choice.devices is not None and idle < PATIENCE and not self._over(choice, share):
             before = choice.value
-            start = moves.kicked(choice.problem, choice.nodes, choice.devices, random)
+            start = moves.kicked(choice.problem, choice.nodes, choice.devices, self.random)
             self._climb(choice, start, share)
             idle = 0 if choice.value < before else idle + 1
 
@@ -209,9 +217,10 @@ class StepSearch:
         Not where devices may recompute: whether they must depends on the order of stages, of which the smallest
         bottleneck knows one, and a step may have another.
         """
-        if self._over(choice, share) or choice.problem.may_recompute:
+        problem = choice.problem
+        if self._over(choice, share) or (problem.may_recompute and memory_rules.can_bind(problem)):
             return
-        placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share)
+        placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, 1.0)
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
         choice.bound = max(choice.bound, min(busy_ms * (1 - 1e-9), choice.value, self._better()))
 
@@ -239,11 +248,11 @@ class StepSearch:
         self._offer(choice, devices, "smallest bottleneck")
         return [devices]
 
-    def _smallest_bottleneck(self, asked: Problem, share: Share) -> Placement:
-        """The answer to a question for a bottleneck, in its part of the time and the work."""
-        allowed = Meter(SEARCH_SHARE * (share.work - self.meter.done))
+    def _smallest_bottleneck(self, asked: Problem, share: Share, part: float = SEARCH_SHARE) -> Placement:
+        """The answer to a question for a bottleneck, in a part of the time and the work."""
+        allowed = Meter(part * (share.work - self.meter.done))
         by_work = self.meter.limit < inf  # then the clock must not decide
-        limit_s = max(0.01, self._left_s() if by_work else SEARCH_SHARE * (share.time_s - self._time_s()))
+        limit_s = max(0.01, self._left_s() if by_work else part * (share.time_s - self._time_s()))
         limited = replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
         placement = self.search(limited, allowed)
         self.meter.done += allowed.done

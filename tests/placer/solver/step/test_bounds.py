@@ -126,6 +126,27 @@ def test_filling_takes_what_the_geometric_sum_says(devices, chunks):
     assert wanted * 0.98 <= found <= wanted
 
 
+@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.98), ("fill-drain", 0.995)])
+@pytest.mark.parametrize(("layers", "devices", "chunks"), [(96, 4, 8), (96, 4, 16), (128, 8, 16)])
+def test_filling_knows_how_long_stages_wait(layers, devices, chunks, schedule, share):
+    """Fine layers without transfers take (chunks + stages - 1) passes both ways of an equal share by both schedules."""
+    choice = choice_of(asked([1.0] * layers, [2.0] * layers, devices, chunks, schedule))
+    found = fill.filling(choice.problem, choice.nodes, choice.problem.backward_ms)
+    equal = 3 * (chunks + devices - 1) * layers / devices
+    assert equal * share <= found <= equal
+    assert found <= costs.evaluate(choice.problem, [i * devices // layers for i in range(layers)]).objective_value
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_layer_waits_for_the_way_to_it_with_all_micro_batches_and_then_for_the_way_back(contiguous):
+    request = asked([1.0, 1.0, 5.0, 1.0], [2.0, 2.0, 9.0, 2.0], 4, 6, "1f1b" if contiguous else "interleaved")
+    request = request.model_copy(update={"constraints": Constraints(contiguous=contiguous)})
+    choice = choice_of(request)
+    transfers = 0.004
+    assert choice.bound == pytest.approx(1 + 1 + 6 * (5 + 9) + 2 + 2, rel=1e-6)
+    assert choice.bound <= costs.evaluate(choice.problem, [0, 1, 2, 3]).objective_value <= choice.bound + 4 + transfers
+
+
 def test_branches_are_one_block_between_the_layers_that_every_path_passes():
     arcs = {(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5)}
     assert fill._blocks(arcs, 6) == [0, 1, 2, 2, 3, 4]
