@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -135,6 +136,15 @@ def choice_of(asked: PlacementRequest) -> Choice:
     nodes = reduced(problem)
     bound = bounds.any_placement(problem, nodes) if all(nodes.allowed) else 0.0
     return Choice(problem, nodes, bound)
+
+
+def in_order(choices: Iterable[Choice]) -> list[Choice]:
+    """As they are searched: the micro-batches with the lowest bound first, and of their schedules what holds least."""
+    by_chunks: dict[int, list[Choice]] = defaultdict(list)
+    for choice in choices:
+        by_chunks[choice.problem.request.chunks].append(choice)
+    alike = sorted(by_chunks.values(), key=lambda several: min(choice.bound for choice in several))
+    return [choice for several in alike for choice in several]
 
 
 def said(choice: Choice) -> StepChoice:

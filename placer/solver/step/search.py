@@ -30,7 +30,16 @@ from placer.solver.problem import Problem
 from placer.solver.program import memory_rules
 from placer.solver.program.cpsat import Meter
 from placer.solver.step import bounds, moves, ties
-from placer.solver.step.choices import Choice, bottleneck_of, by_segment, choice_of, questions, said, work_alone
+from placer.solver.step.choices import (
+    Choice,
+    bottleneck_of,
+    by_segment,
+    choice_of,
+    in_order,
+    questions,
+    said,
+    work_alone,
+)
 
 BottleneckSearch = Callable[[Problem, Meter], Placement]
 """Answers a question with objective ``throughput``, within some work."""
@@ -99,7 +108,7 @@ class StepSearch:
 
     def answer(self) -> Placement:
         """The best placement of the best choice; not yet checked."""
-        self.choices = sorted(map(choice_of, questions(self.request)), key=lambda choice: choice.bound)
+        self.choices = in_order(map(choice_of, questions(self.request)))
         self.best: Choice = self.choices[0]
         self.method = "one device"
         for choice in self.choices:
