@@ -1,4 +1,7 @@
-"""What all tests share: no cache of measurements; tests marked ``gpu`` are skipped, visibly, without CUDA devices."""
+"""What all tests share: no cache of measurements, and no deadline of drawn examples.
+
+Tests marked ``gpu`` are skipped, visibly, without CUDA devices.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import itertools
 import os
 
 import forks
+import hypothesis
 import pytest
 
 os.environ["PLACER_CACHE"] = "off"  # for the processes that tests start, too
 forks.share()
+hypothesis.settings.register_profile("placer", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("placer")
 
 _TESTS = itertools.count()
 

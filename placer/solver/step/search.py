@@ -230,6 +230,7 @@ class StepSearch:
         if self._over(choice, share) or (problem.may_recompute and memory_rules.can_bind(problem)):
             return
         placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, 1.0)
+        choice.reason = placement.infeasible
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
         choice.bound = max(choice.bound, min(busy_ms * (1 - 1e-9), choice.value, self._better()))
 
