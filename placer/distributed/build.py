@@ -90,8 +90,10 @@ def build(
             )
         sharing = Sharing.of(graph, cut, placed.chunks)
     found = _seats(cut, graph, placed.how(loss_fn is not None), group)
+    with _together(group):  # all of them have a device before any of them waits for the others there
+        device = _local(found[dist.get_rank(group)])
     with _together(group):
-        return _assemble(model, exported, graph, cut, placed, loss_fn, sharing, found, group)
+        return _assemble(model, exported, graph, cut, placed, loss_fn, sharing, found, device, group)
 
 
 @contextmanager
@@ -187,12 +189,11 @@ def _assemble(
     loss_fn: LossFunction | None,
     sharing: Sharing,
     seated: Sequence[Seat],
+    device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
-    here = dist.get_rank(group)
-    ranks = [next(rank for rank, seat in enumerate(seated) if seat.device == device) for device in cut.devices]
-    position = ranks.index(here)
-    device = _local(seated[here])
+    ranks = [next(rank for rank, seat in enumerate(seated) if seat.device == name) for name in cut.devices]
+    position = ranks.index(dist.get_rank(group))
     _warm_up(device, group)
     everywhere = tuple(rank if group is None else dist.get_global_rank(group, rank) for rank in ranks)
     names = Names.of(model)

@@ -183,8 +183,9 @@ def failed_alone(make: Make, places: Mapping[str, str], at: str) -> str:
     alone = dist.get_rank() == 2
     given: Any = nn.MSELoss if at == "arguments" and alone else loss_fn
     full = mock.Mock(side_effect=torch.OutOfMemoryError("no room left"))
+    fails = {"memory": "Weights", "device": "_local"}.get(at)
     try:
-        with mock.patch("placer.distributed.build.Weights", full) if at == "memory" and alone else nullcontext():
+        with mock.patch(f"placer.distributed.build.{fails}", full) if fails and alone else nullcontext():
             distributed.build(model, places, micro_batches(inputs, 2)[0], given, chunks=2)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ TIED = {
     ("at", "error"),
     [
         ("arguments", "InputError: loss_fn is the class MSELoss; give an instance, such as MSELoss()"),
+        ("device", "OutOfMemoryError: no room left"),
         ("memory", "OutOfMemoryError: no room left"),
     ],
 )
