@@ -1,6 +1,7 @@
 """A stage that keeps nothing of a micro-batch but what entered it, and runs forwards once more in its backward pass.
 
-Random numbers and buffers are in the second pass what they were in the first.
+Random numbers and buffers are in the second pass what they were in the first. A stage that keeps its activations has
+no second pass, and its backward pass reads buffers as they were in the first.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +41,25 @@ def recomputed(
 
     result: list[Any] = checkpoint(run, *inputs, use_reentrant=False)
     return result
+
+
+@contextmanager
+def kept_apart(changed: Sequence[StateTable]) -> Iterator[None]:
+    """Let a micro-batch have copies of buffers, and write back what it changes in them.
+
+    Its backward pass may read them, when micro-batches behind it will have changed the buffers further.
+
+    Args:
+        changed: the buffers that it changes.
+    """
+    real = [table[key] for table, key in changed]
+    with _as_before(changed, real):
+        yield
+        copies = [table[key] for table, key in changed]
+    with torch.no_grad():
+        for buffer, copy in zip(real, copies, strict=True):
+            if buffer is not None and copy is not None:
+                buffer.copy_(copy)
 
 
 @contextmanager

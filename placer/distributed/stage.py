@@ -16,8 +16,9 @@ from placer.distributed.gates import enter, leave
 from placer.distributed.line import LineStage
 from placer.distributed.parcels import Parcel
 from placer.distributed.reach import Flows
-from placer.distributed.recompute import StateTable, recomputed
+from placer.distributed.recompute import StateTable, kept_apart, recomputed
 from placer.distributed.tree import Names, plant, slot
+from placer.executor.segments import STATISTICS
 from placer.graph.deferred import Addition, DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
 
@@ -66,6 +67,7 @@ class Plan:
         device: where it runs.
         deferred: weight gradients that a backward pass left for later, where the schedule splits it.
         recomputes: whether it keeps of a micro-batch only what entered it.
+        private: buffers that its layers change, and may read again in their backward passes.
     """
 
     works: tuple[Work, ...]
@@ -79,6 +81,7 @@ class Plan:
     device: torch.device
     deferred: Deferred | None
     recomputes: bool
+    private: tuple[StateTable, ...]
 
 
 class StageModule(nn.Module):
@@ -123,6 +126,7 @@ class StageModule(nn.Module):
             for layer in layers
         ]
         forget = _forget(layers, stage.leaves)
+        changed = {name for layer in graph.layers for name in layer.mutated if not name.endswith(STATISTICS)}
         # One attribute for everything: a child module of the model may have any name.
         self._plan = Plan(
             works=tuple(Work(*parts) for parts in zip(layers, state, forget, strict=True)),  # type: ignore[arg-type]
@@ -136,6 +140,7 @@ class StageModule(nn.Module):
             device=device,
             deferred=Deferred() if split else None,
             recomputes=recomputes,
+            private=tuple(slot(self, name) for name in dict.fromkeys(used) if name in changed),
         )
 
     @property
@@ -217,7 +222,11 @@ def _computed(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
     values = dict(zip(names, inputs, strict=True))
     kept = _kept(plan, values, names)
     deferred = None if plan.recomputes else plan.deferred
-    with DeferWeights(deferred) if deferred is not None and not deferred.idle else nullcontext():
+    apart = torch.is_grad_enabled() and not plan.recomputes
+    with (
+        DeferWeights(deferred) if deferred is not None and not deferred.idle else nullcontext(),
+        kept_apart(plan.private) if apart else nullcontext(),
+    ):
         for work in plan.works:
             _run(work, values, plan, kept)
     return [kept.get(parcel.value.name, values.get(parcel.value.name)) for parcel in plan.leaves]

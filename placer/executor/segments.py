@@ -19,7 +19,7 @@ StateLookup = Callable[[str, torch.device], Tensor]
 """The tensor of a parameter, buffer or constant that a layer on this device is to use."""
 
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """What torch's own normalisations change, and do not read in their backward passes."""
 
 
@@ -158,7 +158,7 @@ def segments(graph: LayerGraph, places: Sequence[torch.device], lookup: StateLoo
         private = tuple(
             index
             for index, name in enumerate(layer.state)
-            if name in layer.mutated and index not in foreign and (name in spread or not name.endswith(_STATISTICS))
+            if name in layer.mutated and index not in foreign and (name in spread or not name.endswith(STATISTICS))
         )
         result[-1].steps.append(Step(layer, device, state, foreign, private, tuple(names)))
     return result
@@ -192,7 +192,7 @@ def taken_in_turn(parts: Sequence[Segment]) -> str | None:
         The name of one; None where there is none.
     """
     names = {name for part in parts for step in part.steps for name in step.layer.mutated}
-    changed = {name for name in names if not name.endswith(_STATISTICS)}
+    changed = {name for name in names if not name.endswith(STATISTICS)}
     if not changed:
         return None
     users: dict[str, set[int]] = {}

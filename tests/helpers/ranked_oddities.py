@@ -169,6 +169,33 @@ def normalised_twice() -> Case:
     return _case(NormalisedTwice())
 
 
+class Tempered(nn.Module):
+    """A buffer changes with every micro-batch, and backward passes read it: of its own layer, and of the one behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(6, 6)
+        self.cool = _Cool()
+        self.back = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.back(self.cool(self.front(x)))) / self.cool.heat
+
+
+class _Cool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("heat", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.heat *= 0.9
+        return torch.tanh(x / self.heat)
+
+
+def tempered() -> Case:
+    return _case(Tempered())
+
+
 class Shifted(nn.Module):
     """Adds a buffer that is not saved; both layers use it."""
 

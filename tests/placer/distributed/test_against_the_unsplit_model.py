@@ -164,6 +164,14 @@ def test_numbers_that_are_taken_from_tensors_are_those_of_each_micro_batch(ranks
     check(ranks, oddities.counted, places, 4, schedule, batches=2)
 
 
+@pytest.mark.parametrize("recompute", [(), ("cpu:1",)])
+def test_a_buffer_that_changes_is_in_a_backward_pass_what_it_was_in_the_forward_pass(
+    ranks: RankPool, recompute: tuple[str, ...]
+) -> None:
+    places = {"front": "cpu:0", "cool": "cpu:1", "back": "cpu:1"}
+    check(ranks, oddities.tempered, places, 4, "fill-drain", batches=2, recompute=recompute)
+
+
 def test_branches_that_take_turns_are_one_stage_a_device(ranks: RankPool) -> None:
     places = {"stem": "cpu:0", "left": "cpu:1", "right": "cpu:0", "join": "cpu:1"}
     parts = check(ranks, models.branches, places, 4, "1f1b")
