@@ -89,7 +89,7 @@ def build(
                 f"recompute names {min(unknown)!r}, which has no layers; there are {', '.join(cut.devices)}"
             )
         sharing = Sharing.of(graph, cut, placed.chunks)
-    found = _seats(cut, graph, placed.how(loss_fn is not None), group)
+    found = _seats(cut, graph, placed, loss_fn is not None, group)
     with _together(group):  # all of them have a device before any of them waits for the others there
         device = _local(found[dist.get_rank(group)])
     with _together(group):
@@ -131,9 +131,14 @@ class _Placed:
                 f"the placement is {kind_of(given)}; give a Placement, which "
                 "Placement.model_validate_json(text) makes of JSON, or a map {layer: device}"
             )
+        if isinstance(recompute, str) or not isinstance(recompute, Collection | None):
+            raise InputError(f"recompute is {recompute!r}; give the devices that are to recompute, as ['cuda:0']")
         if not isinstance(given, Placement) and "layer_devices" not in given:
             if not given:
                 raise PlacementError("the map places no layer; give {layer: device}")
+            for name in given:
+                if not isinstance(name, str):
+                    raise PlacementError(f"the map has {name!r}, which is no layer's name; give {{layer: device}}")
             named = {name: str(place) for name, place in given.items()}
             return cls(named, 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ()))
         placement = placing(given)
@@ -148,6 +153,15 @@ class _Placed:
         """What all processes must agree in, beside the model and its places."""
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
         return f"{self.chunks} micro-batches, {self.schedule}, {'training' if training else 'forwards alone'}{again}"
+
+
+    def idle(self, used: Collection[str]) -> str:
+        """For a message: the devices that are named, and have nothing to run."""
+        named = {place: name for name, place in self.layer_devices.items() if place not in used}
+        if not named:
+            return ""
+        found = ", ".join(f"{place} ({name!r})" for place, name in named.items())
+        return f"; no layer that runs is on {found}: its result is not used, or it is one with the layer before it"
 
 
 def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
@@ -225,11 +239,13 @@ def _assemble(
     return Pipeline(stages, schedule, owned, device, weights, head, _shape(exported, graph, placed), names, group)
 
 
-def _seats(cut: Line, graph: LayerGraph, how: str, group: dist.ProcessGroup | None) -> list[Seat]:
+def _seats(
+    cut: Line, graph: LayerGraph, placed: _Placed, training: bool, group: dist.ProcessGroup | None
+) -> list[Seat]:
     """The device of every process, once all of them are seen to have cut the same model, to run it in the same way."""
     process = Process.here(dist.get_rank(group))
     trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
-    here = (process, _gpus(), how, graph.hash, trained, [(stage.device, stage.layers) for stage in cut.stages])
+    here = (process, _gpus(), placed.how(training), graph.hash, trained, [(stage.device, stage.layers) for stage in cut.stages])
     everyone = _gathered(here, group)
     for rank, (_, _, how_there, *found) in enumerate(everyone):
         if how_there != everyone[0][2]:
@@ -242,7 +258,10 @@ def _seats(cut: Line, graph: LayerGraph, how: str, group: dist.ProcessGroup | No
                 f"process {rank} has captured another model, or was given another placement, than process 0; "
                 "give every process the same model, with the same parameters to train, placement and shape of example"
             )
-    found_seats = seats(cut.devices, [process for process, *_ in everyone])
+    try:
+        found_seats = seats(cut.devices, [process for process, *_ in everyone])
+    except PlacementError as error:
+        raise PlacementError(f"{error}{placed.idle(cut.devices)}") from error
     refuse_missing_gpus(found_seats, [count for _, count, *_ in everyone])
     return found_seats
 

@@ -20,7 +20,7 @@ from placer.distributed.schedules import LibrarySchedule
 from placer.distributed.stage import StageModule
 from placer.distributed.tree import Names
 from placer.distributed.weights import Weights, is_hooked
-from placer.errors import InputError
+from placer.errors import InputError, PlacerError
 from placer.executor.pipeline import scatter
 from placer.graph import arguments
 from placer.graph.losses import refuse_other_batch
@@ -134,11 +134,12 @@ class Pipeline:
         self._refuse_untold(arguments)
         losses: list[Tensor] = []
         goal = self._goals(target)
-        self._weights.refresh()
-        self._weights.begin()
-        with self._noted_failure(), self._allocated(), torch.enable_grad():
-            self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
-        self._weights.reduce()
+        with self._noted_failure():
+            self._weights.refresh()
+            self._weights.begin()
+            with self._allocated(), torch.enable_grad():
+                self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
+            self._weights.reduce()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     @torch.no_grad()
@@ -159,12 +160,12 @@ class Pipeline:
             raise InputError("this pipeline was built to train: build another without loss_fn to run forwards alone")
         self._refuse_unready()
         arguments = self._arguments(inputs)
-        self._weights.refresh()
         made: list[Any] = []
         last = self.stages[-1].submod
         watch = last.register_forward_hook(lambda *call: made.append(_own(call[2], last)))
         try:
             with self._noted_failure():
+                self._weights.refresh()
                 self.schedule.step(*arguments, return_outputs=False)
         finally:
             watch.remove()
@@ -270,9 +271,15 @@ class Pipeline:
         """After a failure there are messages under way that nobody has waited for."""
         try:
             yield
-        except BaseException:
-            self._failed = dist.get_world_size(self._group) > 1
+        except BaseException as error:
+            size = dist.get_world_size(self._group)
+            self._failed = size > 1
             self._weights.restore()
+            if self._failed and not isinstance(error, PlacerError):
+                error.add_note(
+                    f"in process {dist.get_rank(self._group)} of {size} of a pipeline; where a connection was closed "
+                    "or a time ran out, another process failed or ended first: see what it says"
+                )
             raise
 
     def _arguments(self, inputs: Any) -> tuple[Tensor, ...]:

@@ -206,6 +206,17 @@ def after_a_failure(make: Make, places: Mapping[str, str]) -> tuple[bool, str]:
     return same, told(lambda: pipeline.step(inputs, target))
 
 
+def lost(make: Make, places: Mapping[str, str]) -> tuple[list[str], str]:
+    """What is told of a step whose first message does not arrive, and of the next one."""
+    pipeline, inputs, target, _ = built(make, places, 2)
+    with mock.patch("placer.distributed.weights._run", side_effect=RuntimeError("Connection closed by peer")):
+        try:
+            pipeline.step(inputs, target)
+        except RuntimeError as error:
+            notes = error.__notes__
+    return notes, told(lambda: pipeline.step(inputs, target))
+
+
 def hooked(make: Make, places: Mapping[str, str], schedule: str) -> Any:
     """Gradients under hooks that cut them off; or what a build with such hooks is told, and a step with new ones."""
     group = members(places)

@@ -32,3 +32,9 @@ def test_after_a_step_that_failed_nothing_is_taken_for_the_next_one(ranks: RankP
     for same, message in ranks.run(training.after_a_failure, models.tied_gpt, TIED):
         assert same
         assert "a step of this pipeline failed, and what the processes sent one another" in message
+
+
+def test_a_process_that_loses_the_others_is_told_where_to_look(ranks: RankPool) -> None:
+    for rank, (notes, message) in enumerate(ranks.run(training.lost, models.tied_gpt, TIED)):
+        assert notes[0].startswith(f"in process {rank} of 4 of a pipeline; where a connection was closed or a time ran")
+        assert "a step of this pipeline failed" in message

@@ -193,12 +193,19 @@ def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> Non
     ("places", "options", "message"),
     [
         ({"0": "cpu:0", "4": "cpu:1"}, {}, "PlacementError: the placement uses 2 devices .* there are 4 processes"),
+        (
+            {**dict.fromkeys("01234567", "cpu:0"), "1.0": "cpu:1"},
+            {},
+            r"start 1, .*; no layer that runs is on cpu:1 \('1.0'\): its result is not used, or it is one with the layer",
+        ),
         ({}, {}, "PlacementError: the map places no layer"),
+        ({0: "cpu:0"}, {}, "PlacementError: the map has 0, which is no layer's name; give {layer: device}"),
         ({"nothing": "cpu:0"}, {}, "PlacementError: layer 'nothing' is no module of Sequential; its layers are 0, 1"),
         (CHAIN, {"schedule": "spiral"}, "InputError: schedule 'spiral' is not known; give one of fill-drain"),
         (CHAIN, {"schedule": "interleaved"}, "InputError: schedule 'interleaved' needs several stages on a device"),
         (NOTHING_FITS, {}, "PlacementError: the placement is infeasible and places no layer"),
         ("placement.json", {}, "PlacementError: the placement is a str; give a Placement, which Placement.model_val"),
+        (CHAIN, {"recompute": "cpu:0"}, "InputError: recompute is 'cpu:0'; give the devices that are to recompute, as"),
         (CHAIN, {"recompute": ["cpu:7"]}, "InputError: recompute names 'cpu:7', which has no layers; there are cpu:0"),
     ],
 )
