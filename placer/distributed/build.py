@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from placer import devices
@@ -72,6 +73,8 @@ def build(
     """
     if not dist.is_initialized():
         raise InputError("start with torchrun, and call torch.distributed.init_process_group() before build()")
+    if isinstance(group, DeviceMesh):
+        raise InputError("group is a DeviceMesh; give the group of one of its dimensions: mesh.get_group('pp')")
     if dist.get_rank(group) < 0:
         raise InputError(f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone")
     with _together(group):
@@ -79,8 +82,8 @@ def build(
         placed = _Placed.of(placement, chunks, schedule, recompute)
         if loss_fn is not None:
             _refuse_untrained(model, loss_fn)
-        exported = _captured(model, example_inputs)
         refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
+        exported = _captured(model, example_inputs)
         graph = layer_graph(exported, model, tuple(placed.layer_devices))
         cut = line(graph, _places(graph, placed.layer_devices))
         schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
@@ -93,7 +96,8 @@ def build(
     with _together(group):  # all of them have a device before any of them waits for the others there
         device = _local(found[dist.get_rank(group)])
     with _together(group):
-        return _assemble(model, exported, graph, cut, placed, loss_fn, sharing, found, device, group)
+        shape = _shape(exported, graph, placed, example_inputs)
+        return _assemble(model, exported, graph, cut, placed, loss_fn, sharing, found, shape, device, group)
 
 
 @contextmanager
@@ -154,7 +158,6 @@ class _Placed:
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
         return f"{self.chunks} micro-batches, {self.schedule}, {'training' if training else 'forwards alone'}{again}"
 
-
     def idle(self, used: Collection[str]) -> str:
         """For a message: the devices that are named, and have nothing to run."""
         named = {place: name for name, place in self.layer_devices.items() if place not in used}
@@ -203,6 +206,7 @@ def _assemble(
     loss_fn: LossFunction | None,
     sharing: Sharing,
     seated: Sequence[Seat],
+    shape: Shape,
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
@@ -236,7 +240,7 @@ def _assemble(
     schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
     owned = nn.Module()
     plant(owned, weights.own, names)
-    return Pipeline(stages, schedule, owned, device, weights, head, _shape(exported, graph, placed), names, group)
+    return Pipeline(stages, schedule, owned, device, weights, head, shape, names, group)
 
 
 def _seats(
@@ -245,7 +249,8 @@ def _seats(
     """The device of every process, once all of them are seen to have cut the same model, to run it in the same way."""
     process = Process.here(dist.get_rank(group))
     trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
-    here = (process, _gpus(), placed.how(training), graph.hash, trained, [(stage.device, stage.layers) for stage in cut.stages])
+    stages = [(stage.device, stage.layers) for stage in cut.stages]
+    here = (process, _gpus(), placed.how(training), graph.hash, trained, stages)
     everyone = _gathered(here, group)
     for rank, (_, _, how_there, *found) in enumerate(everyone):
         if how_there != everyone[0][2]:
@@ -330,9 +335,12 @@ def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _shape(exported: Exported, graph: LayerGraph, placed: _Placed) -> Shape:
+def _shape(exported: Exported, graph: LayerGraph, placed: _Placed, example_inputs: Any) -> Shape:
     inputs: Sequence[Any] = [graph.values[name] for name in graph.inputs]
+    args, kwargs = arguments.split(example_inputs)
     return Shape(
+        positional=len(args),
+        keywords=tuple(kwargs),
         inputs=exported.inputs,
         shapes=tuple(value.shape for value in inputs),
         batched=tuple(value.batch_dim == 0 for value in inputs),

@@ -37,7 +37,9 @@ class Shape:
     """What every batch must be like.
 
     Attributes:
-        inputs: the structure of the model's arguments.
+        positional: how many positional arguments the model is given.
+        keywords: the names of the others, in the example's order.
+        inputs: the structure of all of them.
         shapes: of the flat inputs of one micro-batch.
         batched: whether the first dimension of each is the batch.
         dtypes: of the same.
@@ -45,6 +47,8 @@ class Shape:
         chunks: micro-batches in a batch.
     """
 
+    positional: int
+    keywords: tuple[str, ...]
     inputs: Structure
     shapes: tuple[tuple[int, ...], ...]
     batched: tuple[bool, ...]
@@ -202,7 +206,13 @@ class Pipeline:
 
         Returns:
             There, what ``model.state_dict()`` of the unsplit model would be; elsewhere None.
+
+        Raises:
+            InputError: there is no such process.
         """
+        size = dist.get_world_size(self._group)
+        if rank not in range(size):
+            raise InputError(f"rank={rank!r} is no process of this pipeline; give one from 0 to {size - 1}")
         return checkpoint.gather(self.state_dict(), self._names.saved, rank, self.device, self._group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -288,9 +298,15 @@ class Pipeline:
             return ()
         if inputs is None:
             raise InputError("this process has the first stage: give step(inputs, ...) the batch here")
-        tensors, structure = flatten_inputs(*arguments.split(inputs))
+        args, kwargs = arguments.split(inputs)
+        given = {name: kwargs[name] for name in self._shape.keywords if name in kwargs} | kwargs  # in any order
+        tensors, structure = flatten_inputs(args, given)
         if structure.key != self._shape.inputs.key:
-            raise InputError("the inputs are not nested as the example was; give them as build was given the example")
+            raise InputError(
+                "the inputs are not nested as the example was, or have other numbers or flags; give them as build was "
+                f"given the example: {self._shape.positional} positional arguments and the keywords "
+                f"{', '.join(self._shape.keywords) or '(none)'}"
+            )
         for tensor, dtype in zip(tensors, self._shape.dtypes, strict=True):
             if tensor.dtype != dtype:  # what is sent on is received as what the example was
                 raise InputError(f"an input is of {tensor.dtype}, and the example's was of {dtype}; give both alike")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import placer
 from placer import devices, distributed
@@ -279,6 +280,8 @@ def from_profile_to_step(make: Make, nodes: list[int], hosts: list[str], pinned:
 
 def refusal(make: Make, places: Any, options: dict[str, Any]) -> str:
     """The error of a build that every process refuses."""
+    if options.get("group") == "mesh":
+        options = {"group": init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))}
     try:
         built(make, places, 2, **options)
     except Exception as error:
@@ -311,6 +314,18 @@ def epoch(make: Make, places: Mapping[str, str], sizes: list[int]) -> dict[str, 
         pipelines[size].step(UserDict(tokens=inputs[:size]), target[:size])
         optimizer.step()
     return {"state": {name: item.detach().cpu() for name, item in pipelines[sizes[0]].named_parameters()}}
+
+
+def keywords_in_another_order(make: Make, places: Mapping[str, str]) -> bool | None:
+    """Whether results are the same where the keyword arguments come in another order than the example's."""
+    group = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return None
+    torch.manual_seed(0)
+    model, (x, weights), *_ = make()
+    pipeline = distributed.build(model.eval(), places, {"x": x, "weights": weights}, group=group)
+    found = [pipeline(batch) for batch in ({"x": x, "weights": weights}, {"weights": weights, "x": x})]
+    return not pipeline.is_last or torch.equal(*found)
 
 
 def evaluated(make: Make, places: Mapping[str, str], steps: int) -> list[Any]:

@@ -25,6 +25,11 @@ def chain() -> Case:
     return model.double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
 
 
+def replicated_chain() -> Case:
+    model, *rest = chain()
+    return nn.parallel.DistributedDataParallel(model), *rest
+
+
 def strided() -> Case:
     """Neither the batch nor the result is contiguous."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(7)), nn.Unflatten(1, (2, 3)), _Transpose())

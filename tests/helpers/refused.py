@@ -56,3 +56,9 @@ def checkpoint(make: Make, places: Mapping[str, str], path: str) -> str:
     """The error of a checkpoint that is not there."""
     pipeline, *_ = built(make, places, 2)
     return told(lambda: pipeline.load(path))
+
+
+def state(make: Make, places: Mapping[str, str], rank: int) -> str:
+    """The error of a whole state for a process that is none."""
+    pipeline, *_ = built(make, places, 2)
+    return told(lambda: pipeline.full_state_dict(rank))

@@ -104,6 +104,16 @@ def test_outputs_in_eval_mode_are_the_unsplit_models(ranks: RankPool) -> None:
         torch.testing.assert_close(outputs, model.eval()(inputs))
 
 
+def test_keyword_arguments_are_the_same_in_any_order(ranks: RankPool) -> None:
+    places = {"front": "cpu:0", "back": "cpu:1"}
+    assert all(ranks.run(ranked.keywords_in_another_order, models.unbatched, places)[:2])
+
+
+def test_a_state_for_a_process_that_is_none_is_refused_before_anything_is_sent(ranks: RankPool) -> None:
+    for found in ranks.run(refused.state, models.chain, CHAIN, 4):
+        assert found == "InputError: rank=4 is no process of this pipeline; give one from 0 to 3"
+
+
 def test_devices_come_back_to_run_forwards_too(ranks: RankPool) -> None:
     torch.manual_seed(0)
     model, inputs, _, _ = models.skips()
@@ -196,11 +206,12 @@ def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> Non
         (
             {**dict.fromkeys("01234567", "cpu:0"), "1.0": "cpu:1"},
             {},
-            r"start 1, .*; no layer that runs is on cpu:1 \('1.0'\): its result is not used, or it is one with the layer",
+            r"start 1, .*; no layer that runs is on cpu:1 \('1.0'\): its result is not used, or it is one with the",
         ),
         ({}, {}, "PlacementError: the map places no layer"),
         ({0: "cpu:0"}, {}, "PlacementError: the map has 0, which is no layer's name; give {layer: device}"),
         ({"nothing": "cpu:0"}, {}, "PlacementError: layer 'nothing' is no module of Sequential; its layers are 0, 1"),
+        (CHAIN, {"group": "mesh"}, r"InputError: group is a DeviceMesh; give .*: mesh.get_group\('pp'\)"),
         (CHAIN, {"schedule": "spiral"}, "InputError: schedule 'spiral' is not known; give one of fill-drain"),
         (CHAIN, {"schedule": "interleaved"}, "InputError: schedule 'interleaved' needs several stages on a device"),
         (NOTHING_FITS, {}, "PlacementError: the placement is infeasible and places no layer"),
@@ -220,6 +231,7 @@ def test_batches_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Rank
     assert "an input has shape (4, 6); 2 micro-batches like the example make (8, 6)" in first["too small"]
     assert "build a second pipeline from the same model" in first["too small"]
     assert "not nested as the example was" in first["nested"]
+    assert "1 positional arguments and the keywords (none)" in first["nested"]
     assert "a target of shape (4, 6) goes with a batch of 8 samples" in last["too small"]
     assert "a target of shape (2, 6) goes with a batch of 8 samples" in last["nested"]
     assert "an input is of torch.float32, and the example's was of torch.float64" in first["other type"]
@@ -272,6 +284,11 @@ def test_micro_batches_that_a_schedule_cannot_have_name_the_nearest_that_it_can(
     assert below < chunks < above
     schedules.check("zero-bubble", below, devices, rounds)
     schedules.check("zero-bubble", above, devices, rounds)
+
+
+def test_a_wrapper_that_cannot_be_captured_is_told_from_what_it_wraps(ranks: RankPool) -> None:
+    for found in ranks.run(ranked.refusal, models.replicated_chain, CHAIN, {}):
+        assert "there is module.0: give the model that is wrapped, model.module" in found
 
 
 def test_processes_with_different_models_are_told_so(ranks: RankPool) -> None:
