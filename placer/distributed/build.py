@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -84,7 +84,7 @@ def build(
             _refuse_untrained(model, loss_fn)
         refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
         exported = _captured(model, example_inputs)
-        graph = layer_graph(exported, model, tuple(placed.layer_devices))
+        graph = _without_leftovers(layer_graph(exported, model, tuple(placed.layer_devices)), exported)
         cut = line(graph, _places(graph, placed.layer_devices))
         schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
         if unknown := placed.recompute - set(cut.devices):
@@ -188,6 +188,11 @@ def _captured(model: nn.Module, example_inputs: Any) -> Exported:
         raise CaptureError(
             f"{error}. A model that cannot be captured cannot be cut apart; on one host DataFlow runs it through hooks"
         ) from error
+
+
+def _without_leftovers(graph: LayerGraph, exported: Exported) -> LayerGraph:
+    """Without what forward leaves in its inputs, behind the results: the process that was given those has no result."""
+    return replace(graph, outputs=graph.outputs[: len(exported.outputs.paths)])
 
 
 def _places(graph: LayerGraph, layer_devices: Mapping[str, str]) -> list[str]:

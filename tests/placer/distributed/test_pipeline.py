@@ -104,6 +104,13 @@ def test_outputs_in_eval_mode_are_the_unsplit_models(ranks: RankPool) -> None:
         torch.testing.assert_close(outputs, model.eval()(inputs))
 
 
+def test_outputs_of_a_model_that_writes_to_its_input_are_the_unsplit_models(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    model, inputs, _, _ = models.chain()
+    parts = ranks.run(ranked.results, models.chain, CHAIN, 2)
+    torch.testing.assert_close(parts[3][0], model.eval()(inputs))
+
+
 def test_keyword_arguments_are_the_same_in_any_order(ranks: RankPool) -> None:
     places = {"front": "cpu:0", "back": "cpu:1"}
     assert all(ranks.run(ranked.keywords_in_another_order, models.unbatched, places)[:2])
