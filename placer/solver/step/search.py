@@ -64,7 +64,10 @@ MAPS_SHARE = 0.5
 """How much of a choice's work may go to trying every map."""
 
 BOUND_SHARE = 0.5
-"""How much of the time that is then left may go to bounds of choices that are no rows."""
+"""How much of the time that is then left may go to bounds by work.
+
+Where maps are free and memory binds nowhere, work can be shared out so evenly that nothing is gained by them.
+"""
 
 SEARCH_SHARE = 0.3
 """How much of a choice's time the search for the smallest bottleneck may take."""
@@ -122,8 +125,9 @@ class StepSearch:
             self._climb_again(choice, share)
             self._all_cuts(choice, share)
         others = [choice for choice in self.choices if choice.cuts is None and not self._closed(choice)]
-        for number, choice in enumerate(others):
-            self._bound_by_work(choice, self._share(BOUND_SHARE / (len(others) - number)))
+        loose = [choice for choice in others if choice.problem.contiguous or memory_rules.can_bind(choice.problem)]
+        for number, choice in enumerate(loose):
+            self._bound_by_work(choice, self._share(BOUND_SHARE / (len(loose) - number)))
         for number, choice in enumerate(others):
             self._climb_again(choice, self._share(1 / (len(others) - number)))
         return self._placement() if self.best.devices is not None else self._nothing()
