@@ -54,6 +54,7 @@ def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to
     assert chosen == {"alone": (8, "zero-bubble", 51.0), "in-a-row": (4, "zero-bubble", 48.0)}
 
 
+@examples(160)
 @given(
     tenths=st.lists(st.integers(1, 9), min_size=4, max_size=12),
     devices=st.integers(2, 4),
