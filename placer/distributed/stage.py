@@ -18,7 +18,7 @@ from placer.distributed.parcels import Parcel
 from placer.distributed.reach import Flows
 from placer.distributed.recompute import StateTable, kept_apart, recomputed
 from placer.distributed.tree import Names, plant, slot
-from placer.executor.segments import STATISTICS
+from placer.executor.segments import read_back
 from placer.graph.deferred import Addition, DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
 
@@ -126,7 +126,7 @@ class StageModule(nn.Module):
             for layer in layers
         ]
         forget = _forget(layers, stage.leaves)
-        changed = {name for layer in graph.layers for name in layer.mutated if not name.endswith(STATISTICS)}
+        changed = read_back(graph.layers)
         # One attribute for everything: a child module of the model may have any name.
         self._plan = Plan(
             works=tuple(Work(*parts) for parts in zip(layers, state, forget, strict=True)),  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ StateLookup = Callable[[str, torch.device], Tensor]
 """The tensor of a parameter, buffer or constant that a layer on this device is to use."""
 
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """What torch's own normalisations change, and do not read in their backward passes."""
 
 
@@ -158,7 +158,7 @@ def segments(graph: LayerGraph, places: Sequence[torch.device], lookup: StateLoo
         private = tuple(
             index
             for index, name in enumerate(layer.state)
-            if name in layer.mutated and index not in foreign and (name in spread or not name.endswith(STATISTICS))
+            if name in layer.mutated and index not in foreign and (name in spread or not name.endswith(_STATISTICS))
         )
         result[-1].steps.append(Step(layer, device, state, foreign, private, tuple(names)))
     return result
@@ -179,6 +179,11 @@ def spread_state(graph: LayerGraph, places: Sequence[torch.device]) -> dict[str,
     return {name: found for name, found in users.items() if len(found) > 1}
 
 
+def read_back(layers: Iterable[Layer]) -> set[str]:
+    """State that layers change and that their backward passes may read, by name."""
+    return {name for layer in layers for name in layer.mutated if not name.endswith(_STATISTICS)}
+
+
 def taken_in_turn(parts: Sequence[Segment]) -> str | None:
     """State that a segment changes and another one uses, by name: no micro-batch may begin before the last one's end.
 
@@ -191,8 +196,7 @@ def taken_in_turn(parts: Sequence[Segment]) -> str | None:
     Returns:
         The name of one; None where there is none.
     """
-    names = {name for part in parts for step in part.steps for name in step.layer.mutated}
-    changed = {name for name in names if not name.endswith(STATISTICS)}
+    changed = read_back(step.layer for part in parts for step in part.steps)
     if not changed:
         return None
     users: dict[str, set[int]] = {}

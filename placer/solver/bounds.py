@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from placer.solver.knots import knot_bound
 from placer.solver.least_memory import least_of_all, least_of_nodes
@@ -22,10 +22,7 @@ def lower_bound(problem: Problem, nodes: Reduction) -> float:
 
 def _fair_share_of_work(problem: Problem, nodes: Reduction) -> float:
     """The largest node, and the work of all shared by the devices, each node on its fastest device."""
-    work = [
-        min(sum(problem.compute_ms(layer, device) for layer in layers) for device in nodes.allowed[node])
-        for node, layers in enumerate(nodes.nodes)
-    ]
+    work = fastest_of_nodes(nodes, problem.compute_ms)
     return max(max(work), sum(work) / problem.most_devices) * (1 - 1e-12)  # sums in another order round differently
 
 
@@ -49,6 +46,20 @@ def _critical_path(problem: Problem) -> float:
 def fastest_ms(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[float]:
     """By layer, its time on the fastest device that it may be on."""
     return [min(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)]
+
+
+def fastest_of_nodes(nodes: Reduction, time_ms: Callable[[int, int], float]) -> list[float]:
+    """By node, what its layers take on the device where that is least, by a time of layer and device."""
+    return [
+        min(sum(time_ms(layer, device) for layer in layers) for device in allowed)
+        for layers, allowed in zip(nodes.nodes, nodes.allowed, strict=True)
+    ]
+
+
+def longest_before(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
+    """By layer, the weight of the heaviest path that ends right before it; every arc runs with the layers' order."""
+    paths = longest_paths(range(len(weight)), weight, arcs)
+    return [path - own for path, own in zip(paths, weight, strict=True)]
 
 
 def longest_paths(order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:

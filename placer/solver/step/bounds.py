@@ -26,15 +26,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver import pipelines
-from placer.solver.bounds import fastest_ms, longest_paths
+from placer.solver.bounds import fastest_ms, fastest_of_nodes, longest_before
 from placer.solver.linear import exact
 from placer.solver.linear.exact import Counts, CutTable
 from placer.solver.problem import Problem, arcs_of
@@ -55,47 +56,29 @@ def any_placement(problem: Problem, nodes: Reduction) -> float:
     if pipelines.in_a_row(problem):
         return in_a_row.any_placement(problem, nodes, _awaited_ms(problem)) * ROUNDING
     awaited_ms = _awaited_ms(problem)
-    work = [least_ms(nodes, node, problem.compute_ms) for node in range(len(nodes.nodes))]
-    busy = problem.request.chunks * sum(work) / problem.most_devices
+    busy = problem.request.chunks * sum(fastest_of_nodes(nodes, problem.compute_ms)) / problem.most_devices
     passes = max(busy, _windows(problem, nodes, awaited_ms), fill.filling(problem, nodes, awaited_ms))
     return (passes + least_optimizer(problem, nodes)) * ROUNDING
 
 
-def least_ms(nodes: Reduction, node: int, time_ms: Callable[[int, int], float]) -> float:
-    """What the layers of a node take on the device where that is least, by a time of layer and device."""
-    return min(sum(time_ms(layer, device) for layer in nodes.nodes[node]) for device in nodes.allowed[node])
-
-
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:
     """No placement's optimizer takes less, in milliseconds."""
-    time_ms = [
-        min(sum(pipelines.optimizer_ms(problem, layer, device) for layer in layers) for device in nodes.allowed[node])
-        for node, layers in enumerate(nodes.nodes)
-    ]
+    time_ms = fastest_of_nodes(nodes, partial(pipelines.optimizer_ms, problem))
     return max(max(time_ms), sum(time_ms) / problem.most_devices)
 
 
 def _windows(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
     """The longest that some node keeps its device, and what goes before its first pass and follows its last."""
     chunks = problem.request.chunks
-    before, behind = ways_past(problem, awaited_ms)
+    whole = fastest_of_nodes(nodes, problem.compute_ms)
+    held = fastest_of_nodes(nodes, lambda layer, device: problem.forward_ms[layer][device] + awaited_ms[layer][device])
+    before = longest_before(fastest_ms(problem, problem.forward_ms), arcs_of(problem.values))
+    behind = longest_before(fastest_ms(problem, awaited_ms), fill.gradient_arcs(problem))
     longest = 0.0
     for node, layers in enumerate(nodes.nodes):
         first, last = (min(way[layer] for layer in layers) for way in (before, behind))
-        whole = least_ms(nodes, node, problem.compute_ms)
-        held = least_ms(nodes, node, lambda layer, d: problem.forward_ms[layer][d] + awaited_ms[layer][d])
-        longest = max(longest, first + chunks * whole, first + chunks * held + last)
+        longest = max(longest, first + chunks * whole[node], first + chunks * held[node] + last)
     return longest
-
-
-def ways_past(problem: Problem, awaited_ms: Matrix) -> tuple[list[float], list[float]]:
-    """By layer, the longest way of one micro-batch to it, and from there back, along values that have gradients."""
-    steps = range(len(problem.layers))
-    pairs = ((problem.forward_ms, arcs_of(problem.values)), (awaited_ms, fill.gradient_arcs(problem)))
-    fastest = [(fastest_ms(problem, time_ms), arcs) for time_ms, arcs in pairs]
-    ways = [(time_ms, longest_paths(steps, time_ms, arcs)) for time_ms, arcs in fastest]
-    before, behind = ([way - own for way, own in zip(to, time_ms, strict=True)] for time_ms, to in ways)
-    return before, behind
 
 
 def _awaited_ms(problem: Problem) -> Matrix:

@@ -22,7 +22,7 @@ wait: of these as many are taken as its blocks have, at their slowest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.schedule import in_flight
-from placer.solver.bounds import fastest_ms, longest_paths
+from placer.solver.bounds import fastest_ms, longest_before
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 
@@ -126,8 +126,7 @@ def _by_block(block_of: Sequence[int], time_ms: Vector) -> Vector:
 
 def _before(arcs: Arcs, time_ms: Vector) -> Vector:
     """By node, the longest path that ends right before it."""
-    own = time_ms.tolist()
-    return np.array(longest_paths(range(len(own)), own, sorted(arcs))) - time_ms
+    return np.array(longest_before(time_ms.tolist(), sorted(arcs)))
 
 
 def _behind(arcs: Arcs, time_ms: Vector) -> Vector:
@@ -149,12 +148,8 @@ def _least_to(block_of: Sequence[int], way_ms: Vector) -> Vector:
     return _least_from([last - block for block in reversed(block_of)], way_ms[::-1])[::-1]
 
 
-Waits = Callable[[int], Any]
-"""By number of stages from one on: by its first block and its last, how long it waits at the least."""
-
-
-def _waits(problem: Problem, nodes: Reduction, block_of: Sequence[int], behind_ms: Vector) -> Waits:
-    """How long stages wait, by what is behind them."""
+def _waits(problem: Problem, nodes: Reduction, block_of: Sequence[int], behind_ms: Vector) -> list[Any]:
+    """Stage by stage, by its first block and its last, how long it waits at the least for what is behind it."""
 
     def of_blocks(time_ms: Matrix) -> Vector:
         slowest = [max(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)]
@@ -163,7 +158,8 @@ def _waits(problem: Problem, nodes: Reduction, block_of: Sequence[int], behind_m
     forward, backward = of_blocks(problem.forward_ms), of_blocks(problem.backward_ms)
     if problem.may_recompute:
         backward = backward + forward
-    return lambda stages_left: wait_ms(problem, stages_left, behind_ms[None, :], forward, backward)
+    stages_left = range(problem.most_devices, 0, -1)
+    return [wait_ms(problem, left, behind_ms[None, :], forward, backward) for left in stages_left]
 
 
 def _from_to(time_ms: Vector) -> Vector:
@@ -178,11 +174,11 @@ class _Row:
     Args:
         work_ms: by block.
         way_ms: by block, of a stage that begins there.
-        waits: of stages; None if nothing is known of them, so that it is all the same where they end.
+        waits: stage by stage; None if nothing is known of them, so that it is all the same where they end.
         problem: what is asked.
     """
 
-    def __init__(self, work_ms: Vector, way_ms: Vector, waits: Waits | None, problem: Problem) -> None:
+    def __init__(self, work_ms: Vector, way_ms: Vector, waits: list[Any] | None, problem: Problem) -> None:
         self._chunks = problem.request.chunks
         self._ends = np.cumsum(work_ms)
         self._starts = self._ends - work_ms
@@ -192,8 +188,7 @@ class _Row:
             self._least, self._most = np.zeros((1, 1)), self._ends[None, -1:]
         else:
             forwards = np.tri(len(work_ms), dtype=bool).T
-            lost = (way_ms[:, None] + waits(left) for left in range(problem.most_devices, 0, -1))
-            self._lost = [np.where(forwards, time_ms, np.inf) for time_ms in lost]
+            self._lost = [np.where(forwards, way_ms[:, None] + wait, np.inf) for wait in waits]
             self._least, self._most = self._starts[None, :] - ROUNDING * self._ends[-1], self._ends[None, :]
 
     def least_step(self) -> float:

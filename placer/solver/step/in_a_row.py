@@ -19,10 +19,11 @@ under 1f1b, wait(f) under zero-bubble. In inference nothing comes back, and stag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 
 from placer.solver import pipelines
-from placer.solver.bounds import fastest_ms
+from placer.solver.bounds import fastest_ms, fastest_of_nodes
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 from placer.solver.step import fill
@@ -41,10 +42,7 @@ def any_placement(problem: Problem, nodes: Reduction, awaited_ms: Sequence[Seque
         nodes: its layers in nodes.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
-    work = [
-        min(sum(_work_ms(problem, layer, device) for layer in layers) for device in nodes.allowed[node])
-        for node, layers in enumerate(nodes.nodes)
-    ]
+    work = fastest_of_nodes(nodes, partial(_work_ms, problem))
     return max(max(work), sum(work) / problem.most_devices, _way_and_back(problem, awaited_ms))
 
 

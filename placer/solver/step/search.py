@@ -106,14 +106,12 @@ class StepSearch:
     meter: Meter = field(default_factory=Meter)
     began: float = field(default_factory=monotonic)
 
-    def __post_init__(self) -> None:
-        self.random = Random(self.request.seed)
-
     def answer(self) -> Placement:
         """The best placement of the best choice; not yet checked."""
         self.choices = in_order(map(choice_of, questions(self.request)))
         self.best: Choice = self.choices[0]
         self.method = "one device"
+        self.random = Random(self.request.seed)
         for choice in self.choices:
             for device in range(len(choice.problem.devices)):
                 self._offer(choice, [device] * len(choice.problem.layers), "one device")
