@@ -35,11 +35,12 @@ walls: $(VENV)/linked  ## who may import whom
 tables: $(VENV)/installed-test  ## the tables of README.md are those of benchmarks/results
 	$(BIN)/python -m benchmarks tables --check
 
-# In parts: a process that has run thousands of tests takes a fifth longer for each further one.
+# In parts: a process that has run thousands of tests takes a fifth longer for each further one. One worker more where
+# tests wait for processes that they started.
 suite: $(VENV)/linked  ## all tests; WORKERS=4 for more processes
 	$(SUITE) -n $(WORKERS) --dist worksteal tests/placer/executor
-	$(SUITE) -n $(WORKERS) --dist worksteal tests/placer --ignore tests/placer/executor
-	$(SUITE) -n $(WORKERS) --dist worksteal tests --ignore tests/placer
+	$(SUITE) -n $$(($(WORKERS) + 1)) --dist worksteal tests/placer --ignore tests/placer/executor
+	$(SUITE) -n $$(($(WORKERS) + 1)) --dist worksteal tests --ignore tests/placer
 
 gpu: $(VENV)/linked  ## the tests that need CUDA devices
 	$(BIN)/python -P -m pytest --import-mode=importlib -m gpu

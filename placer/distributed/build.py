@@ -73,8 +73,7 @@ def build(
     """
     if not dist.is_initialized():
         raise InputError("start with torchrun, and call torch.distributed.init_process_group() before build()")
-    if isinstance(group, DeviceMesh):
-        raise InputError("group is a DeviceMesh; give the group of one of its dimensions: mesh.get_group('pp')")
+    _refuse_no_group(group)
     if dist.get_rank(group) < 0:
         raise InputError(f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone")
     with _together(group):
@@ -98,6 +97,18 @@ def build(
     with _together(group):
         shape = _shape(exported, graph, placed, example_inputs)
         return _assemble(model, exported, graph, cut, placed, loss_fn, sharing, found, shape, device, group)
+
+
+def _refuse_no_group(group: object) -> None:
+    """What is no group is told by what it is; a process outside of a new group is given a value that stands for it."""
+    if group is None or group == dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, dist.ProcessGroup):
+        return
+    way_out = (
+        "give the group of one of its dimensions: mesh.get_group('pp')"
+        if isinstance(group, DeviceMesh)
+        else "give what torch.distributed.new_group([0, 1, ...]) makes, or None for all processes"
+    )
+    raise InputError(f"group is {kind_of(group)}; {way_out}")
 
 
 @contextmanager

@@ -219,6 +219,8 @@ def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> Non
         ({0: "cpu:0"}, {}, "PlacementError: the map has 0, which is no layer's name; give {layer: device}"),
         ({"nothing": "cpu:0"}, {}, "PlacementError: layer 'nothing' is no module of Sequential; its layers are 0, 1"),
         (CHAIN, {"group": "mesh"}, r"InputError: group is a DeviceMesh; give .*: mesh.get_group\('pp'\)"),
+        (CHAIN, {"group": "pp"}, r"InputError: group is a str; give what torch.distributed.new_group\(\[0, 1, ...\]\)"),
+        (CHAIN, {"group": [0, 1]}, "InputError: group is a list; give what torch.distributed.new_group"),
         (CHAIN, {"schedule": "spiral"}, "InputError: schedule 'spiral' is not known; give one of fill-drain"),
         (CHAIN, {"schedule": "interleaved"}, "InputError: schedule 'interleaved' needs several stages on a device"),
         (NOTHING_FITS, {}, "PlacementError: the placement is infeasible and places no layer"),
