@@ -8,7 +8,8 @@ Where no stage waits for gradients, as none does for the first one's, a weight h
 makes room for a micro-batch, and while it runs gradients may come later than they are said to.
 
 Transfers take the time that they are said to take, and a stage as many buffers as it has room, as in the simulation: a
-pass is ready when what it reads has come, and that may leave when there is a buffer for it.
+pass is ready when what it reads has come, and that may leave when there is a buffer for it. Of a micro-batch the stages
+of one device run in their order, as what passes between them is no transfer.
 
 Times are counted in whole ticks, so that their sums are exact. Stages of equal layers come to equal times by sums in
 another order; in floating point the order of passes would hang on the last digit of one of them, and who adds up
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 from placer.schedule.passes import Pass, Phase, Transfer
 
@@ -32,6 +34,9 @@ URGENT: tuple[Phase, ...] = ("backward", "forward", "weights")
 
 URGENT_AT_THE_END: tuple[Phase, ...] = ("forward", "weights", "backward")
 """Where gradients come to their end."""
+
+Lane = tuple[int, int, Phase]
+"""From one device to another, of values or of gradients."""
 
 TICKS_PER_MS = 2**20
 """About a nanosecond each. As a power of two it leaves no time of few decimals half-way between two ticks."""
@@ -81,15 +86,22 @@ class _Greedy:
         self._inputs: list[list[tuple[int, int, int | None]]] = [[] for _ in places]
         self._targets: list[list[int]] = [[] for _ in places]
         self._senders = [0] * len(places)  # how many send gradients back
-        self._lanes: dict[tuple[int, int, Phase], int] = {}
+        self._lanes: dict[Lane, int] = {}
         self._arrived: dict[tuple[int, int], list[int]] = {}
         for source, target, there_ms, back_ms in transfers:
             self._inputs[target].append((source, _ticks(there_ms), None if back_ms is None else _ticks(back_ms)))
             self._targets[source].append(target)
             self._senders[source] += back_ms is not None
+        self._waiting_for_the_loss = [stage for stage, senders in enumerate(self._senders) if not senders]
         self._stages: dict[int, list[int]] = {}
         for stage in reversed(range(len(places))):
             self._stages.setdefault(self._places[stage], []).append(stage)
+        # By stage, the one before it on its device, and the one behind it: of a micro-batch they run in this order, as
+        # one may read what the other made, or received.
+        self._needs: dict[Phase, list[int | None]] = {phase: [None] * len(places) for phase in PHASES}
+        for stages in self._stages.values():
+            for behind, before in pairwise(stages):
+                self._needs["forward"][behind], self._needs["backward"][before] = before, behind
         self._urgent = {device: self._most_urgent_first(stages) for device, stages in self._stages.items()}
         self._wake: list[tuple[int, int]] = []
 
@@ -121,11 +133,12 @@ class _Greedy:
     def _most_urgent(self, device: int, now: int) -> Pass | None:
         stages = self._stages[device]
         for phase in self._urgent[device]:
-            ready, ends = self._ready[phase], self._ends[phase]
+            ready, ends, needs = self._ready[phase], self._ends[phase], self._needs[phase]
             for stage in stages:
-                number = len(ends[stage])
+                number, need = len(ends[stage]), needs[stage]
                 if number < len(ready[stage]) and ready[stage][number] <= now:
-                    return Pass(stage, phase, number)
+                    if need is None or number < len(ends[need]):
+                        return Pass(stage, phase, number)
         return None
 
     def _hand_on(self, stage: int, phase: Phase, number: int, end: int) -> None:
@@ -133,16 +146,21 @@ class _Greedy:
         if phase == "forward":
             for target in self._targets[stage]:
                 self._bring_values(target)
-            if stage == len(self._places) - 1:  # what gets no gradients waits for the loss
-                for other, senders in enumerate(self._senders):
-                    if not senders:
-                        self._note("backward", other, end)
+            for other in self._waiting_for_the_loss if stage == len(self._places) - 1 else (stage,):
+                self._note_loss(other)
         elif phase == "backward":
             self._bring_gradients(stage, number, end)
             if self._split:
                 self._ready["weights"][stage].append(end)
         if self._through is self._ends[phase]:
             self._bring_values(stage)
+
+    def _note_loss(self, stage: int) -> None:
+        """A stage that gets no gradients waits for the loss, and for its own forward pass, which that may not need."""
+        if not self._senders[stage]:
+            loss, own, ready = self._ends["forward"][-1], self._ends["forward"][stage], self._ready["backward"][stage]
+            for number in range(len(ready), min(len(loss), len(own))):
+                self._note("backward", stage, max(loss[number], own[number]))
 
     def _bring_values(self, stage: int) -> None:
         """Let the values of the next micro-batches come, as far as they are made and there is room."""
@@ -153,7 +171,8 @@ class _Greedy:
                 return
             room = came = through[before] if before >= 0 else 0
             for source, ticks, _ in self._inputs[stage]:
-                came = max(came, self._carry((source, stage, "forward"), max(room, ends[source][number]), ticks))
+                lane: Lane = self._places[source], self._places[stage], "forward"
+                came = max(came, self._carry(lane, max(room, ends[source][number]), ticks))
             self._note("forward", stage, came)
 
     def _bring_gradients(self, stage: int, number: int, end: int) -> None:
@@ -162,11 +181,12 @@ class _Greedy:
             if ticks is None:
                 continue
             arrived = self._arrived.setdefault((source, number), [])
-            arrived.append(self._carry((stage, source, "backward"), end, ticks))
+            lane: Lane = self._places[stage], self._places[source], "backward"
+            arrived.append(self._carry(lane, end, ticks))
             if len(arrived) == self._senders[source]:
                 self._note("backward", source, max(arrived))
 
-    def _carry(self, lane: tuple[int, int, Phase], ready: int, ticks: int) -> int:
+    def _carry(self, lane: Lane, ready: int, ticks: int) -> int:
         """When a transfer that may leave at some time has come."""
         self._lanes[lane] = max(ready, self._lanes.get(lane, 0)) + ticks
         return self._lanes[lane]

@@ -42,13 +42,15 @@ def plan(
     backward_ms: Sequence[float] | None = None,
     weights_ms: Sequence[float] | None = None,
     transfers: Sequence[Transfer] = (),
+    room: Sequence[int] | None = None,
     training: bool = True,
 ) -> Plan:
     """Which pass follows which on each device.
 
     Where a device has several stages, ``1f1b`` and ``zero-bubble`` do not apply, and ``fill-drain`` is planned.
-    ``interleaved`` is Megatron's order where the stages go round the devices equally often and the micro-batches come
-    in whole rounds; else devices take what is ready (see ``greedy``). Where no device has several it is ``1f1b``.
+    ``interleaved`` is then what makes the step shortest: devices take what is ready (see ``greedy``), or Megatron's
+    order, where the stages go round the devices equally often and the micro-batches come in whole rounds. Where no
+    device has several it is ``1f1b``.
 
     Args:
         schedule: the schedule.
@@ -58,12 +60,15 @@ def plan(
             if left out.
         backward_ms: by stage, both halves; twice the forward pass if left out.
         weights_ms: by stage, the weight half; half of the backward pass if left out.
-        transfers: between the stages, for ``zero-bubble``: of an order that knows of them and one that does not, that
-            with the shorter step is taken. None if left out.
+        transfers: between the stages, for ``interleaved`` and ``zero-bubble``, for which of an order that knows of
+            them and one that does not that with the shorter step is taken. None if left out.
+        room: by stage, for how many micro-batches at once, for ``interleaved`` where a device has several; as many as
+            the order needs if left out.
         training: without it there are forward passes alone, in the order of micro-batches.
 
     Raises:
-        InputError: no stages, no micro-batches, times for another number of stages, or what is no time.
+        InputError: no stages, no micro-batches, times or room for another number of stages, or what is no time or no
+            room.
 
     Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019; Narayanan et al., "Efficient
     Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2; Qi et al., ICLR 2024.
@@ -80,15 +85,17 @@ def plan(
             raise InputError(f"{name} has {len(times)} entries for {count} stages")
         _refuse_no_times(name, times)
     _refuse_no_times("transfers", [time for one in transfers for time in one[2:] if time is not None])
+    if room is not None and (len(room) != count or min(room) < 1):
+        raise InputError(f"room is {list(room)}: give a number of micro-batches, 1 or more, for each of {count} stages")
     if not training:
         passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]
         return Plan(places, chunks, tuple(passes), (1,) * count, training=False)
     alone = len(set(places)) == count
+    pipeline = Pipeline(places, tuple(forward), tuple(backward), tuple(weights), tuple(transfers))
     if schedule == "zero-bubble" and alone:
-        pipeline = Pipeline(places, tuple(forward), tuple(backward), tuple(weights), tuple(transfers))
         return _zero_bubble(pipeline, chunks)
     if schedule == "interleaved" and not alone:
-        return _interleaved(places, {"forward": forward, "backward": backward}, chunks)
+        return _interleaved(pipeline, chunks, room)
     if schedule == "fill-drain" or not alone:
         passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]
         passes += [Pass(count - 1 - s, "backward", m) for s, m in _clock(count, chunks)]
@@ -112,11 +119,17 @@ def _zero_bubble(pipeline: Pipeline, chunks: int) -> Plan:
         "backward": inputs,
         "weights": pipeline.weights_ms,
     }
-    found = _greedy(pipeline.places, times, chunks, room)
-    if not pipeline.transfers:
-        return found
-    told = _greedy(pipeline.places, times, chunks, room, pipeline.transfers)
-    return told if step_ms(pipeline, told) < (1 - SHORTER) * step_ms(pipeline, found) else found
+    known = [(), pipeline.transfers] if pipeline.transfers else [()]
+    orders = [tuple(greedy(pipeline.places, times, chunks, room, transfers)) for transfers in known]
+    return _shortest(pipeline, [Plan(pipeline.places, chunks, issue, tuple(room), split=True) for issue in orders])
+
+
+def _shortest(pipeline: Pipeline, plans: Sequence[Plan]) -> Plan:
+    """Of one order or two that with the shorter step; where they are about as long, the first."""
+    first, last = plans[0], plans[-1]
+    if first is last or step_ms(pipeline, last) >= (1 - SHORTER) * step_ms(pipeline, first):
+        return first
+    return last
 
 
 def _one_forward_one_backward(places: tuple[int, ...], chunks: int) -> Plan:
@@ -141,26 +154,22 @@ def _clock(stages: int, chunks: int) -> Iterator[tuple[int, int]]:
             yield stage, tick - stage
 
 
-def _greedy(
-    places: tuple[int, ...],
-    times: dict[Phase, Sequence[float]],
-    chunks: int,
-    room: Sequence[int],
-    transfers: Sequence[Transfer] = (),
-) -> Plan:
-    split = "weights" in times
-    return Plan(places, chunks, tuple(greedy(places, times, chunks, room, transfers)), tuple(room), split=split)
-
-
-def _interleaved(places: tuple[int, ...], times: dict[Phase, Sequence[float]], chunks: int) -> Plan:
-    count = len(places)
+def _interleaved(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -> Plan:
+    """Megatron's order, if it applies, or one that devices find for themselves: that with the shorter step."""
+    places, count = pipeline.places, len(pipeline.places)
     devices = len(set(places))
+    room = given or [in_flight("interleaved", count, stage, chunks) for stage in range(count)]
+    found: list[Plan] = []
     if places == places[:devices] * (count // devices) and chunks % devices == 0:
         passes = merged([list(_megatron(rank, devices, count // devices, chunks)) for rank in range(devices)])
-        return Plan(places, chunks, passes, most_held(passes, count, "backward"))
-    room = [in_flight("interleaved", count, stage, chunks) for stage in range(count)]
-    found = _greedy(places, times, chunks, room)
-    return Plan(places, chunks, found.issue, most_held(found.issue, count, "backward"))
+        held = most_held(passes, count, "backward")
+        if given is None or all(one <= most for one, most in zip(held, given, strict=True)):
+            found.append(Plan(places, chunks, passes, tuple(given or held)))
+    if not found or pipeline.transfers:
+        times: dict[Phase, Sequence[float]] = {"forward": pipeline.forward_ms, "backward": pipeline.backward_ms}
+        issue = tuple(greedy(places, times, chunks, room, pipeline.transfers))
+        found.append(Plan(places, chunks, issue, tuple(given or most_held(issue, count, "backward"))))
+    return _shortest(pipeline, found)
 
 
 def _megatron(rank: int, devices: int, per_device: int, chunks: int) -> Iterator[Pass]:

@@ -66,10 +66,15 @@ def plan_of(problem: Problem, pipeline: Pipeline) -> Plan:
     assert asked != "auto"  # only whole questions leave it open
     if asked in ("fill-drain", "1f1b") or not problem.training:
         return _fixed_plan(asked, pipeline.places, problem.request.chunks, problem.training)
+    return _plan_by_times(asked, pipeline, problem.request.chunks)
+
+
+@lru_cache(maxsize=16)
+def _plan_by_times(asked: Schedule, pipeline: Pipeline, chunks: int) -> Plan:
     return schedule.plan(
         asked,
         pipeline.places,
-        problem.request.chunks,
+        chunks,
         forward_ms=pipeline.forward_ms,
         backward_ms=pipeline.backward_ms,
         weights_ms=pipeline.weights_ms,

@@ -125,8 +125,8 @@ def _step_search(
 ) -> StepSearch:
     """The search over micro-batches, schedules and maps, told as the others are."""
 
-    def bottleneck(problem: Problem, allowed: Meter) -> Placement:
-        return Portfolio(problem, None, stop, meter=allowed).answer()
+    def bottleneck(problem: Problem, allowed: Meter, enough: float | None) -> Placement:
+        return Portfolio(problem, None, stop, enough=enough, meter=allowed).answer()
 
     def tell(value: float, bound: float, time_s: float) -> None:
         if progress is not None:

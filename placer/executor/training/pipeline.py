@@ -252,20 +252,19 @@ class TrainingPipeline:
         self._scaled = scale is not None
 
     def _balanced(self) -> Plan:
-        """The schedule by the stages' own times, and those of what passes between them, where there is room for it."""
+        """The schedule by the stages' own times, and those of what passes between them, in the room that there is."""
         forward, backward, weights = zip(*(stage.pass_ms() for stage in self.stages), strict=True)
         whole = [one + other for one, other in zip(backward, weights, strict=True)]
-        found = plan(
+        return plan(
             self.recipe.schedule,
             self._device_of,
             self.chunks,
             forward_ms=forward,
             backward_ms=whole,
             weights_ms=weights,
-            transfers=crossings(self.stages) if self.plan.split else (),
+            transfers=crossings(self.stages),
+            room=self.plan.in_flight,
         )
-        fits = all(new <= old for new, old in zip(found.in_flight, self.plan.in_flight, strict=True))
-        return found if fits else self.plan
 
     def prepare(self, batch: Sequence[Any], targets: Sequence[Any]) -> None:
         """Make every stage's slots from a batch, once, and record them; buffers and random numbers stay."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placer.solver import costs
-from placer.solver.contiguous import class_orders
+from placer.solver.contiguous import class_orders, stage_scope
 from placer.solver.contiguous.class_orders import Chain, ClassOrders, Memory, Order
 from placer.solver.contiguous.stage_search import nodes_within
 from placer.solver.problem import Problem
@@ -42,7 +42,11 @@ def none_in_any_order(search: Search) -> bool:
     Args:
         search: with a placement or without.
     """
-    if not search.open() or search.enough is not None or not class_orders.applies(search.problem, search.nodes):
+    if not search.open() or not class_orders.applies(search.problem, search.nodes):
+        return False
+    if search.enough is not None:
+        if not stage_scope.applies(search.problem) and not _has_chains(search, search.enough):
+            search.prove(search.nothing_below())
         return False
     if search.best is None and find_any(search):
         return True
@@ -62,7 +66,11 @@ def find_any(search: Search) -> bool:
     """
     whole = _longest_ms(search.problem)
     uppers = [upper for times in GROWING if 0 < (upper := times * search.bound) < whole]
-    return not any(_has_chains(search, upper) for upper in uppers) and whole > 0 and not _has_chains(search, whole)
+    for upper in uppers:
+        if _has_chains(search, upper):
+            return False
+        search.prove(upper)
+    return whole > 0 and not _has_chains(search, whole)
 
 
 def _has_chains(search: Search, upper: float) -> bool:

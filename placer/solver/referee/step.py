@@ -98,11 +98,18 @@ class StepReading:
         names = [device.name for device in self._request.devices]
         schedule = self._request.schedule
         assert schedule != "auto"
-        times = {f"{kind}_ms": total for kind, total in self._passes.items()}
+        forward, backward, weights = (self._passes[kind] for kind in ("forward", "backward", "weights"))
         places = [names.index(device) for device in self._devices]
         crossings = [Transfer(*pair, there, self._gradients.get(pair)) for pair, there in sorted(self._values.items())]
         return plan(
-            schedule, places, self._request.chunks, training=self._request.is_training, transfers=crossings, **times
+            schedule,
+            places,
+            self._request.chunks,
+            forward_ms=forward,
+            backward_ms=backward,
+            weights_ms=weights,
+            transfers=crossings,
+            training=self._request.is_training,
         )
 
     def _crossings(self) -> tuple[dict[Pair, float], dict[Pair, float]]:

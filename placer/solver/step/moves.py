@@ -61,16 +61,16 @@ def climb(problem: Problem, nodes: Reduction, start: list[int], value: Value, ov
         By layer, its device.
     """
     best, least = start, value(start)
-    better = True
-    while better:
-        better = False
-        for tried in neighbours(problem, nodes, best):
-            if over():
-                return best
-            found = value(tried)
-            if found < least * (1 - 1e-9):
-                best, least, better = tried, found, True
-                break
+    options, place, idle = list(neighbours(problem, nodes, start)), 0, 0
+    while idle < len(options):
+        if over():
+            return best
+        tried = options[place % len(options)]
+        place, idle = place + 1, idle + 1
+        found = value(tried)
+        if found < least * (1 - 1e-9):  # what comes next is tried of the better one: what came before was of no use
+            best, least, idle = tried, found, 0
+            options = list(neighbours(problem, nodes, best))
     return best
 
 

@@ -38,11 +38,12 @@ from placer.solver.step.choices import (
     in_order,
     questions,
     said,
+    with_few_crossings,
     work_alone,
 )
 
-BottleneckSearch = Callable[[Problem, Meter], Placement]
-"""Answers a question with objective ``throughput``, within some work."""
+BottleneckSearch = Callable[[Problem, Meter, float | None], Placement]
+"""Answers a question with objective ``throughput``, within some work; a bottleneck that is enough ends the search."""
 
 Found = Callable[[float, float, float], None]
 """Called with the step of a better placement, the bound so far, and the time in seconds."""
@@ -69,9 +70,16 @@ BOUND_SHARE = 0.5
 Where maps are free and memory binds nowhere, work can be shared out so evenly that nothing is gained by them.
 """
 
+AGAIN_SHARE = 0.6
+"""How much of the time that is left small changes of the best choice get at the end, and of what is then left the next.
+"""
+
 SEARCH_SHARE = 0.3
 """How much of a choice's time the search for the smallest bottleneck may take."""
 
+
+ROUNDING = 1e-9
+"""Sums in another order round differently."""
 
 NO_CUT = Infeasibility(reason="no cut of the row of layers keeps to each device's memory and to what else is required")
 """Where every cut was looked at before the search for the smallest bottleneck came to an end."""
@@ -126,8 +134,9 @@ class StepSearch:
         loose = [choice for choice in others if choice.problem.contiguous or memory_rules.can_bind(choice.problem)]
         for number, choice in enumerate(loose):
             self._bound_by_work(choice, self._share(BOUND_SHARE / (len(loose) - number)))
-        for number, choice in enumerate(others):
-            self._climb_again(choice, self._share(1 / (len(others) - number)))
+        others.sort(key=lambda choice: choice.value)
+        for choice in others:
+            self._climb_again(choice, self._share(AGAIN_SHARE if choice is not others[-1] else 1.0))
         return self._placement() if self.best.devices is not None else self._nothing()
 
     def _break_ties(self) -> Ties | None:
@@ -186,6 +195,8 @@ class StepSearch:
                     return
         elif self._all_maps(choice, share) or self._closed(choice):
             return
+        if table is None and not self._may_be_better(choice, share):
+            return
         near = self._by_bottleneck(choice, share) if table is None or choice.devices is None else []
         for devices in self._rounds(choice):
             self._offer(choice, devices, "rounds")
@@ -220,6 +231,8 @@ class StepSearch:
         found = self._searched(choice, choice.bottleneck, share)
         if found and choice.devices is None and by_segment(choice.problem):
             found += self._searched(choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share)
+        if found and not choice.problem.contiguous:
+            found += self._searched(choice, with_few_crossings(choice.bottleneck), share)
         return found
 
     def _bound_by_work(self, choice: Choice, share: Share) -> None:
@@ -231,10 +244,33 @@ class StepSearch:
         problem = choice.problem
         if self._over(choice, share) or (problem.may_recompute and memory_rules.can_bind(problem)):
             return
-        placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, 1.0)
+        enough = self._enough(choice) if choice.devices is None else None
+        placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, 1.0, enough)
         choice.reason = placement.infeasible
+        self._prove_busy(choice, placement)
+
+    def _prove_busy(self, choice: Choice, placement: Placement) -> None:
+        """Raise the bound by what the answer to a question for work alone proves that some device has to do."""
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
-        choice.bound = max(choice.bound, min(busy_ms * (1 - 1e-9), choice.value, self._better()))
+        choice.bound = max(choice.bound, min(busy_ms * (1 - ROUNDING), choice.value, self._better()))
+
+    def _may_be_better(self, choice: Choice, share: Share) -> bool:
+        """Whether it is worth while to look for the smallest bottleneck.
+
+        Not where memory binds, and with so little work on every device that the step may be better nothing is found.
+        """
+        enough = self._enough(choice)
+        if enough is None:
+            return True
+        self._searched(choice, work_alone(choice.bottleneck), share, enough)
+        return choice.devices is not None and not self._closed(choice)
+
+    def _enough(self, choice: Choice) -> float | None:
+        """The work of a device, for one micro-batch, from which no step is better; None where memory sets no limit."""
+        limited = choice.problem.contiguous and memory_rules.can_bind(choice.problem)
+        if not limited or choice.problem.may_recompute or self.best.devices is None:
+            return None
+        return self._better() / choice.problem.request.chunks * (1 + 2 * ROUNDING)
 
     def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
         """Small changes that let devices lack less memory."""
@@ -248,9 +284,11 @@ class StepSearch:
 
         self._offer(choice, moves.climb(choice.problem, choice.nodes, start, short_bytes, over), "small changes")
 
-    def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
-        """Try the map of the smallest bottleneck of a question; it alone, or none."""
-        placement = self._smallest_bottleneck(asked, share)
+    def _searched(self, choice: Choice, asked: Problem, share: Share, enough: float | None = None) -> list[list[int]]:
+        """Try the map of the smallest bottleneck of a question, or of one that is enough; it alone, or none."""
+        placement = self._smallest_bottleneck(asked, share, enough=enough)
+        if enough is not None:
+            self._prove_busy(choice, placement)
         if asked == choice.bottleneck:  # what holds more can be infeasible by that
             choice.reason = placement.infeasible
         if not placement.layer_devices:
@@ -260,13 +298,15 @@ class StepSearch:
         self._offer(choice, devices, "smallest bottleneck")
         return [devices]
 
-    def _smallest_bottleneck(self, asked: Problem, share: Share, part: float = SEARCH_SHARE) -> Placement:
+    def _smallest_bottleneck(
+        self, asked: Problem, share: Share, part: float = SEARCH_SHARE, enough: float | None = None
+    ) -> Placement:
         """The answer to a question for a bottleneck, in a part of the time and the work."""
         allowed = Meter(part * (share.work - self.meter.done))
         by_work = self.meter.limit < inf  # then the clock must not decide
         limit_s = max(0.01, self._left_s() if by_work else part * (share.time_s - self._time_s()))
         limited = replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
-        placement = self.search(limited, allowed)
+        placement = self.search(limited, allowed, enough)
         self.meter.done += allowed.done
         return placement
 

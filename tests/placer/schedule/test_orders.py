@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import assume, given, settings
@@ -53,6 +54,64 @@ def test_no_stage_begins_a_micro_batch_that_it_has_no_room_for(schedule, places,
 def test_with_one_stage_a_device_there_is_the_room_that_memory_is_reckoned_by(schedule, stages, chunks):
     wanted = tuple(in_flight(schedule, stages, stage, chunks) for stage in range(stages))
     assert plan(schedule, range(stages), chunks).in_flight == wanted
+
+
+@settings(max_examples=200, deadline=None)
+@given(chunks=st.integers(1, 7), data=st.data())
+def test_an_interleaved_order_that_knows_of_transfers_runs_all_after_what_it_waits_for(chunks, data, strategies, clock):
+    """Values that pass from a stage to another of the same device are no transfers: those go in the stages' order."""
+    pipeline = data.draw(strategies.pipelines())
+    count = len(pipeline.places)
+    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    given_room = data.draw(st.none() | st.lists(st.integers(1, 4), min_size=count, max_size=count))
+    found = plan("interleaved", pipeline.places, chunks, **times, transfers=pipeline.transfers, room=given_room)
+    place = {item: number for number, item in enumerate(found.issue)}
+    pairs = {(one.source, one.target): one.gradient_ms is not None for one in pipeline.transfers}
+    together = [(a, b) for b in range(count) for a in range(b) if pipeline.places[a] == pipeline.places[b]]
+    for m in range(chunks):
+        for source, target in (*pairs, *together):
+            assert place[source, "forward", m] < place[target, "forward", m]
+            if pairs.get((source, target), True):
+                assert place[target, "backward", m] < place[source, "backward", m]
+        for stage in range(count):
+            assert place[stage, "forward", m] < place[stage, "backward", m]
+            if not any(source == stage and back for (source, _), back in pairs.items()):
+                assert place[count - 1, "forward", m] < place[stage, "backward", m]
+    held = [0] * count
+    for stage, phase, _ in found.issue:
+        held[stage] += 1 if phase == "forward" else -1
+        assert held[stage] <= found.in_flight[stage]
+    if given_room is not None and len(set(pipeline.places)) < count:
+        assert list(found.in_flight) == given_room
+    assert clock(pipeline, found) < inf
+
+
+@settings(max_examples=100, deadline=None)
+@given(times=st.lists(st.integers(1, 9), min_size=6, max_size=6), wait=st.integers(0, 9), rounds=st.integers(1, 2))
+def test_of_megatrons_order_and_one_that_knows_of_transfers_the_shorter_is_taken(times, wait, rounds, clock):
+    pipeline = Pipeline.chain(
+        times, [2 * time for time in times], places=(0, 1, 2) * 2, transfer_ms=wait, gradient_ms=wait
+    )
+    asked = {"forward_ms": pipeline.forward_ms, "backward_ms": pipeline.backward_ms}
+    megatron = plan("interleaved", pipeline.places, 3 * rounds, **asked)
+    told = plan("interleaved", pipeline.places, 3 * rounds, **asked, transfers=pipeline.transfers)
+    assert clock(pipeline, told) <= clock(pipeline, megatron)
+
+
+def test_an_interleaved_order_that_knows_of_slow_transfers_does_something_else_meanwhile(clock):
+    forward = [2, 1, 1, 1, 1, 1]
+    pipeline = Pipeline.chain(
+        forward, [2 * time for time in forward], places=(0, 1, 0, 2, 0, 1), transfer_ms=4, gradient_ms=4
+    )
+    asked = {"forward_ms": pipeline.forward_ms, "backward_ms": pipeline.backward_ms}
+    blind = plan("interleaved", pipeline.places, 8, **asked)
+    told = plan("interleaved", pipeline.places, 8, **asked, transfers=pipeline.transfers)
+    assert clock(pipeline, told) < 0.7 * clock(pipeline, blind)
+
+
+def test_room_for_another_number_of_stages_is_refused():
+    with pytest.raises(InputError, match=r"room is \[2\]: give a number of micro-batches, 1 or more, for each of 3"):
+        plan("interleaved", [0, 1, 0], 4, room=[2])
 
 
 @settings(max_examples=200, deadline=None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import InputError
+from placer.executor.training import pipeline
 from placer.executor.training.pipeline import Order
+from placer.executor.training.stage import Stage
+from placer.schedule import Transfer
 from placer.testing import logical_devices
 from placer.zoo import gpt, resnet18, unet
 
@@ -132,6 +136,25 @@ def test_interleaved_segments_train_as_the_unsplit_model(
     name: str, chunks: int, places: Callable[[int, int], int]
 ) -> None:
     _compare(name, "interleaved", places, chunks=chunks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["unet", "tied gpt"])
+def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_model(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins time nothing: here passes and transfers take times drawn at random, and their order follows them."""
+    random = Random(seed)
+
+    def crossings(stages: Sequence[Stage]) -> list[Transfer]:
+        maker = {name: index for index, stage in enumerate(stages) for name in stage.writes}
+        reads = {(maker[name], index) for index, stage in enumerate(stages) for name in stage.reads if name in maker}
+        apart = [pair for pair in sorted(reads) if stages[pair[0]].device != stages[pair[1]].device]
+        return [Transfer(*pair, 3 * random.random(), 3 * random.random()) for pair in apart]
+
+    monkeypatch.setattr(Stage, "pass_ms", lambda _: (random.random(), random.random(), random.random()))
+    monkeypatch.setattr(pipeline, "crossings", crossings)
+    _compare(name, "interleaved", _and_back if seed % 2 else _in_rounds, chunks=6, size=12)
 
 
 def test_whole_rounds_of_micro_batches_go_in_megatrons_order_and_train_as_the_unsplit_model() -> None:

@@ -1,6 +1,7 @@
 """Objective ``step`` against trying every micro-batch size, schedule and assignment, each played by a clock."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 from every_step import Steps, requests
@@ -12,6 +13,7 @@ from small_requests import examples
 
 from placer.errors import PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
+from placer.solver import maps
 from placer.solver.check import check
 from placer.solver.solve import solve
 
@@ -138,27 +140,54 @@ def test_the_answer_says_what_was_looked_at():
     assert step.bubble == pytest.approx(1 - busy / (2 * placement.objective_value))
 
 
-def test_where_memory_lets_a_device_hold_few_layers_the_work_of_others_is_the_bound():
-    """Two rows of 7 layers of 1 ms, of which one device holds no more than 5: the other does 9 ms a micro-batch."""
+def two_rows(saved_bytes, memory_bytes, schedule):
+    """Two rows of 7 layers of 1 ms on two devices, of which one has little memory; 4 micro-batches."""
     names = [f"{side}{index}" for index in range(7) for side in "ab"]
     times = {"forward_ms": {"t": 0.5}, "backward_ms": {"t": 0.5}}
-    layers = [Layer(name=name, param_bytes=10, saved_bytes=1, **times) for name in names]
+    layers = [Layer(name=name, param_bytes=10, saved_bytes=saved_bytes, **times) for name in names]
     ends = [(f"{side}{index}", f"{side}{index + 1}") for side in "ab" for index in range(6)]
     edges = [Edge(source=source, targets=[target], bytes=1, gradient_bytes=1) for source, target in ends]
-    devices = [Device(name="d0", type="t", memory_bytes=66), Device(name="d1", type="t", memory_bytes=10_000)]
+    devices = [Device(name="d0", type="t", memory_bytes=memory_bytes), Device(name="d1", type="t", memory_bytes=10_000)]
     links = [Link(source=a, target=b, bandwidth_bytes_per_s=1e9) for a, b in (("d0", "d1"), ("d1", "d0"))]
-    request = PlacementRequest(
+    return PlacementRequest(
         profile=Profile(layers=layers, edges=edges, training=True),
         cluster=Cluster(devices=devices, links=links),
         objective="step",
-        schedule="1f1b",
+        schedule=schedule,
         chunks=4,
         constraints=Constraints(contiguous=True),
         workers=1,
         time_limit_s=10.0,
     )
-    placement = solve(request)
+
+
+def test_where_memory_lets_a_device_hold_few_layers_the_work_of_others_is_the_bound():
+    """Of all layers one device holds no more than 5: the other does 9 ms a micro-batch."""
+    placement = solve(two_rows(saved_bytes=1, memory_bytes=66, schedule="1f1b"))
     assert 4 * 9 * (1 - 1e-5) <= placement.bound <= placement.objective_value < 4 * 9 + 1.1
+
+
+def test_schedules_that_memory_makes_too_slow_are_proven_to_be():
+    """Half the layers fit twice, as 1F1B holds them: under others one device does 9 of 14 ms, or more."""
+    placement = solve(two_rows(saved_bytes=4, memory_bytes=130, schedule="auto"))
+    assert placement.schedule == "1f1b" and placement.objective_value < 4 * 9
+    others = [choice for choice in placement.step.choices if choice.schedule != "1f1b"]
+    assert [choice.schedule for choice in others] == ["zero-bubble", "fill-drain"]
+    for choice in others:
+        assert choice.bound >= placement.objective_value * (1 - 1e-6)
+
+
+@SETTINGS
+@given(request=requests(contiguous=True))
+def test_the_bound_holds_where_not_every_map_is_tried(request):
+    with patch.object(maps, "few", lambda *_: None):
+        placement = solve(request)
+    best = min(Steps(request).all(), default=None)
+    if best is None:
+        assert not placement.layer_devices
+        return
+    assert placement.status != "infeasible" and placement.bound <= best * (1 + 1e-9)
+    assert placement.objective_value is None or placement.objective_value >= best * (1 - 1e-9)
 
 
 def test_a_step_that_is_not_what_is_claimed_is_refused():
