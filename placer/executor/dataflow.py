@@ -72,6 +72,8 @@ class DataFlow(PipelinedRuns):
         chunks: micro-batches that a call is cut into when it does not say.
         recompute: devices that in a training step keep no activations, but run forwards once more in the backward
             pass: less memory for more time. Free to be edited, as ``layer_gpus`` is.
+        in_flight: for how many micro-batches each segment of an interleaved training step has room, in order; as many
+            as the order needs where there are other segments than so many.
         gradients_wait: whether the next training step adds to the gradients that are there.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
     """
@@ -102,6 +104,7 @@ class DataFlow(PipelinedRuns):
         self.chunks = 1
         self.schedule: Schedule = "1f1b"
         self.recompute: list[DeviceLike] = []
+        self.in_flight: tuple[int, ...] = ()
         self.gradients_wait = False
         self._home = Home(module)
         self._granularity: Granularity = "fine" if fine_grained else "submodule"
@@ -171,6 +174,7 @@ class DataFlow(PipelinedRuns):
         self.chunks = 1
         self.schedule = "1f1b"
         self.recompute = []
+        self.in_flight = ()
 
     def construct_module(
         self, layer_gpus: Mapping[str, DeviceLike] | None = None, module: nn.Module | None = None
@@ -338,6 +342,7 @@ class DataFlow(PipelinedRuns):
         self.chunks = placement.chunks
         self.schedule = placement.schedule
         self.recompute = list(placement.recompute)
+        self.in_flight = placement.step.in_flight if placement.step is not None else ()
         devices.take_detours(placement.through_host)
 
     def _device(self, place: DeviceLike) -> torch.device:

@@ -203,6 +203,7 @@ class Step(Wire):
         steps: which step was made short, and is the objective: alone, or in a row.
         alone_ms: what the step takes alone, from idle devices to idle devices.
         in_a_row_ms: what each of many takes.
+        in_flight: by stage in pipeline order, for how many micro-batches it has room; a device may have several stages.
         choices: all that were looked at.
     """
 
@@ -213,6 +214,7 @@ class Step(Wire):
     steps: Steps = "alone"
     alone_ms: Annotated[float, Field(ge=0)] | None = None
     in_a_row_ms: Annotated[float, Field(ge=0)] | None = None
+    in_flight: tuple[Annotated[int, Field(ge=1)], ...] = ()
     choices: tuple[StepChoice, ...] = ()
 
 

@@ -60,6 +60,8 @@ class Recipe:
         recompute: devices that run forwards once more in the backward pass, and so keep no activations.
         compile: the backend of torch.compile, for segments that it makes faster; None to leave them as they are.
         checkpoints: the modules that the model itself lets run again in the backward pass.
+        in_flight: for how many micro-batches each segment has room under ``interleaved``; as many as its order needs
+            where there are other segments than so many.
     """
 
     loss_fn: LossFunction
@@ -71,6 +73,7 @@ class Recipe:
     recompute: frozenset[torch.device] = frozenset()
     compile: Backend | None = None
     checkpoints: tuple[str, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
     def loss(self, leaves: list[Any], targets: list[Any]) -> Tensor:
         """The loss from the flattened result and target of a micro-batch."""
@@ -112,7 +115,8 @@ class TrainingPipeline:
         )
         self.lanes = {part.device: Lane(part.device) for part in parts}
         self._device_of = [list(self.lanes).index(part.device) for part in parts]
-        self.plan = plan(recipe.schedule, self._device_of, self.chunks)
+        room = recipe.in_flight if len(recipe.in_flight) == len(parts) else None
+        self.plan = plan(recipe.schedule, self._device_of, self.chunks, room=room)
         self.stages = self._stages(parts, head)
         self.courier = Courier()
         mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)

@@ -38,6 +38,7 @@ class Flow(Protocol):
 
     module: nn.Module
     chunks: int
+    in_flight: tuple[int, ...]
     enable_clone: bool
     deferred_batch_norm: bool
     gradients_wait: bool
@@ -284,6 +285,7 @@ class TrainStep:
             recompute,
             self.compile,
             capture.exported.checkpoints,
+            flow.in_flight,
         )
         self._pipelines.make_room()
         self._pipelines[key] = made = TrainingPipeline(graph, places, recipe)

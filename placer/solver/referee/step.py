@@ -256,6 +256,7 @@ def check_said(request: PlacementRequest, reading: StepReading, placement: Place
         ("in_a_row_ms", step.in_a_row_ms, reading.in_a_row_ms()),
     ):
         near(f"step.{name}", inf if claimed is None else claimed, true)
+    equal("step.in_flight", step.in_flight, reading.plan.in_flight)
     near("step.optimizer_ms", step.optimizer_ms, reading.optimizer_ms())
     found = [one.objective_value for one in step.choices if one.objective_value is not None]
     near("the best of step.choices", min(found), value)

@@ -448,6 +448,7 @@ class StepSearch:
             steps=self.request.steps,
             alone_ms=pipelines.alone_ms(pipeline, plan),
             in_a_row_ms=in_a_row_ms,
+            in_flight=plan.in_flight,
             choices=tuple(map(said, self.choices)),
         )
 

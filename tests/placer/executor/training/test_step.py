@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from rows import row
 from small_models import tokens_loss
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,6 +21,7 @@ from placer.executor.training import pipeline
 from placer.executor.training.pipeline import Order
 from placer.executor.training.stage import Stage
 from placer.schedule import Transfer
+from placer.solver.solve import solve
 from placer.testing import logical_devices
 from placer.zoo import gpt, resnet18, unet
 
@@ -155,6 +158,25 @@ def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_mod
     monkeypatch.setattr(Stage, "pass_ms", lambda _: (random.random(), random.random(), random.random()))
     monkeypatch.setattr(pipeline, "crossings", crossings)
     _compare(name, "interleaved", _and_back if seed % 2 else _in_rounds, chunks=6, size=12)
+
+
+def test_interleaved_segments_have_room_for_as_many_micro_batches_as_their_placement_says() -> None:
+    """Interleaving pays: with links this fast a segment is a layer, and others hold more than an order by itself."""
+    solved = solve(row([1.0, 2.0, 1.0, 3.0, 1.0, 2.0], devices=2, chunks=5, schedule="interleaved"))
+    assert solved.step is not None and len(solved.step.in_flight) > 2
+    with logical_devices(2) as places:
+        names = dict(zip(sorted(set(solved.layer_devices.values())), map(str, places), strict=True))
+        where = {layer: names[device] for layer, device in solved.layer_devices.items()}
+        model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in where)).double()
+        flow = DataFlow(model)
+        flow.update_flow(solved.model_copy(update={"layer_devices": where}))
+        assert (flow.schedule, flow.in_flight) == ("interleaved", solved.step.in_flight)
+        step = flow.train_step(functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        step(torch.randn(10, 4, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64))
+        assert step.pipelines[0].plan.in_flight == solved.step.in_flight
+        assert [len(stage.slots) for stage in step.pipelines[0].stages] == list(solved.step.in_flight)
+        flow.undo()
+    assert flow.in_flight == ()
 
 
 def test_whole_rounds_of_micro_batches_go_in_megatrons_order_and_train_as_the_unsplit_model() -> None:
