@@ -73,7 +73,7 @@ class DataFlow(PipelinedRuns):
         recompute: devices that in a training step keep no activations, but run forwards once more in the backward
             pass: less memory for more time. Free to be edited, as ``layer_gpus`` is.
         in_flight: for how many micro-batches each segment of an interleaved training step has room, in order; as many
-            as the order needs where there are other segments than so many.
+            as the order needs where there are other segments than so many. Free to be edited.
         gradients_wait: whether the next training step adds to the gradients that are there.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
     """
@@ -104,7 +104,7 @@ class DataFlow(PipelinedRuns):
         self.chunks = 1
         self.schedule: Schedule = "1f1b"
         self.recompute: list[DeviceLike] = []
-        self.in_flight: tuple[int, ...] = ()
+        self.in_flight: Sequence[int] = ()
         self.gradients_wait = False
         self._home = Home(module)
         self._granularity: Granularity = "fine" if fine_grained else "submodule"

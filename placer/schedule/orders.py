@@ -85,7 +85,7 @@ def plan(
             raise InputError(f"{name} has {len(times)} entries for {count} stages")
         _refuse_no_times(name, times)
     _refuse_no_times("transfers", [time for one in transfers for time in one[2:] if time is not None])
-    if room is not None and (len(room) != count or min(room) < 1):
+    if room is not None and (len(room) != count or not all(isinstance(one, int) and one >= 1 for one in room)):
         raise InputError(f"room is {list(room)}: give a number of micro-batches, 1 or more, for each of {count} stages")
     if not training:
         passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class Flow(Protocol):
 
     module: nn.Module
     chunks: int
-    in_flight: tuple[int, ...]
+    in_flight: Sequence[int]
     enable_clone: bool
     deferred_batch_norm: bool
     gradients_wait: bool
@@ -264,7 +264,8 @@ class TrainStep:
             return None
         recompute = flow.recomputed()
         asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (*tensors, *goals))
-        key = (capture, tuple(sizes), target.key, _kinds(goals), asked, flow.deferred_batch_norm, recompute)
+        ways = flow.deferred_batch_norm, recompute, tuple(flow.in_flight)
+        key = (capture, tuple(sizes), target.key, _kinds(goals), asked, *ways)
         known = self._pipelines.used(key)
         if known is not None and not known.is_stale():
             return None if _hooked(known.weights) else known
@@ -285,7 +286,7 @@ class TrainStep:
             recompute,
             self.compile,
             capture.exported.checkpoints,
-            flow.in_flight,
+            tuple(flow.in_flight),
         )
         self._pipelines.make_room()
         self._pipelines[key] = made = TrainingPipeline(graph, places, recipe)

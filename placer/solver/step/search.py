@@ -244,15 +244,7 @@ class StepSearch:
         problem = choice.problem
         if self._over(choice, share) or (problem.may_recompute and memory_rules.can_bind(problem)):
             return
-        enough = self._enough(choice) if choice.devices is None else None
-        placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, 1.0, enough)
-        choice.reason = placement.infeasible
-        self._prove_busy(choice, placement)
-
-    def _prove_busy(self, choice: Choice, placement: Placement) -> None:
-        """Raise the bound by what the answer to a question for work alone proves that some device has to do."""
-        busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
-        choice.bound = max(choice.bound, min(busy_ms * (1 - ROUNDING), choice.value, self._better()))
+        self._work_alone(choice, share, 1.0, self._enough(choice) if choice.devices is None else None)
 
     def _may_be_better(self, choice: Choice, share: Share) -> bool:
         """Whether it is worth while to look for the smallest bottleneck.
@@ -262,8 +254,16 @@ class StepSearch:
         enough = self._enough(choice)
         if enough is None:
             return True
-        self._searched(choice, work_alone(choice.bottleneck), share, enough)
+        self._work_alone(choice, share, SEARCH_SHARE, enough)
         return choice.devices is not None and not self._closed(choice)
+
+    def _work_alone(self, choice: Choice, share: Share, part: float, enough: float | None) -> None:
+        """A bound by what some device has to do, and a map to try: the smallest bottleneck, or one that is enough."""
+        placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, part, enough)
+        choice.reason = placement.infeasible
+        busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
+        choice.bound = max(choice.bound, min(busy_ms * (1 - ROUNDING), choice.value, self._better()))
+        self._try(choice, placement)
 
     def _enough(self, choice: Choice) -> float | None:
         """The work of a device, for one micro-batch, from which no step is better; None where memory sets no limit."""
@@ -284,13 +284,15 @@ class StepSearch:
 
         self._offer(choice, moves.climb(choice.problem, choice.nodes, start, short_bytes, over), "small changes")
 
-    def _searched(self, choice: Choice, asked: Problem, share: Share, enough: float | None = None) -> list[list[int]]:
-        """Try the map of the smallest bottleneck of a question, or of one that is enough; it alone, or none."""
-        placement = self._smallest_bottleneck(asked, share, enough=enough)
-        if enough is not None:
-            self._prove_busy(choice, placement)
+    def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
+        """Try the map of the smallest bottleneck of a question; it alone, or none."""
+        placement = self._smallest_bottleneck(asked, share, SEARCH_SHARE)
         if asked == choice.bottleneck:  # what holds more can be infeasible by that
             choice.reason = placement.infeasible
+        return self._try(choice, placement)
+
+    def _try(self, choice: Choice, placement: Placement) -> list[list[int]]:
+        """Try the map of a placement; it alone, or none if it has none."""
         if not placement.layer_devices:
             return []
         index = {device.name: number for number, device in enumerate(choice.problem.devices)}
@@ -298,9 +300,7 @@ class StepSearch:
         self._offer(choice, devices, "smallest bottleneck")
         return [devices]
 
-    def _smallest_bottleneck(
-        self, asked: Problem, share: Share, part: float = SEARCH_SHARE, enough: float | None = None
-    ) -> Placement:
+    def _smallest_bottleneck(self, asked: Problem, share: Share, part: float, enough: float | None = None) -> Placement:
         """The answer to a question for a bottleneck, in a part of the time and the work."""
         allowed = Meter(part * (share.work - self.meter.done))
         by_work = self.meter.limit < inf  # then the clock must not decide

@@ -109,9 +109,10 @@ def test_an_interleaved_order_that_knows_of_slow_transfers_does_something_else_m
     assert clock(pipeline, told) < 0.7 * clock(pipeline, blind)
 
 
-def test_room_for_another_number_of_stages_is_refused():
-    with pytest.raises(InputError, match=r"room is \[2\]: give a number of micro-batches, 1 or more, for each of 3"):
-        plan("interleaved", [0, 1, 0], 4, room=[2])
+@pytest.mark.parametrize("room", [[2], [1, 0, 1], [1, 1.5, 1], [1, None, 1]])
+def test_what_is_no_room_for_each_stage_is_refused(room):
+    with pytest.raises(InputError, match=r"room is \[.*\]: give a number of micro-batches, 1 or more, for each of 3"):
+        plan("interleaved", [0, 1, 0], 4, room=room)
 
 
 @settings(max_examples=200, deadline=None)
