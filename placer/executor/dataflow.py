@@ -134,7 +134,8 @@ class DataFlow(PipelinedRuns):
         """Move the layers to where ``layer_gpus`` says; after this the flow runs them there.
 
         Args:
-            placement: sets ``layer_gpus``, the granularity, ``chunks``, the schedule and ``recompute`` first.
+            placement: sets ``layer_gpus``, the granularity, ``chunks``, the schedule, ``recompute`` and ``in_flight``
+                first.
             optimizer: one that already holds state for the parameters; its state moves with them, now and later.
 
         Raises:
@@ -342,7 +343,8 @@ class DataFlow(PipelinedRuns):
         self.chunks = placement.chunks
         self.schedule = placement.schedule
         self.recompute = list(placement.recompute)
-        self.in_flight = placement.step.in_flight if placement.step is not None else ()
+        interleaved = placement.training and placement.schedule == "interleaved"
+        self.in_flight = placement.step.in_flight if interleaved and placement.step is not None else ()
         devices.take_detours(placement.through_host)
 
     def _device(self, place: DeviceLike) -> torch.device:

@@ -26,7 +26,7 @@ import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 
-from placer.schedule.passes import Pass, Phase, Transfer
+from placer.schedule.passes import Lane, Pass, Phase, Transfer
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "weights")
 
@@ -34,9 +34,6 @@ URGENT: tuple[Phase, ...] = ("backward", "forward", "weights")
 
 URGENT_AT_THE_END: tuple[Phase, ...] = ("forward", "weights", "backward")
 """Where gradients come to their end."""
-
-Lane = tuple[int, int, Phase]
-"""From one device to another, of values or of gradients."""
 
 TICKS_PER_MS = 2**20
 """About a nanosecond each. As a power of two it leaves no time of few decimals half-way between two ticks."""

@@ -48,9 +48,11 @@ def plan(
     """Which pass follows which on each device.
 
     Where a device has several stages, ``1f1b`` and ``zero-bubble`` do not apply, and ``fill-drain`` is planned.
-    ``interleaved`` is then what makes the step shortest: devices take what is ready (see ``greedy``), or Megatron's
-    order, where the stages go round the devices equally often and the micro-batches come in whole rounds. Where no
-    device has several it is ``1f1b``.
+    ``interleaved`` is Megatron's order where the stages go round the devices equally often and the micro-batches come
+    in whole rounds; else devices take what is ready (see ``greedy``). Where no device has several it is ``1f1b``.
+
+    With ``transfers`` ``zero-bubble`` and ``interleaved`` are the shortest of that order and of those in which devices
+    take what is ready, and what has come.
 
     Args:
         schedule: the schedule.
@@ -60,8 +62,7 @@ def plan(
             if left out.
         backward_ms: by stage, both halves; twice the forward pass if left out.
         weights_ms: by stage, the weight half; half of the backward pass if left out.
-        transfers: between the stages, for ``interleaved`` and ``zero-bubble``, for which of an order that knows of
-            them and one that does not that with the shorter step is taken. None if left out.
+        transfers: between the stages, for ``zero-bubble`` and ``interleaved``; none if left out.
         room: by stage, for how many micro-batches at once, for ``interleaved`` where a device has several; as many as
             the order needs if left out.
         training: without it there are forward passes alone, in the order of micro-batches.
@@ -110,7 +111,7 @@ def _refuse_no_times(name: str, times: Sequence[float]) -> None:
 
 
 def _zero_bubble(pipeline: Pipeline, chunks: int) -> Plan:
-    """Of an order that knows of transfers and one that does not, that with the shorter step."""
+    """Devices take what is ready: of an order that knows of transfers and one that does not, the shorter."""
     count = len(pipeline.places)
     room = [in_flight("zero-bubble", count, stage, chunks) for stage in range(count)]
     inputs = [whole - half for whole, half in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)]
@@ -119,17 +120,26 @@ def _zero_bubble(pipeline: Pipeline, chunks: int) -> Plan:
         "backward": inputs,
         "weights": pipeline.weights_ms,
     }
-    known = [(), pipeline.transfers] if pipeline.transfers else [()]
-    orders = [tuple(greedy(pipeline.places, times, chunks, room, transfers)) for transfers in known]
+    orders = _greedy(pipeline, times, chunks, room)
     return _shortest(pipeline, [Plan(pipeline.places, chunks, issue, tuple(room), split=True) for issue in orders])
 
 
+def _greedy(
+    pipeline: Pipeline, times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]
+) -> list[tuple[Pass, ...]]:
+    """An order that does not know of transfers, and one that does."""
+    known = [(), pipeline.transfers] if pipeline.transfers else [()]
+    return [tuple(greedy(pipeline.places, times, chunks, room, transfers)) for transfers in known]
+
+
 def _shortest(pipeline: Pipeline, plans: Sequence[Plan]) -> Plan:
-    """Of one order or two that with the shorter step; where they are about as long, the first."""
-    first, last = plans[0], plans[-1]
-    if first is last or step_ms(pipeline, last) >= (1 - SHORTER) * step_ms(pipeline, first):
-        return first
-    return last
+    """The order with the shortest step; of those that are about as long, the first."""
+    best = plans[0]
+    least_ms = step_ms(pipeline, best) if len(plans) > 1 else 0.0
+    for other in plans[1:]:
+        if (time_ms := step_ms(pipeline, other)) < (1 - SHORTER) * least_ms:
+            best, least_ms = other, time_ms
+    return best
 
 
 def _one_forward_one_backward(places: tuple[int, ...], chunks: int) -> Plan:
@@ -155,7 +165,7 @@ def _clock(stages: int, chunks: int) -> Iterator[tuple[int, int]]:
 
 
 def _interleaved(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -> Plan:
-    """Megatron's order, if it applies, or one that devices find for themselves: that with the shorter step."""
+    """Megatron's order, if it applies, or one that devices find for themselves: the shortest."""
     places, count = pipeline.places, len(pipeline.places)
     devices = len(set(places))
     room = given or [in_flight("interleaved", count, stage, chunks) for stage in range(count)]
@@ -167,8 +177,8 @@ def _interleaved(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -
             found.append(Plan(places, chunks, passes, tuple(given or held)))
     if not found or pipeline.transfers:
         times: dict[Phase, Sequence[float]] = {"forward": pipeline.forward_ms, "backward": pipeline.backward_ms}
-        issue = tuple(greedy(places, times, chunks, room, pipeline.transfers))
-        found.append(Plan(places, chunks, issue, tuple(given or most_held(issue, count, "backward"))))
+        for issue in _greedy(pipeline, times, chunks, room):
+            found.append(Plan(places, chunks, issue, tuple(given or most_held(issue, count, "backward"))))
     return _shortest(pipeline, found)
 
 

@@ -12,6 +12,9 @@ from placer.errors import InputError
 Phase = Literal["forward", "backward", "weights"]
 """``weights`` is the half of a backward pass that computes the gradients of parameters, where it runs apart."""
 
+Lane = tuple[int, int, Phase]
+"""The device that sends, the one that receives, and whether values or gradients go there."""
+
 
 class Pass(NamedTuple):
     """One pass of one micro-batch through one stage."""

@@ -28,10 +28,17 @@ from collections.abc import Sequence
 from math import inf
 
 from placer.errors import InputError
-from placer.schedule.passes import Phase, Pipeline, Plan, Timeline, TimelineTask, TimelineTransfer, Transfer, most_held
-
-Lane = tuple[int, int, Phase]
-"""The device that sends, the one that receives, and whether values or gradients go there."""
+from placer.schedule.passes import (
+    Lane,
+    Phase,
+    Pipeline,
+    Plan,
+    Timeline,
+    TimelineTask,
+    TimelineTransfer,
+    Transfer,
+    most_held,
+)
 
 
 def simulate(pipeline: Pipeline, plan: Plan, steps: int = 1) -> Timeline:

@@ -310,7 +310,8 @@ class TrainingPipeline:
         devices.release_cache()  # an optimizer's state would keep pieces of memory in which little else fits
         for place, why in self.not_recorded_because.items():
             warnings.warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}", stacklevel=2)
-        if self.recipe.schedule in ("zero-bubble", "interleaved"):
+        alone = len(set(self._device_of)) == len(self._device_of)
+        if self.plan.split or (self.recipe.schedule == "interleaved" and not alone):
             self.plan = self._balanced()
 
     @contextmanager

@@ -264,7 +264,8 @@ class TrainStep:
             return None
         recompute = flow.recomputed()
         asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (*tensors, *goals))
-        ways = flow.deferred_batch_norm, recompute, tuple(flow.in_flight)
+        room = _room(flow) if self.schedule == "interleaved" else ()
+        ways = flow.deferred_batch_norm, recompute, room
         key = (capture, tuple(sizes), target.key, _kinds(goals), asked, *ways)
         known = self._pipelines.used(key)
         if known is not None and not known.is_stale():
@@ -286,7 +287,7 @@ class TrainStep:
             recompute,
             self.compile,
             capture.exported.checkpoints,
-            tuple(flow.in_flight),
+            room,
         )
         self._pipelines.make_room()
         self._pipelines[key] = made = TrainingPipeline(graph, places, recipe)
@@ -365,6 +366,21 @@ def _told(why: str) -> bool:
 
 def _without_gradients(tensors: list[Any]) -> list[Any]:
     return [tensor.detach() if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+
+
+def _room(flow: Flow) -> tuple[int, ...]:
+    """For how many micro-batches each segment has room, as the flow says."""
+    given = flow.in_flight
+    if (
+        isinstance(given, str)
+        or not isinstance(given, Sequence)
+        or not all(type(one) is int and one > 0 for one in given)
+    ):
+        raise InputError(
+            f"flow.in_flight is {given!r}: give a number of micro-batches, 1 or more, for each segment, or () for as "
+            "many as the order needs"
+        )
+    return tuple(given)
 
 
 def _kinds(goals: list[Any]) -> Hashable:

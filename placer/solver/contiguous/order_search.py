@@ -35,9 +35,14 @@ FEW = 500
 SHARE = 0.9
 """How much of the time all orders may take: it is all or nothing, as one order that is left open is one too many."""
 
+ENOUGH_SHARE = 0.5
+"""How much of it they may where a bottleneck is enough: the integer program may find one within it, too."""
+
 
 def none_in_any_order(search: Search) -> bool:
     """Go through the orders of classes, where they are few; whether it is proven that no placement fits.
+
+    Where a bottleneck is enough, only whether there may be one within it: that there is none raises the bound.
 
     Args:
         search: with a placement or without.
@@ -45,7 +50,7 @@ def none_in_any_order(search: Search) -> bool:
     if not search.open() or not class_orders.applies(search.problem, search.nodes):
         return False
     if search.enough is not None:
-        if not stage_scope.applies(search.problem) and not _has_chains(search, search.enough):
+        if not stage_scope.applies(search.problem) and not _has_chains(search, search.enough, ENOUGH_SHARE):
             search.prove(search.nothing_below())
         return False
     if search.best is None and find_any(search):
@@ -57,6 +62,8 @@ def none_in_any_order(search: Search) -> bool:
 
 def find_any(search: Search) -> bool:
     """Look for a placement where no start fits: the best chain of any order, within bottlenecks that grow.
+
+    Those that have none raise the bound.
 
     Args:
         search: of a problem that ``class_orders.applies`` to.
@@ -73,13 +80,13 @@ def find_any(search: Search) -> bool:
     return whole > 0 and not _has_chains(search, whole)
 
 
-def _has_chains(search: Search, upper: float) -> bool:
-    """Look for a placement within a bottleneck; whether there is one, or may be."""
+def _has_chains(search: Search, upper: float, share: float = SHARE) -> bool:
+    """Look for a placement within a bottleneck, in a share of the time; whether there is one, or may be."""
     given = ClassOrders(search.problem, reduced(search.problem, upper), upper)
     some = False
     for order in class_orders.orders(search.problem):
-        chain = _chain(search, given, order)
-        if chain is None or search.best is not None:
+        chain = _chain(search, given, order, share)
+        if chain is None or search.value <= upper or (search.enough is None and search.best is not None):
             return True
         some = some or chain.devices is not None  # which asks for more than chains tell of
     return some
@@ -138,12 +145,12 @@ def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
     return True
 
 
-def _chain(search: Search, given: ClassOrders, order: Order) -> Chain | None:
+def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHARE) -> Chain | None:
     """The best chain of an order, which is offered; where memory does not allow it, that by what memory does allow."""
     found: Chain | None = None
     for memory in _ways(search):
         before = search.value
-        chain = None if search.over(SHARE) else given.best(order, lambda: search.over(SHARE), memory)
+        chain = None if search.over(share) else given.best(order, lambda: search.over(share), memory)
         if chain is None:
             return found
         search.meter.done += chain.work

@@ -23,13 +23,6 @@ INSTANT_BYTES_PER_S = 1e18
 """Over a link of so many bytes a second, the most that a link may have, nothing takes any time to speak of."""
 
 
-CROSSING_SHARE = 0.25
-"""Of transfers, what maps with few crossings count.
-
-Of shares from 0.03 to 4 the one whose maps had about the shortest steps (ResNet-50 and Inception-v3 on 8 devices).
-"""
-
-
 @dataclass
 class Choice:
     """One micro-batch size, schedule and kind of placement.
@@ -73,27 +66,16 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
 
 
 def with_few_crossings(problem: Problem) -> Problem:
-    """The same question where a part of transfers adds to the bottleneck: they delay a step, though nobody works."""
-    asked = problem.request.model_copy(update={"transfers": "added"})
-    return replace(problem, request=asked, links=_quicker(problem, 1 / CROSSING_SHARE))
+    """The same question where transfers add to the bottleneck: each delays a step, though nobody works on it."""
+    return replace(problem, request=problem.request.model_copy(update={"transfers": "added"}))
 
 
 def work_alone(problem: Problem) -> Problem:
     """The same question where transfers take no time: several lanes may carry those of a device at once."""
-    return replace(problem, links=_quicker(problem, inf))
-
-
-def _quicker(problem: Problem, times: float) -> tuple[tuple[Link | None, ...], ...]:
-    """The links, so many times as quick."""
-
-    def quicker(link: Link) -> Link:
-        bytes_per_s = min(times * link.bandwidth_bytes_per_s, INSTANT_BYTES_PER_S)
-        return Link(source="any", target="other", bandwidth_bytes_per_s=bytes_per_s, latency_s=link.latency_s / times)
-
-    return tuple(
-        tuple(quicker(link) if link is not None and one != other else None for other, link in enumerate(row))
-        for one, row in enumerate(problem.links)
-    )
+    link = Link(source="any", target="other", bandwidth_bytes_per_s=INSTANT_BYTES_PER_S)
+    numbers = range(len(problem.devices))
+    links = tuple(tuple(link if a != b and problem.links[a][b] is not None else None for b in numbers) for a in numbers)
+    return replace(problem, links=links)
 
 
 def by_segment(problem: Problem) -> bool:

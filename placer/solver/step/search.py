@@ -2,7 +2,8 @@
 
     for every micro-batch size, schedule and kind of placement: a choice, with a lower bound on its steps
       every map        of few that are no row: each simulated
-      starts           cuts of the row where the bound is lowest, the best map by bottleneck, maps of other choices
+      hopeless         left alone if, as far as is found, memory leaves some device too much work for a better step
+      starts           cuts of the row where the bound is lowest, the best maps by bottleneck, maps of other choices
       small changes    nodes to the other side of a cut, devices swapped, each simulated
       cuts of a row    every cut whose bound is below the best step, simulated: what is left out is proven not better
     of choices that are no rows, then, a bound by the work of some device, and small changes from near the best again
@@ -77,8 +78,7 @@ AGAIN_SHARE = 0.6
 SEARCH_SHARE = 0.3
 """How much of a choice's time the search for the smallest bottleneck may take."""
 
-
-ROUNDING = 1e-9
+LAST_DIGITS = 1e-9
 """Sums in another order round differently."""
 
 NO_CUT = Infeasibility(reason="no cut of the row of layers keeps to each device's memory and to what else is required")
@@ -134,9 +134,9 @@ class StepSearch:
         loose = [choice for choice in others if choice.problem.contiguous or memory_rules.can_bind(choice.problem)]
         for number, choice in enumerate(loose):
             self._bound_by_work(choice, self._share(BOUND_SHARE / (len(loose) - number)))
-        others.sort(key=lambda choice: choice.value)
-        for choice in others:
-            self._climb_again(choice, self._share(AGAIN_SHARE if choice is not others[-1] else 1.0))
+        placed = sorted((one for one in others if one.devices is not None), key=lambda choice: choice.value)
+        for choice in placed:
+            self._climb_again(choice, self._share(AGAIN_SHARE if choice is not placed[-1] else 1.0))
         return self._placement() if self.best.devices is not None else self._nothing()
 
     def _break_ties(self) -> Ties | None:
@@ -236,15 +236,16 @@ class StepSearch:
         return found
 
     def _bound_by_work(self, choice: Choice, share: Share) -> None:
-        """Raise the bound by the work of some device, whatever the map that memory allows.
+        """Raise the bound by the work of some device, whatever the map that memory allows, and try one that has it.
 
-        Not where devices may recompute: whether they must depends on the order of stages, of which the smallest
-        bottleneck knows one, and a step may have another.
+        Of a choice without a map no more is asked than whether there may be a better one. Not where devices may
+        recompute: whether they must depends on the order of stages, of which the smallest bottleneck knows one, and a
+        step may have another.
         """
         problem = choice.problem
         if self._over(choice, share) or (problem.may_recompute and memory_rules.can_bind(problem)):
             return
-        self._work_alone(choice, share, 1.0, self._enough(choice) if choice.devices is None else None)
+        self._ask_for_work(choice, share, 1.0, self._enough(choice) if choice.devices is None else None)
 
     def _may_be_better(self, choice: Choice, share: Share) -> bool:
         """Whether it is worth while to look for the smallest bottleneck.
@@ -254,15 +255,15 @@ class StepSearch:
         enough = self._enough(choice)
         if enough is None:
             return True
-        self._work_alone(choice, share, SEARCH_SHARE, enough)
+        self._ask_for_work(choice, share, SEARCH_SHARE, enough)
         return choice.devices is not None and not self._closed(choice)
 
-    def _work_alone(self, choice: Choice, share: Share, part: float, enough: float | None) -> None:
+    def _ask_for_work(self, choice: Choice, share: Share, part: float, enough: float | None) -> None:
         """A bound by what some device has to do, and a map to try: the smallest bottleneck, or one that is enough."""
         placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, part, enough)
         choice.reason = placement.infeasible
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
-        choice.bound = max(choice.bound, min(busy_ms * (1 - ROUNDING), choice.value, self._better()))
+        choice.bound = max(choice.bound, min(busy_ms * (1 - LAST_DIGITS), choice.value, self._better()))
         self._try(choice, placement)
 
     def _enough(self, choice: Choice) -> float | None:
@@ -270,7 +271,7 @@ class StepSearch:
         limited = choice.problem.contiguous and memory_rules.can_bind(choice.problem)
         if not limited or choice.problem.may_recompute or self.best.devices is None:
             return None
-        return self._better() / choice.problem.request.chunks * (1 + 2 * ROUNDING)
+        return self._better() / choice.problem.request.chunks * (1 + 2 * LAST_DIGITS)
 
     def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
         """Small changes that let devices lack less memory."""

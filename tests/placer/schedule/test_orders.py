@@ -126,6 +126,16 @@ def test_an_order_that_knows_of_transfers_makes_no_step_longer(chunks, data, str
     assert told.in_flight == blind.in_flight
 
 
+@settings(max_examples=200, deadline=None)
+@given(chunks=st.integers(1, 7), data=st.data())
+def test_an_interleaved_order_that_knows_of_transfers_makes_no_step_longer(chunks, data, strategies, clock):
+    pipeline = data.draw(strategies.pipelines())
+    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    blind = plan("interleaved", pipeline.places, chunks, **times)
+    told = plan("interleaved", pipeline.places, chunks, **times, transfers=pipeline.transfers)
+    assert clock(pipeline, told) <= clock(pipeline, blind)
+
+
 def test_an_order_that_knows_of_transfers_hides_them(clock):
     # Buffers are few: values can leave for one only when the weight half of the micro-batch that had it is done.
     halves = (2.7, 2.8), (0.8, 0.72)

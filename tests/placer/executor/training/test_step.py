@@ -175,6 +175,9 @@ def test_interleaved_segments_have_room_for_as_many_micro_batches_as_their_place
         step(torch.randn(10, 4, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64))
         assert step.pipelines[0].plan.in_flight == solved.step.in_flight
         assert [len(stage.slots) for stage in step.pipelines[0].stages] == list(solved.step.in_flight)
+        flow.in_flight = [2, 0]
+        with pytest.raises(InputError, match=r"flow.in_flight is \[2, 0\]: give a number of micro-batches, 1 or more"):
+            step(torch.randn(10, 4, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64))
         flow.undo()
     assert flow.in_flight == ()
 

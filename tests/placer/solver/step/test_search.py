@@ -15,7 +15,9 @@ from placer.errors import PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import maps
 from placer.solver.check import check
-from placer.solver.solve import solve
+from placer.solver.contiguous import order_search
+from placer.solver.solve import Portfolio, solve
+from placer.solver.step.choices import choice_of, questions, work_alone
 
 SETTINGS = examples(30)
 
@@ -175,6 +177,19 @@ def test_schedules_that_memory_makes_too_slow_are_proven_to_be():
     assert [choice.schedule for choice in others] == ["zero-bubble", "fill-drain"]
     for choice in others:
         assert choice.bound >= placement.objective_value * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_that_no_bottleneck_is_enough_is_proven_whatever_is_known(is_known):
+    """A device of 66 bytes holds 5 of 14 layers: the other does 9 ms."""
+    problem = choice_of(next(questions(two_rows(saved_bytes=1, memory_bytes=66, schedule="1f1b")))).bottleneck
+    best = Portfolio(work_alone(problem)).answer()
+    search = Portfolio(work_alone(problem), enough=0.9 * best.objective_value)
+    if is_known:
+        index = {device.name: number for number, device in enumerate(problem.devices)}
+        search.offer([index[device] for device in best.layer_devices.values()], "known")
+    assert not order_search.none_in_any_order(search)
+    assert search.bound > search.enough == pytest.approx(0.9 * 9, rel=1e-6)
 
 
 @SETTINGS
