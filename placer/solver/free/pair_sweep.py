@@ -269,13 +269,13 @@ class _Search:
     def _thinned(self, state: Numbers, load: Row, some: Numbers) -> Numbers:
         """So many labels as may be: of those that load the one device about the same, that which loads it most.
 
-        It loads the other one least, as none is left that is worse in both.
+        It loads the other one least, as none is left that is worse in both. One of each state is kept, however many.
         """
         width = self.most_ms[0] / self.most_labels
         while len(some) > self.most_labels:
             run = state[some] * (int(self.most_ms[0] / width) + 2) + (load[0, some] / width).astype(np.int64)
             last = np.append(run[1:] != run[:-1], True)
-            if last.sum() <= self.most_labels:
+            if last.sum() <= self.most_labels or width > self.most_ms[0]:
                 return np.asarray(some[last])
             width *= 1.5
         return some

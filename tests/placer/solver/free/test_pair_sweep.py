@@ -100,3 +100,10 @@ def test_borders_of_too_many_states_are_refused(chain, monkeypatch):
     problem = Problem.from_request(chain([1.0] * 6, value_bytes=1, constraints=Constraints(contiguous=False)))
     with pytest.raises(TooWide):
         Pairs(problem, reduced(problem)).ways([0] * 6, 0, 1, (100.0, 100.0), 100)
+
+
+def test_of_more_states_than_labels_each_keeps_one(chain):
+    problem = Problem.from_request(chain([1.0] * 6, value_bytes=1, constraints=Constraints(contiguous=False)))
+    ways = Pairs(problem, reduced(problem)).ways([0] * 6, 0, 1, (100.0, 100.0), 1)
+    devices = [int(node in ways.theirs(0)) for node in range(6)]
+    assert costs.evaluate(problem, devices).load_ms[:2] == pytest.approx((ways.one_ms[0], ways.other_ms[0]))
