@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placer.schema import Link
@@ -46,3 +47,13 @@ def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) ->
             times[0] += link.transfer_ms(value.bytes)
             times[1] += link.transfer_ms(value.gradient_bytes) if value.gradient_bytes else 0.0
     return [Net(source, readers, there, back) for (source, readers), (there, back) in by_ends.items() if there or back]
+
+
+def best_link(links: Sequence[Link]) -> Link:
+    """A link that is as good as any of these."""
+    return Link(
+        source="one device",
+        target="another one",
+        bandwidth_bytes_per_s=max(link.bandwidth_bytes_per_s for link in links),
+        latency_s=min(link.latency_s for link in links),
+    )

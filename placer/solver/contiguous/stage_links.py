@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from placer.schema import Link
-from placer.solver.nets import Net, joined_nets
+from placer.solver.nets import Net, best_link, joined_nets
 from placer.solver.problem import LARGEST_BYTES, Problem
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def stage_links(problem: Problem) -> StageLinks | None:
     if not links:
         return None
     across = [link for (source, target), link in links.items() if place[source] != place[target]]
-    quickest, between = _best(list(links.values())), _best(across) if across else None
+    quickest, between = best_link(list(links.values())), best_link(across) if across else None
     return StageLinks(quickest, None if between == quickest else between)
 
 
@@ -69,16 +69,6 @@ def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -
             device.model_copy(update={"memory_bytes": room, "reserve_bytes": 0}) for device in problem.devices
         ),
         links=tuple(tuple(quickest if a != b else None for b in numbers) for a in numbers),
-    )
-
-
-def _best(links: Sequence[Link]) -> Link:
-    """A link that is as good as any of these."""
-    return Link(
-        source="stage",
-        target="other stage",
-        bandwidth_bytes_per_s=max(link.bandwidth_bytes_per_s for link in links),
-        latency_s=min(link.latency_s for link in links),
     )
 
 

@@ -41,11 +41,12 @@ def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) ->
     graph = set_graph(problem, nodes)
     if graph is None:
         return 0.0
-    heavy = sorted(range(len(graph.work_ms)), key=lambda node: -graph.work_ms[node])
-    subsets = Subsets(graph.steps, graph.work_ms, upper, lambda: over(0.0))
+    work_ms = graph.fastest.work_ms
+    heavy = sorted(range(len(work_ms)), key=lambda node: -work_ms[node])
+    subsets = Subsets(graph.fastest.steps, work_ms, upper, lambda: over(0.0))
     bound = 0.0
     for held in range(2, MOST_HELD + 1):
-        counted = _enough(graph, heavy, (held - 1) * graph.devices + 1, upper)
+        counted = _enough(graph, heavy, (held - 1) * graph.fastest.devices + 1, upper)
         if counted is None or bound >= upper or over(0.0):
             break
         prices = [1 / held if node in counted else 0.0 for node in range(len(heavy))]

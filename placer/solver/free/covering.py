@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ortools.linear_solver import pywraplp
 
+Owned = tuple[int, frozenset[int]]
+"""Whose set, and its nodes."""
+
 EDGE = 1e-9
 MOST_WIDENED = 6
 FIRST_HALF = 0.15
@@ -22,17 +25,25 @@ class Covering:
     Args:
         groups: the nodes of each.
         prices: by node, above 0; of the groups they are the middle of the box.
+        counts: how many devices there are of each kind. All kinds grow alike: sets of one come to its share of all.
         free: how many devices pay for no transfer: each holds one set at no cost.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], prices: Sequence[float], free: int) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[int]], prices: Sequence[float], counts: Sequence[int], free: int
+    ) -> None:
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
         self._ends = self._solver.infinity()
         self._rows = [self._solver.Constraint(1, 1) for _ in groups]
-        self._once = [self._solver.Constraint(-self._ends, 1) for _ in range(free)]
+        self._owners = [self._solver.Constraint(-self._ends, 0) for _ in counts]
+        self._owners += [self._solver.Constraint(-self._ends, 1) for _ in range(free)]
         self._goal = self._solver.Objective()
         self._goal.SetMinimization()
-        self._known: set[tuple[frozenset[int], int | None]] = set()
+        every = self._column({})
+        self._goal.SetCoefficient(every, 1.0)
+        for row, count in zip(self._owners, counts, strict=False):
+            row.SetCoefficient(every, -count / sum(counts))
+        self._known: set[Owned] = set()
         self._group_of = {node: group for group, nodes in enumerate(groups) for node in nodes}
         whole = [sum(prices[node] for node in nodes) for nodes in groups]
         self._share = {node: prices[node] / whole[group] for node, group in self._group_of.items()}
@@ -65,20 +76,14 @@ class Covering:
         """Whether some dual of the last solution is at an end of its box."""
         return any(slack.solution_value() > EDGE for slack in (*self._more, *self._less))
 
-    def join(self, sets: Iterable[frozenset[int]], held: Sequence[frozenset[int]]) -> bool:
-        """Add sets, and for each device that pays for no transfer another one; whether any is new."""
-        owners: list[tuple[frozenset[int], int | None]] = [(nodes, None) for nodes in sets]
-        owners += [(nodes, owner) for owner, nodes in enumerate(held) if nodes]
-        fresh = [one for one in owners if one not in self._known]
-        for nodes, owner in fresh:
+    def join(self, sets: Iterable[Owned]) -> bool:
+        """Add sets, each with its owner: a kind, or behind those a device that pays for no transfer; if any is new."""
+        fresh = [one for one in sets if one[1] and one not in self._known]
+        for owner, nodes in fresh:
             parts: dict[int, float] = defaultdict(float)
             for node in nodes:
                 parts[self._group_of[node]] += self._share[node]
-            column = self._column(parts)
-            if owner is None:
-                self._goal.SetCoefficient(column, 1.0)
-            else:
-                self._once[owner].SetCoefficient(column, 1.0)
+            self._owners[owner].SetCoefficient(self._column(parts), 1.0)
         self._known.update(fresh)
         return bool(fresh)
 

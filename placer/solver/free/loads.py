@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
 
+from placer.schema import Link
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem
 from placer.solver.program import memory_rules
 from placer.solver.reduce import Reduction
+
+Times = list[list[float]]
+Way = tuple[float, float]
+"""Bandwidth and latency."""
 
 
 class Loads:
@@ -18,8 +24,9 @@ class Loads:
         nodes: its layers, joined where they must be together.
 
     Attributes:
-        nets: what nodes exchange.
+        nets: what nodes exchange, with the times over some link.
         nets_of: by node, the nets that begin or end there, by their places in ``nets``.
+        each_ms: by net, device of its source and another one, what a copy for that one costs both of them.
         work_ms: by node and device.
         state_bytes: by node, what it takes of a device's memory.
         limited: whether memory may be too small.
@@ -27,7 +34,7 @@ class Loads:
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
         self._problem = problem
-        self.nets = joined_nets(problem, nodes)
+        self.nets, self.each_ms = _exchanged(problem, nodes)
         self.nets_of: list[list[int]] = [[] for _ in nodes.nodes]
         for place, net in enumerate(self.nets):
             for node in (net.source, *net.readers):
@@ -48,19 +55,51 @@ class Loads:
             devices: by node.
         """
         load = [0.0] * len(self._problem.devices)
-        for net in self.nets:
+        for place, net in enumerate(self.nets):
             source = devices[net.source]
             takers = {devices[reader] for reader in net.readers} - {source}
             for device in takers:
-                load[device] += net.there_ms + net.back_ms
-            load[source] += self.sent_ms(net, len(takers))
+                load[device] += self.each_ms[place][source][device]
+            load[source] += self.sent_ms(place, source, takers)
         for device in self._problem.untaxed:
             load[device] = 0.0
         for node, device in enumerate(devices):
             load[device] += self.work_ms[node][device]
         return load
 
-    def sent_ms(self, net: Net, takers: int) -> float:
-        """What a net that so many other devices read costs its source's."""
-        sends = min(takers, 1) if self._problem.multicast else takers
-        return net.there_ms * sends + net.back_ms * takers
+    def sent_ms(self, net: int, source: int, takers: Collection[int]) -> float:
+        """What a net that some other devices read costs its source's."""
+        copies_ms = sum(self.each_ms[net][source][taker] for taker in takers)
+        return copies_ms - self.nets[net].there_ms * max(0, len(takers) - 1) * self._problem.multicast
+
+
+def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Times]]:
+    """The nets, with times over some link, and by net, device of the source and of the reader, those of a copy."""
+    ways = {_way(link): link for row in problem.links for link in row if link is not None}
+    by_way = {
+        way: {(net.source, net.readers): net for net in joined_nets(problem, nodes, link)} for way, link in ways.items()
+    }
+    nets, each_ms = [], []
+    for ends in dict.fromkeys(ends for found in by_way.values() for ends in found):
+        over = {way: found.get(ends, Net(*ends, 0.0, 0.0)) for way, found in by_way.items()}
+        nets.append(next(iter(over.values())))
+        each_ms.append([[_copy_ms(over, there, back) for there, back in pairs] for pairs in _both_ways(problem)])
+    return nets, each_ms
+
+
+def _copy_ms(over: Mapping[Way, Net], there: Link | None, back: Link | None) -> float:
+    """What a copy takes one way, and its gradient the other."""
+    return inf if there is None or back is None else over[_way(there)].there_ms + over[_way(back)].back_ms
+
+
+def _both_ways(problem: Problem) -> list[list[tuple[Link | None, Link | None]]]:
+    """By device and another one, the link there and that back."""
+    return [
+        list(zip(row, column, strict=True))
+        for row, column in zip(problem.links, zip(*problem.links, strict=True), strict=True)
+    ]
+
+
+def _way(link: Link) -> Way:
+    """Links that take the same time are one."""
+    return link.bandwidth_bytes_per_s, link.latency_s

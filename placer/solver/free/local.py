@@ -13,7 +13,6 @@ from math import exp
 from random import Random
 
 from placer.solver.free.loads import Loads
-from placer.solver.nets import Net
 from placer.solver.problem import Problem
 from placer.solver.program import memory_rules
 from placer.solver.reduce import Reduction
@@ -43,13 +42,16 @@ TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
 
 
 def applies(problem: Problem) -> bool:
-    """Whether moves can be judged by loads alone, and by the state that devices hold: transfers added, links alike."""
+    """Whether moves can be judged by loads alone, and by the state that devices hold: transfers added, all linked."""
     request = problem.request
+    numbers = range(len(problem.devices))
+    linked = all(problem.links[a][b] is not None for a in numbers for b in numbers if a != b)
     return (
         not problem.contiguous
         and request.objective == "throughput"
         and request.transfers == "added"
-        and problem.one_link is not None
+        and linked
+        and (problem.one_link is not None or not problem.multicast)
         and problem.most_devices == len(problem.devices)
         and problem.least_devices == 1
         and problem.most_layers is None
@@ -120,7 +122,8 @@ class _State:
         self._untaxed = problem.untaxed
         self._able = [sorted(devices) for devices in nodes.allowed]
         self._loads = Loads(problem, nodes)
-        self._of = [[self._loads.nets[place] for place in places] for places in self._loads.nets_of]
+        self._of = self._loads.nets_of
+        self._ends = [(net.source, *net.readers) for net in self._loads.nets]
         self._room = [device.usable_bytes for device in problem.devices]
         self.load = self._loads.by_device(device)
         for node, place in enumerate(device):
@@ -136,8 +139,7 @@ class _State:
         node = random.randrange(len(self.device))
         able = self._able[node]
         if self._of[node] and random.random() < 0.8:
-            net = random.choice(self._of[node])
-            device = self.device[random.choice((net.source, *net.readers))]
+            device = self.device[random.choice(self._ends[random.choice(self._of[node])])]
         else:
             device = random.choice(able)
         return node, device if device != self.device[node] and device in able else None
@@ -147,7 +149,7 @@ class _State:
         found, old = [node], self.device[node]
         for one in found:
             for net in self._of[one] if len(found) < most else ():
-                for other in (net.source, *net.readers):
+                for other in self._ends[net]:
                     near = self.device[other] == old and other not in found
                     if near and len(found) < most and device in self._able[other]:
                         found.append(other)
@@ -170,16 +172,15 @@ class _State:
         for net in self._of[node]:
             self._add(net, 1.0)
 
-    def _add(self, net: Net, sign: float) -> None:
+    def _add(self, net: int, sign: float) -> None:
         """Count a net's transfers, or take them off."""
-        source = self.device[net.source]
-        takers = {self.device[reader] for reader in net.readers}
-        takers.discard(source)
+        source, *readers = (self.device[node] for node in self._ends[net])
+        takers = {*readers} - {source}
         if not takers:
             return
-        each = sign * (net.there_ms + net.back_ms)
+        each_ms = self._loads.each_ms[net][source]
         for device in takers:
             if device not in self._untaxed:
-                self.load[device] += each
+                self.load[device] += sign * each_ms[device]
         if source not in self._untaxed:
-            self.load[source] += sign * self._loads.sent_ms(net, len(takers))
+            self.load[source] += sign * self._loads.sent_ms(net, source, takers)

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver.free.loads import Loads
 from placer.solver.free.sweeps import Pins, order_of
-from placer.solver.nets import Net
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -195,24 +195,28 @@ class _Paid:
         return (ONE | (MADE_BY_ONE if source else 0)) << column
 
     def by(self, net: int, bits: int) -> tuple[float, float]:
-        """What a net costs each of them at the least, from what is known of it."""
+        """What a net costs each of them, from what is known of it; at the least where its source is not known."""
         key = net, bits
         if key not in self._known:
-            paid = self._paid(self._loads.nets[net], bits)
+            paid = self._paid(net, bits)
             self._known[key] = (paid[0] * self._taxed[0], paid[1] * self._taxed[1])
         return self._known[key]
 
-    def _paid(self, net: Net, bits: int) -> tuple[float, float]:
+    def _paid(self, net: int, bits: int) -> tuple[float, float]:
         has_one, has_other = bool(bits & ONE), bool(bits & OTHER)
-        source = self._devices[net.source]
-        away = {self._devices[reader] for reader in net.readers}.difference(self._two)
-        each = net.there_ms + net.back_ms
+        one, other = self._two
+        source = self._devices[self._loads.nets[net].source]
+        away = {self._devices[reader] for reader in self._loads.nets[net].readers}.difference(self._two)
+        each_ms = self._loads.each_ms[net]
         if source in self._two and bits & MADE_BY_ONE:
-            return self._loads.sent_ms(net, len(away) + has_other), each * has_other
+            return self._loads.sent_ms(net, one, away | {other} if has_other else away), each_ms[one][other] * has_other
         if source in self._two and bits & MADE_BY_ONE << 1:
-            return each * has_one, self._loads.sent_ms(net, len(away) + has_one)
-        cut = (has_one and has_other) or bool(away) or source not in self._two
-        return each * (cut and has_one), each * (cut and has_other)
+            return each_ms[other][one] * has_one, self._loads.sent_ms(net, other, away | {one} if has_one else away)
+        if source not in self._two:
+            return each_ms[source][one] * has_one, each_ms[source][other] * has_other
+        cut = (has_one and has_other) or bool(away)
+        least_ms = min(each_ms[a][b] for a, b in permutations((one, other, *away), 2))
+        return least_ms * (cut and has_one), least_ms * (cut and has_other)
 
 
 @dataclass

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from math import inf
 
-from placer.solver.contiguous.stage_links import stage_links
+from placer.schema import Link
 from placer.solver.free.sweeps import Pins, Step, sweep
-from placer.solver.nets import joined_nets
+from placer.solver.nets import best_link, joined_nets
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -17,26 +19,48 @@ MANY = 100
 
 MOST_NODES = 1_500
 
+MOST_KINDS = 4
+"""Of more kinds of devices all are taken for the best of them."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Devices that a set loads alike, at the least.
+
+    Attributes:
+        devices: how many.
+        steps: the sweep.
+        nets: by pins, what it costs to cut.
+        work_ms: by node; infinite where it may not be.
+    """
+
+    devices: int
+    steps: list[Step]
+    nets: dict[Pins, float]
+    work_ms: list[float]
+
+    def load(self, nodes: frozenset[int]) -> float:
+        """What a set loads one of them with, in milliseconds."""
+        cut = sum(cost for pins, cost in self.nets.items() if 0 < sum(pin in nodes for pin in pins) < len(pins))
+        return cut + sum(self.work_ms[node] for node in nodes)
+
 
 @dataclass(frozen=True)
 class SetGraph:
     """What a device's load is at the least, by the set that it holds.
 
-    Limits of memory and forbidden devices are left out of account: these are more sets than there are.
+    Limits of memory are left out of account, and so is that links of a device differ: these are more sets than there
+    are.
 
     Attributes:
-        steps: the sweep.
-        nets: by pins, what it costs to cut.
-        work_ms: by node, on the fastest device that pays for transfers.
+        kinds: the devices that pay for transfers.
+        fastest: the same devices, were each as good as the best for every node and net.
         free_ms: by device that pays for no transfer, by node.
-        devices: how many others there are.
     """
 
-    steps: list[Step]
-    nets: dict[Pins, float]
-    work_ms: list[float]
+    kinds: list[Kind]
+    fastest: Kind
     free_ms: list[list[float]]
-    devices: int
 
 
 def applies(problem: Problem) -> bool:
@@ -51,25 +75,50 @@ def worth_looking(problem: Problem, nodes: Reduction) -> bool:
 
 
 def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
-    """The sets of a problem that ``applies`` names; None if there are too many to go through, or none does any work.
+    """The sets of a problem that ``applies`` names; None if there are too many nodes, or none does any work.
 
     Args:
         problem: what is asked.
         nodes: its layers, joined where they must be together.
     """
-    links = stage_links(problem)
     paying = [device for device in range(len(problem.devices)) if device not in problem.untaxed]
-    if links is None or not paying or len(nodes.nodes) > MOST_NODES:
+    links = {device: _best_link(problem, [device]) for device in paying}
+    best = _best_link(problem, paying)
+    if best is None or len(nodes.nodes) > MOST_NODES:
         return None
+    cuts = {link: _cuts(problem, nodes, link) for link in {best, *links.values()}}
+    work = [[_work(problem, layers, device) for layers in nodes.nodes] for device in range(len(problem.devices))]
+    least = [min(work[device][node] for device in paying) for node in range(len(nodes.nodes))]
+    if not any(least):
+        return None
+    alike: dict[tuple[Link | None, tuple[float, ...]], int] = defaultdict(int)
+    for device in paying:
+        able = (time if device in may else inf for time, may in zip(work[device], nodes.allowed, strict=True))
+        alike[links[device], tuple(able)] += 1
+    fastest = Kind(min(len(paying), problem.most_devices), *cuts[best], least)
+    told_apart = len(alike) <= MOST_KINDS and len(paying) <= problem.most_devices
+    kinds = [Kind(count, *cuts[link], list(able)) for (link, able), count in alike.items()]
+    free = [work[device] for device in sorted(problem.untaxed)]
+    return SetGraph(kinds if told_apart else [fastest], fastest, free)
+
+
+def _best_link(problem: Problem, devices: Sequence[int]) -> Link | None:
+    """As good as any link from or to some of the devices; None if there is none."""
+    links = [
+        link
+        for source, target in permutations(range(len(problem.devices)), 2)
+        if (source in devices or target in devices) and (link := problem.links[source][target]) is not None
+    ]
+    return best_link(links) if links else None
+
+
+def _cuts(problem: Problem, nodes: Reduction, link: Link | None) -> tuple[list[Step], dict[Pins, float]]:
+    """The sweep, and by pins what it costs to cut nets over a link; none where they have too many states."""
     nets: dict[Pins, float] = defaultdict(float)
-    for net in joined_nets(problem, nodes, links.quickest):
+    for net in joined_nets(problem, nodes, link) if link is not None else ():
         nets[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
     steps = sweep(len(nodes.nodes), nets)
-    work = [min(_work(problem, layers, device) for device in paying) for layers in nodes.nodes]
-    if steps is None or not any(work):
-        return None
-    free = [[_work(problem, layers, device) for layers in nodes.nodes] for device in sorted(problem.untaxed)]
-    return SetGraph(steps, nets, work, free, min(len(paying), problem.most_devices))
+    return (steps, nets) if steps is not None else (sweep(len(nodes.nodes), {}) or [], {})
 
 
 def _work(problem: Problem, layers: Sequence[int], device: int) -> float:

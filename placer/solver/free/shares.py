@@ -1,13 +1,16 @@
 """Shares: put a price on every node, and some device must hold its share of all prices.
 
 For any prices, let C be the most that devices which pay for no transfer can hold within the bottleneck that is known.
-The other K devices hold the rest, so one of them holds a set S with::
+The others hold the rest. Let n(k) of these be of kind k, and let shares u(k) add up to it::
 
-    worth(S) >= (sum of all prices - C) / K      and the bottleneck is at least the least load(S) of such sets
+    sum of n(k) u(k) over kinds k = sum of all prices - C
 
-``subsets.py`` finds that load, however the sets lie. The prices are the duals of the set-covering program
+Then some device of some kind k holds a set S with ``worth(S) >= u(k)``, and the bottleneck is at least the least load
+of such sets, of any kind: the least load(S) of one kind alone where all devices are alike. ``subsets.py`` finds it,
+however the sets lie; shares are as what devices of the kinds can hold within a bottleneck that is tried. The prices are
+the duals of the set-covering program
 
-    minimise the number of sets, each of load <= bottleneck, that hold every node once
+    minimise the number of sets, each of load <= bottleneck, that hold every node once, n(k) of each kind alike
 
 solved by column generation: the set that is worth most by the prices joins the program, which gives new prices. These
 are kept near the best ones so far, in a box, or they would swing from end to end. The set is looked for among few, and
@@ -24,9 +27,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf
+from itertools import compress
+from math import inf, isfinite
 
-from placer.solver.free.covering import Covering
+from ortools.linear_solver import pywraplp
+
+from placer.solver.free.covering import Covering, Owned
 from placer.solver.free.set_graph import SetGraph, set_graph
 from placer.solver.free.subsets import Found, Stopped, Subsets
 from placer.solver.free.whole_prices import Whole, whole_part, whole_prices
@@ -38,10 +44,15 @@ CLOSE = 1e-4
 NEAR, NEARER = 0.002, 0.0005
 """Within so much of what is known, all of it is tried to be proven; of what cannot be, smaller groups are tried."""
 
+FIRST_STRIDE = 0.04
+"""By which share more than is known is tried to be proven at first; twice as much where that is."""
+
 GROUPS = 8
 """So many groups of nodes for each device in the beginning."""
 
-LITTLE = 0.02
+LITTLE, LEAST_SHARE = 0.02, 0.0201
+"""Sets that are worth no more than the one are not told apart; so shares are more, also of much slower devices."""
+
 ALMOST = 0.98
 FEW_LABELS = 2_000
 FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 48_000
@@ -99,16 +110,15 @@ class _Tried:
     """Prices, and what a search by them says.
 
     Attributes:
-        prices: by node; a set is worth about one.
-        count: sets of the load allowed that are needed to hold all nodes, as far as is known; K or less proves nothing.
-        sets: those that are worth most.
-        held: by device that pays for no transfer, what it would hold.
+        prices: by node; a set is worth about one, on average of all devices.
+        count: sets of the load allowed that are needed to hold all nodes, as far as is known; no more than there are
+            devices prove nothing.
+        sets: those that are worth most, and for each device that pays for no transfer what it would hold.
     """
 
     prices: list[float]
     count: float
-    sets: list[frozenset[int]]
-    held: list[frozenset[int]]
+    sets: list[Owned]
 
 
 @dataclass
@@ -121,7 +131,8 @@ class _Shares:
         known: the bound so far.
         over: ends the search.
         groups: so many groups of nodes for each device in the beginning, and in the end.
-        pool: all sets that were found, and their loads.
+        pool: all sets that were found, by kind, and their loads.
+        most_worth: by kind, what a set was worth at the most by the last prices.
         few_labels: of searches among few sets; more where these miss one.
         labels: of searches among all; more where these find one that there is not.
     """
@@ -131,53 +142,83 @@ class _Shares:
     known: float
     over: Over
     groups: tuple[int, float] = (GROUPS, inf)
-    pool: dict[frozenset[int], float] = field(default_factory=dict)
+    pool: dict[Owned, float] = field(default_factory=dict)
     few_labels: int = FEW_LABELS
     labels: int = LABELS
 
+    def __post_init__(self) -> None:
+        self.counts = [kind.devices for kind in self.graph.kinds]
+        self.devices = sum(self.counts)
+        self.most_worth = [1.0] * len(self.counts)
+
     def bound(self) -> float:
         """What is proven until the end, or until it is stopped in the midst of it."""
-        self.known = max(self.known, self._of_work())
+        prices = self._prices_of_work()
+        self.known = max(self.known, self._of_work(prices))
         with suppress(Stopped):
-            self._go_on()
+            self._go_on([price + EVEN * sum(prices) for price in prices])
         return self.known
 
-    def _of_work(self) -> float:
-        """The bottleneck within which devices could just do all the work, were nodes cut anywhere at no cost."""
-        low, high, whole = self.known, self.upper, sum(self.graph.work_ms)
+    def _prices_of_work(self) -> list[float]:
+        """What nodes are worth where devices do work alone, nodes are cut anywhere at no cost, and all end together."""
+        owners = [(kind.devices, kind.work_ms) for kind in self.graph.kinds]
+        owners += [(1, time_ms) for time_ms in self.graph.free_ms]
+        if len(owners) == 1:
+            return self.graph.fastest.work_ms
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        longest = solver.NumVar(0, solver.infinity(), "")
+        solver.Minimize(longest)
+        once = [solver.Constraint(1, solver.infinity()) for _ in self.graph.fastest.work_ms]
+        for count, time_ms in owners:
+            done = solver.Constraint(-solver.infinity(), 0)
+            done.SetCoefficient(longest, -count)
+            for row, time in zip(once, time_ms, strict=True):
+                if isfinite(time):
+                    part = solver.NumVar(0, solver.infinity(), "")
+                    row.SetCoefficient(part, 1)
+                    done.SetCoefficient(part, time)
+        if solver.Solve() != solver.OPTIMAL:
+            return self.graph.fastest.work_ms
+        return [max(0.0, row.dual_value()) * self.devices for row in once]
+
+    def _of_work(self, prices: Sequence[float]) -> float:
+        """The bottleneck within which devices could just hold all that is worth something, at no cost of cutting."""
+        low, high, whole = self.known, self.upper, sum(prices)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            room = self.graph.devices * middle + sum(
-                self._held(self.graph.work_ms, time_ms, middle)[0] for time_ms in self.graph.free_ms
-            )
+            room = sum(kind.devices * self._held(prices, kind.work_ms, middle)[0] for kind in self.graph.kinds)
+            room += sum(self._held(prices, time_ms, middle)[0] for time_ms in self.graph.free_ms)
             low, high = (middle, high) if room * (1 + SLACK) < whole else (low, middle)
         return low
 
-    def _go_on(self) -> None:
+    def _go_on(self, prices: list[float]) -> None:
         """Try bottlenecks between what is proven and what sets suffice for; where that is all, in smaller groups."""
-        prices = [work + EVEN * sum(self.graph.work_ms) for work in self.graph.work_ms]
-        scaled, share, _ = self._scaled(prices, self.upper)
-        self._weighed(self._subsets(self.upper), scaled, share, self.upper, FIRST_LABELS)
-        self._try_whole([work / self.upper for work in self.graph.work_ms])
-        count, ceiling, tried = self.groups[0] * self.graph.devices, self.upper, False
+        scaled, whole, _ = self._scaled(prices, self.upper)
+        self.most_worth = [max(LITTLE, self._held(scaled, kind.work_ms, self.upper)[0]) for kind in self.graph.kinds]
+        self._weighed(self._subsets(self.upper), scaled, self._shares(whole), self.upper, FIRST_LABELS)
+        self._try_whole([price * self.devices / self._in_all(self.most_worth) for price in scaled])
+        count, ceiling, tried, stride = self.groups[0] * self.devices, self.upper, False, FIRST_STRIDE
         while not self.over(0.0) and self.known < self.upper:
             finest = count >= len(prices)
             near = self.known > ceiling * (1 - (CLOSE if finest else NEARER if tried else NEAR))
             if near and tried:
-                if finest or 2 * count > self.groups[1] * self.graph.devices:
+                if finest or 2 * count > self.groups[1] * self.devices:
                     return
                 count, ceiling, tried = 2 * count, self.upper, False
                 continue
-            target = ceiling if near else (ceiling + self.known) / 2
+            target = ceiling if near else min((ceiling + self.known) / 2, self.known * (1 + stride))
             prices, able = self._generate(target, prices, self._groups(prices, count))
             self._try_whole(prices)
             if able:
                 ceiling, tried = target, True
+            else:
+                stride *= 2
 
     def _try_whole(self, prices: Sequence[float]) -> None:
         """Round prices to whole ones, and keep what those prove by which no light set of the pool is worth a share."""
-        rounded = list(whole_prices(prices, self.graph.devices, self._free_worth))
-        subsets, tries = self._subsets(self.upper), 0
+        shares = list(zip(self.counts, self._shares(self.devices), strict=True))
+        rounded = list(whole_prices(prices, shares, self._free_worth))
+        searches, tries = self._subsets(self.upper), 0
         while rounded and tries < MOST_WHOLE and self.known < self.upper and not self.over(0.0):
             tries += 1
             most = [self._most_by(whole, least) for whole, least in rounded]
@@ -185,14 +226,15 @@ class _Shares:
             if most[best] <= self.known:
                 break
             whole, least = rounded.pop(best)
-            found = self._counted(subsets.search(list(whole / least), 1 - 0.5 / least))
-            self.known = max(self.known, min(found.least_ms, self.upper))
-            if found.nodes and self._load(found.nodes) <= self.upper:
-                self.pool[found.nodes] = self._load(found.nodes)
+            found = []
+            for kind, (subsets, one) in enumerate(zip(searches, least, strict=True)):
+                found.append(self._counted(subsets.search(list(whole / one), 1 - 0.5 / one)))
+                self._keep(kind, found[-1].nodes, self.upper)
+            self.known = max(self.known, min(self.upper, *(one.least_ms for one in found)))
 
-    def _most_by(self, whole: Whole, least: int) -> float:
+    def _most_by(self, whole: Whole, least: Sequence[int]) -> float:
         """No more than this is proven by whole prices: the load of the lightest set known that is worth enough."""
-        loads = (load for nodes, load in self.pool.items() if whole[list(nodes)].sum() >= least)
+        loads = (load for (kind, nodes), load in self.pool.items() if whole[list(nodes)].sum() >= least[kind])
         return min(loads, default=self.upper)
 
     def _free_worth(self, whole: Whole) -> int:
@@ -200,14 +242,15 @@ class _Shares:
         held = (self._held(whole.tolist(), time_ms, self.upper)[0] for time_ms in self.graph.free_ms)
         return sum(map(whole_part, held))
 
-    def _subsets(self, most_ms: float) -> Subsets:
-        return Subsets(self.graph.steps, self.graph.work_ms, most_ms, lambda: self.over(0.0))
+    def _subsets(self, most_ms: float) -> list[Subsets]:
+        """A search for each kind."""
+        return [Subsets(kind.steps, kind.work_ms, most_ms, lambda: self.over(0.0)) for kind in self.graph.kinds]
 
     def _groups(self, prices: Sequence[float], count: int) -> list[list[int]]:
         """Runs of the sweep that cost about the same."""
         groups: list[list[int]] = []
         whole, passed = sum(max(0.0, price) for price in prices), 0.0
-        for step in self.graph.steps:
+        for step in self.graph.fastest.steps:
             if not groups or passed >= len(groups) * whole / count or count >= len(prices):
                 groups.append([])
             groups[-1].append(step.node)
@@ -218,11 +261,11 @@ class _Shares:
         self, target: float, prices: list[float], groups: Sequence[Sequence[int]]
     ) -> tuple[list[float], bool]:
         """Better and better prices for a bottleneck: the best, and whether sets of so much load suffice by group."""
-        subsets = self._subsets(target)
-        fresh = best = self._tried(subsets, prices, target)
+        searches = self._subsets(target)
+        fresh = best = self._tried(searches, prices, target)
         base = [max(price, EVEN * sum(best.prices)) for price in best.prices]
-        program = Covering(groups, base, len(self.graph.free_ms))
-        program.join([nodes for nodes, load in self.pool.items() if load <= target], fresh.held)
+        program = Covering(groups, base, self.counts, len(self.graph.free_ms))
+        program.join([*(owned for owned, load in self.pool.items() if load <= target), *fresh.sets])
         new = True
         while self.known < target and not self.over(0.0):
             solved = program.solve()
@@ -232,60 +275,94 @@ class _Shares:
                 continue
             count, duals = solved
             leans = program.leans()
-            if not new or count <= max(self.graph.devices, best.count * (1 + CLOSE)):
+            if not new or count <= max(self.devices, best.count * (1 + CLOSE)):
                 if not leans or not program.widen():
                     break
             mixed = [STEP_BACK * old + (1 - STEP_BACK) * dual for old, dual in zip(best.prices, duals, strict=True)]
-            fresh = self._tried(subsets, mixed, target)
+            fresh = self._tried(searches, mixed, target)
             if fresh.count > best.count:
                 best = fresh
                 program.centre(best.prices)
-            new = program.join(fresh.sets, fresh.held)
+            new = program.join(fresh.sets)
         return best.prices, self.known < target
 
-    def _tried(self, subsets: Subsets, prices: Sequence[float], target: float) -> _Tried:
+    def _tried(self, searches: Sequence[Subsets], prices: Sequence[float], target: float) -> _Tried:
         """What prices prove, and the sets that are worth most by them."""
-        scaled, share, held = self._scaled(prices, target)
-        found = self._counted(subsets.search(scaled, max(ALMOST * share, LITTLE), self.few_labels, real=True))
-        sets, worth = [found.nodes], found.most_worth
-        if share > LITTLE and worth <= share * (1 - SLACK):
-            found = self._weighed(subsets, scaled, share, target, self.labels)
-            while found.nodes and self._load(found.nodes) > target and self.labels < MOST_LABELS:
+        scaled, whole, held = self._scaled(prices, target)
+        shares, sets = self._shares(whole), list(held)
+        for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
+            enough = max(ALMOST * share, LITTLE)
+            found = self._counted(subsets.search(scaled, enough, self.few_labels, real=True))
+            self.most_worth[kind] = found.most_worth
+            sets += self._keep(kind, found.nodes, target)
+        shares = self._shares(whole)
+        if min(shares) > LITTLE and self._in_all(self.most_worth) <= whole * (1 - SLACK):
+            every = self._weighed(searches, scaled, shares, target, self.labels)
+            while any(self._unreal(kind, one.nodes, target) for kind, one in every) and self.labels < MOST_LABELS:
                 self.labels *= 2
-                found = self._weighed(subsets, scaled, share, target, self.labels)
-            if found.nodes and self._load(found.nodes) <= target:
-                self.few_labels = min(2 * self.few_labels, LABELS)
-            sets.append(found.nodes)
-            worth = max(worth, found.most_worth)
-        able = [nodes for nodes in sets if nodes and self._load(nodes) <= target]
-        self.pool.update((nodes, self._load(nodes)) for nodes in able)
-        return _Tried([price / worth for price in scaled], self.graph.devices * share / worth, able, held)
+                every = self._weighed(searches, scaled, shares, target, self.labels)
+            for kind, found in every:
+                kept = self._keep(kind, found.nodes, target)
+                if kept:
+                    self.few_labels = min(2 * self.few_labels, LABELS)
+                sets += kept
+                self.most_worth[kind] = max(self.most_worth[kind], found.most_worth)
+        worth = self._in_all(self.most_worth) / self.devices
+        return _Tried([price / worth for price in scaled], whole / worth, sets)
 
     def _weighed(
-        self, subsets: Subsets, prices: Sequence[float], share: float, target: float, most_labels: int
-    ) -> Found:
-        """Keep what prices prove: the least load of all sets that are worth a share."""
-        enough = max(share * (1 - SLACK), LITTLE)
-        found = self._counted(subsets.search(prices, enough, min(most_labels, LABELS_KEPT // len(self.graph.steps))))
-        if share > LITTLE:
-            self.known = max(self.known, min(found.least_ms, target))
+        self,
+        searches: Sequence[Subsets],
+        prices: Sequence[float],
+        shares: Sequence[float],
+        target: float,
+        most_labels: int,
+    ) -> list[tuple[int, Found]]:
+        """Keep what prices prove: the least load of all sets that are worth a share, of any kind."""
+        found = []
+        for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
+            enough = max(share * (1 - SLACK), LITTLE)
+            most = min(most_labels, LABELS_KEPT // len(prices))
+            found.append((kind, self._counted(subsets.search(prices, enough, most))))
+        if min(shares) > LITTLE:
+            self.known = max(self.known, min(target, *(one.least_ms for _, one in found)))
         return found
 
-    def _scaled(self, prices: Sequence[float], target: float) -> tuple[list[float], float, list[frozenset[int]]]:
-        """Prices by which a device's share is about one, that share, and what is held where transfers are free."""
+    def _scaled(self, prices: Sequence[float], target: float) -> tuple[list[float], float, list[Owned]]:
+        """Prices by which a share is about one; what is left by devices without transfers, and the sets these hold."""
         held = [self._held(prices, time_ms, target) for time_ms in self.graph.free_ms]
         rest = sum(prices) - sum(most for most, _ in held)
-        unit = max(rest / self.graph.devices, sum(map(abs, prices)) / len(prices)) or 1.0
-        return [price / unit for price in prices], rest / self.graph.devices / unit, [nodes for _, nodes in held]
+        unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0
+        owned = [(len(self.counts) + place, nodes) for place, (_, nodes) in enumerate(held)]
+        return [price / unit for price in prices], rest / unit, owned
+
+    def _shares(self, whole: float) -> list[float]:
+        """By kind, the share of a device, as sets were worth at the most; where that is little, a bit more."""
+        slow = [most <= LEAST_SHARE for most in self.most_worth]
+        if all(slow):
+            return [whole / self.devices] * len(slow)
+        rest = whole - LEAST_SHARE * sum(compress(self.counts, slow))
+        fast = self._in_all([0.0 if one else most for one, most in zip(slow, self.most_worth, strict=True)])
+        return [LEAST_SHARE if one else rest * most / fast for one, most in zip(slow, self.most_worth, strict=True)]
+
+    def _in_all(self, worth: Sequence[float]) -> float:
+        return sum(count * most for count, most in zip(self.counts, worth, strict=True))
 
     def _counted(self, found: Found) -> Found:
         """What was found, after its work is counted."""
         self.over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
         return found
 
-    def _load(self, nodes: frozenset[int]) -> float:
-        cut = sum(cost for pins, cost in self.graph.nets.items() if 0 < sum(pin in nodes for pin in pins) < len(pins))
-        return cut + sum(self.graph.work_ms[node] for node in nodes)
+    def _keep(self, kind: int, nodes: frozenset[int], target: float) -> list[Owned]:
+        """The set, in the pool from now on; none if there is none, or it is heavier than the target."""
+        load = self.graph.kinds[kind].load(nodes)
+        if not nodes or load > target:
+            return []
+        self.pool[kind, nodes] = load
+        return [(kind, nodes)]
+
+    def _unreal(self, kind: int, nodes: frozenset[int], target: float) -> bool:
+        return bool(nodes) and self.graph.kinds[kind].load(nodes) > target
 
     def _held(self, prices: Sequence[float], time_ms: Sequence[float], target: float) -> tuple[float, frozenset[int]]:
         """The most that a device without transfers can hold, in parts of nodes, and the whole ones among them."""

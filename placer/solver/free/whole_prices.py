@@ -22,26 +22,45 @@ MOST_SCALE = 40
 Whole = NDArray[np.int64]
 
 
-def whole_prices(prices: Sequence[float], devices: int, free: Callable[[Whole], int]) -> Iterator[tuple[Whole, int]]:
-    """Prices rounded in several ways, and what some device that pays for transfers holds of them at the least.
+def whole_prices(
+    prices: Sequence[float], shares: Sequence[tuple[int, float]], free: Callable[[Whole], int]
+) -> Iterator[tuple[Whole, list[int]]]:
+    """Prices rounded in several ways, and by kind what a device holds of them at the least, of some kind.
 
     Args:
         prices: by node; a set of the most load is worth about one.
-        devices: how many pay for transfers.
+        shares: by kind of the devices that pay for transfers, how many there are, and what each holds at the most.
         free: what the other devices hold of whole prices at the most.
     """
     for scale in range(1, MOST_SCALE + 1):
         scaled = np.maximum(0.0, np.array(prices) * scale)
         rounded = np.floor(scaled + 0.5).astype(np.int64)
-        for whole in (rounded, _trimmed(rounded, scaled, devices, free(rounded))):
-            least = -((free(whole) - int(whole.sum())) // devices)
-            if least > 0:
-                yield whole, least
+        held, surplus = _less_than_all(rounded, shares, free)
+        trimmed = _trimmed(rounded, scaled, surplus)
+        for whole, most in ((rounded, held), (trimmed, _less_than_all(trimmed, shares, free)[0])):
+            if surplus >= 0:
+                yield whole, [one + 1 for one in most]
 
 
-def _trimmed(rounded: Whole, scaled: NDArray[np.float64], devices: int, held: int) -> Whole:
-    """One less for those that were rounded up the most, until the rest of a division by the devices is one."""
-    surplus = (int(rounded.sum()) - held - 1) % devices
+def _less_than_all(
+    whole: Whole, shares: Sequence[tuple[int, float]], free: Callable[[Whole], int]
+) -> tuple[list[int], int]:
+    """By kind, what each device may hold so that all hold less than there is; and by how much it is more than one less.
+
+    What is left over is negative where nothing needs to be held.
+    """
+    left = int(whole.sum()) - free(whole) - 1
+    each = left / sum(count * share for count, share in shares)
+    held = [max(0, whole_part(each * share)) for _, share in shares]
+    left -= sum(count * most for (count, _), most in zip(shares, held, strict=True))
+    for kind in sorted(range(len(shares)), key=lambda kind: held[kind] - each * shares[kind][1]):
+        if shares[kind][0] <= left:
+            held[kind], left = held[kind] + 1, left - shares[kind][0]
+    return held, left
+
+
+def _trimmed(rounded: Whole, scaled: NDArray[np.float64], surplus: int) -> Whole:
+    """One less for so many of those that were rounded up the most."""
     order = np.argsort(scaled - rounded, kind="stable")
     trimmed = rounded.copy()
     trimmed[order[rounded[order] > 0][:surplus]] -= 1

@@ -8,7 +8,7 @@ from math import inf
 from random import Random
 
 from placer.solver.components import topological_order
-from placer.solver.linear import exact
+from placer.solver.linear import class_rows, exact
 from placer.solver.linear.intervals import exchanges
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction, reduced
@@ -45,10 +45,18 @@ def starts(problem: Problem, nodes: Reduction) -> Iterator[Start]:
     if problem.contiguous:
         cut = exact.best_cut(problem, nodes)
         yield Start(cut.devices, cut.bound, "linear order")
+        yield from _class_rows(problem, nodes)
     else:
         yield from _free_starts(problem)
     for alike in problem.alike_devices():
         yield Start([alike[0]] * len(problem.layers), 0.0, "one device")
+
+
+def _class_rows(problem: Problem, nodes: Reduction) -> Iterator[Start]:
+    """Cuts in which hosts and types come one after another."""
+    if problem.request.objective == "throughput":
+        for devices in class_rows.cuts(problem, nodes):
+            yield Start(devices, 0.0, "linear order")
 
 
 def other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:
@@ -169,6 +177,7 @@ def _free_starts(problem: Problem) -> Iterator[Start]:
     nodes = reduced(contiguous)
     if all(nodes.allowed):
         yield Start(exact.best_cut(contiguous, nodes).devices, 0.0, "linear order")
+        yield from _class_rows(contiguous, nodes)
         if problem.request.objective == "throughput":
             yield from other_orders(contiguous, nodes)
     if problem.groups:

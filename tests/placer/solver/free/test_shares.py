@@ -10,7 +10,7 @@ from small_graphs import least_bottleneck
 from small_requests import examples, small_requests
 
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
-from placer.solver.free import shares
+from placer.solver.free import shares, sweeps
 from placer.solver.free.covering import Covering
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -23,16 +23,16 @@ ENOUGH = 1.0
 class Work:
     """Ends a search after so much work."""
 
-    def __init__(self):
-        self.done = 0.0
+    def __init__(self, enough):
+        self.done, self.enough = 0.0, enough
 
     def over(self, work):
         self.done += work
-        return self.done > ENOUGH
+        return self.done > self.enough
 
 
-def bound(problem, upper, known=0.0):
-    return shares.share_bound(problem, reduced(problem, upper), upper, known, Work().over)
+def bound(problem, upper, known=0.0, enough=ENOUGH):
+    return shares.share_bound(problem, reduced(problem, upper), upper, known, Work(enough).over)
 
 
 @SETTINGS
@@ -79,6 +79,48 @@ def test_cutting_costs_are_in_the_share(chain):
     assert bound(problem, 5.0 * (1 - 1e-6)) == pytest.approx(5.0, rel=1e-5)
 
 
+def on_two_kinds(asked, quick, slow):
+    """The same where the latter half of the devices take other times."""
+    problem = Problem.from_request(asked)
+    half = len(problem.devices) // 2
+    return replace(
+        problem, forward_ms=tuple((one,) * half + (two,) * half for one, two in zip(quick, slow, strict=True))
+    )
+
+
+def test_quick_and_slow_devices_share_work_by_their_times(chain):
+    """Of 12 layers the quick devices do four in the time in which the slow ones do two."""
+    asked = chain([1.0] * 12, devices=4, constraints=Constraints(contiguous=False))
+    problem = on_two_kinds(asked, [1.0] * 12, [2.0] * 12)
+    assert shares.share_bound(problem, reduced(problem, 8.0), 8.0, 0.0, lambda work: True) == pytest.approx(
+        4.0, rel=1e-6
+    )
+
+
+def test_devices_of_each_kind_are_priced_by_the_sets_that_they_can_hold(chain):
+    """Every other layer is quick on the one kind; cuts cost 1, so that work alone, 1.5, says little."""
+    asked = chain([1.0] * 6, devices=4, value_bytes=1, constraints=Constraints(contiguous=False))
+    problem = on_two_kinds(asked, [1.0, 4.0] * 3, [4.0, 1.0] * 3)
+    best = least_bottleneck(problem)
+    assert best * 0.93 <= bound(problem, best * (1 - 1e-6), enough=0.1) <= best
+
+
+def test_devices_a_hundred_times_slower_take_little_of_the_bound(chain):
+    asked = chain([2.0] * 6, devices=4, value_bytes=1, constraints=Constraints(contiguous=False))
+    problem = on_two_kinds(asked, [2.0] * 6, [200.0] * 6)
+    best = least_bottleneck(problem)
+    assert best * 0.97 <= bound(problem, best * (1 - 1e-6), enough=0.1) <= best
+
+
+def test_values_that_too_many_read_are_cut_for_nothing(chain, monkeypatch):
+    """Where a border has too many states what is left is work, and how many layers fit."""
+    monkeypatch.setattr(sweeps, "MOST_STATES", 1)
+    problem = Problem.from_request(
+        chain([1.0] * 7, devices=3, value_bytes=1, constraints=Constraints(contiguous=False))
+    )
+    assert bound(problem, 3.0 * (1 - 1e-6)) == pytest.approx(3.0, rel=1e-5)
+
+
 def test_prices_find_the_device_that_work_alone_does_not(chain):
     """Both 3s share a device with nothing but a 1, or are on two: prices 1 for each 3 say so, work says 4 is enough."""
     problem = Problem.from_request(chain([3.0, 3.0, 3.0, 1.0], devices=2, constraints=Constraints(contiguous=False)))
@@ -87,8 +129,8 @@ def test_prices_find_the_device_that_work_alone_does_not(chain):
 
 def test_a_set_that_is_worth_too_much_in_all_of_the_box_needs_a_wider_one():
     """Nodes of 0.9 are at least 0.765 in the first box, so both together more than the 1 that a set costs."""
-    program = Covering([[0], [1]], [0.9, 0.9], 0)
-    program.join([frozenset({0, 1})], [])
+    program = Covering([[0], [1]], [0.9, 0.9], [1], 0)
+    program.join([(0, frozenset({0, 1}))])
     assert program.solve() is None
     while program.widen():
         solved = program.solve()
