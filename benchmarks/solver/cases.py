@@ -147,6 +147,12 @@ def _models() -> Iterator[Case]:
         asked = partial(models.request, name, time_limit_s=MODEL_LIMIT_S)
         wanted = Wanted(gap=2.0, time_s=MODEL_LIMIT_S + 1)
         yield Case("models", f"model {name}, 8 unlike devices, training", partial(_request, asked, wanted))
+    for name in models.names():
+        asked = partial(models.roomy, name, time_limit_s=MODEL_LIMIT_S)
+        case = f"model {name}, 8 unlike devices with memory to spare, training"
+        yield Case("models", case, partial(_request, asked, wanted))
+        asked = partial(models.roomy, name, constraints=FREE, time_limit_s=MODEL_LIMIT_S)
+        yield Case("models", f"{case}, free", partial(_request, asked, Wanted()))
 
 
 def _memory() -> Iterator[Case]:

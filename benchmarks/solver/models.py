@@ -27,6 +27,7 @@ PER_HOST = 4
 INSIDE_BYTES_PER_S, INSIDE_LATENCY_S = 8e9, 10e-6
 BETWEEN_BYTES_PER_S, BETWEEN_LATENCY_S = 1e9, 50e-6
 CHUNKS = 8
+PLENTY_BYTES = 2**50
 _DIGITS = 4
 _TIMES = ("forward_ms", "backward_ms", "optimizer_ms")
 
@@ -112,6 +113,18 @@ def request(name: str, **asked: object) -> PlacementRequest:
     measured = profile(name)
     content = {"profile": measured, "cluster": cluster(measured), "chunks": CHUNKS, "schedule": "1f1b", **asked}
     return PlacementRequest.model_validate(content)
+
+
+def roomy(name: str, **asked: object) -> PlacementRequest:
+    """The same where memory never binds.
+
+    Args:
+        name: of the model.
+        asked: further fields of the request.
+    """
+    limited = request(name, **asked)
+    devices = [device.model_copy(update={"memory_bytes": PLENTY_BYTES}) for device in limited.placed_on.devices]
+    return request(name, **{**asked, "cluster": limited.placed_on.model_copy(update={"devices": tuple(devices)})})
 
 
 def tight(name: str, share: float, recompute: str, **asked: object) -> PlacementRequest:

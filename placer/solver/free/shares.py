@@ -45,7 +45,7 @@ NEAR, NEARER = 0.002, 0.0005
 """Within so much of what is known, all of it is tried to be proven; of what cannot be, smaller groups are tried."""
 
 FIRST_STRIDE = 0.04
-"""By which share more than is known is tried to be proven at first; twice as much where that is."""
+"""By which share of what may be the least bottleneck more than is known is tried at first; twice as much if proven."""
 
 GROUPS = 8
 """So many groups of nodes for each device in the beginning."""
@@ -154,7 +154,7 @@ class _Shares:
     def bound(self) -> float:
         """What is proven until the end, or until it is stopped in the midst of it."""
         prices = self._prices_of_work()
-        self.known = max(self.known, self._of_work(prices))
+        self.known = self._of_work(prices)
         with suppress(Stopped):
             self._go_on([price + EVEN * sum(prices) for price in prices])
         return self.known
@@ -206,7 +206,7 @@ class _Shares:
                     return
                 count, ceiling, tried = 2 * count, self.upper, False
                 continue
-            target = ceiling if near else min((ceiling + self.known) / 2, self.known * (1 + stride))
+            target = ceiling if near else min((ceiling + self.known) / 2, self.known + stride * ceiling)
             prices, able = self._generate(target, prices, self._groups(prices, count))
             self._try_whole(prices)
             if able:
