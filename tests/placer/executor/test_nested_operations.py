@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
-from splitting import assert_same, assert_split_equals_unsplit, scatter_layers, step, twins
+from splitting import CapturedOnce, assert_same, assert_split_equals, scatter_layers, step, twins
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
@@ -143,59 +145,97 @@ NESTED: list[type[nn.Module]] = [
 ]
 
 
+class _Both(CapturedOnce):
+    """Both models, and what the unsplit one gives: torch compiles its branches for that, each time anew."""
+
+    def __init__(self, make: type[nn.Module], training: bool) -> None:
+        super().__init__(make, training)
+        self.whole = {sign: step(self.reference, self.reference, (sign * (X + 1),), {}) for sign in (1, -1)}
+
+
+@pytest.fixture(scope="module")
+def both() -> Callable[[type[nn.Module], bool], _Both]:
+    return cache(_Both)
+
+
+@pytest.fixture(scope="module")
+def gradients() -> Callable[[type[nn.Module]], list[list[Tensor]]]:
+    """Of an unsplit model, for each batch of ``TRAINED``."""
+
+    def gradients(make: type[nn.Module]) -> list[list[Tensor]]:
+        _, reference = twins(make)
+        found = []
+        for x in TRAINED:
+            reference.zero_grad()
+            for part, goal in zip(x.chunk(3), X.chunk(3), strict=True):
+                ((reference(part) - goal).pow(2).mean() / 3).backward()
+            found.append([parameter.grad for parameter in reference.parameters()])
+        return found
+
+    return cache(gradients)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("make", NESTED)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_split_equals_unsplit(make: type[nn.Module], training: bool, sign: int) -> None:
-    assert_split_equals_unsplit(make, (sign * (X + 1),), training=training, kinds=["fine", "placement"])
+def test_split_equals_unsplit(
+    make: type[nn.Module], training: bool, sign: int, both: Callable[[type[nn.Module], bool], _Both]
+) -> None:
+    kept = both(make, training)
+    assert_split_equals(kept.whole[sign], kept, (sign * (X + 1),), kinds=["fine", "placement"])
 
 
 @pytest.mark.parametrize("make", NESTED)
-def test_one_capture_serves_both_ways_through_the_model(make: type[nn.Module]) -> None:
-    model, reference = twins(make)
+def test_one_capture_serves_both_ways_through_the_model(
+    make: type[nn.Module], both: Callable[[type[nn.Module], bool], _Both]
+) -> None:
+    kept = both(make, True)
     batches = (X + 1, -X - 1)
-    with logical_devices(3):
-        flow = DataFlow(model)
+    with logical_devices(3), kept.flow() as flow:
         scatter_layers(flow, 3)
-        split = [step(flow, model, (x,), {}) for x in batches]
+        split = [step(flow, kept.model, (x,), {}) for x in batches]
         assert len({flow.captured([x], flatten(((x,), {}))[1]) for x in batches}) == 1
-    for outcome, x in zip(split, batches, strict=True):
-        assert_same(outcome, step(reference, reference, (x,), {}))
+    for outcome, sign in zip(split, (1, -1), strict=True):
+        assert_same(outcome, kept.whole[sign])
+
+
+TRAINED = (X, -X - 1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("make", NESTED)
-def test_a_training_step_gives_the_gradients_of_the_unsplit_model(make: type[nn.Module], schedule: Order) -> None:
-    model, reference = twins(make)
-    batches = (X, -X - 1)
-    with logical_devices(3):
-        flow = DataFlow(model)
+def test_a_training_step_gives_the_gradients_of_the_unsplit_model(
+    make: type[nn.Module],
+    schedule: Order,
+    both: Callable[[type[nn.Module], bool], _Both],
+    gradients: Callable[[type[nn.Module]], list[list[Tensor]]],
+) -> None:
+    kept = both(make, True)
+    with logical_devices(3), kept.flow() as flow:
         scatter_layers(flow, 3)
         train = flow.train_step(lambda output, target: (output - target).pow(2).mean(), schedule=schedule)
         found = []
-        for x in batches:
+        for x in TRAINED:
             train(x, X.to("cpu:0"), chunks=3)
-            found.append([parameter.grad.cpu().clone() for parameter in model.parameters()])
+            found.append([parameter.grad.cpu().clone() for parameter in kept.model.parameters()])
         assert flow.not_captured_because == ""
-    for x, gradients in zip(batches, found, strict=True):
-        reference.zero_grad()
-        for part, goal in zip(x.chunk(3), X.chunk(3), strict=True):
-            ((reference(part) - goal).pow(2).mean() / 3).backward()
-        for mine, (path, its) in zip(gradients, reference.named_parameters(), strict=True):
-            torch.testing.assert_close(mine, its.grad, atol=1e-10, rtol=1e-10, msg=path)
+    for mine, its in zip(found, gradients(make), strict=True):
+        for (path, _), ours, theirs in zip(kept.model.named_parameters(), mine, its, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10, msg=path)
 
 
 @pytest.mark.parametrize("make", NESTED)
-def test_a_stream_gives_what_the_unsplit_model_gives(make: type[nn.Module]) -> None:
-    model, reference = twins(make, training=False)
+def test_a_stream_gives_what_the_unsplit_model_gives(
+    make: type[nn.Module], both: Callable[[type[nn.Module], bool], _Both]
+) -> None:
+    kept = both(make, False)
     batches = [X + 1, -X - 1, X]
-    with logical_devices(3):
-        flow = DataFlow(model)
+    with logical_devices(3), kept.flow() as flow:
         scatter_layers(flow, 3)
         results = [result.cpu() for result in flow.stream(batches)]
     with torch.no_grad():
         for result, batch in zip(results, batches, strict=True):
-            torch.testing.assert_close(result, reference(batch), atol=1e-12, rtol=1e-12)
+            torch.testing.assert_close(result, kept.reference(batch), atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("make", NESTED)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from rows import row
 from small_models import tokens_loss
+from splitting import CapturedOnce
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,7 +25,8 @@ from placer.executor.training.stage import Stage
 from placer.schedule import Transfer
 from placer.solver.solve import solve
 from placer.testing import logical_devices
-from placer.zoo import gpt, resnet18, unet
+from placer.zoo import gpt, unet
+from placer.zoo.resnet import BasicBlock, ResNet
 
 
 class _Complex(nn.Module):
@@ -40,10 +43,10 @@ class _Complex(nn.Module):
         result: Tensor = self.last(self.linear(self.middle(torch.complex(y, y.tanh()))).abs().sum(1))
         return result
 
-    def double(self) -> _Complex:
+    def to(self, dtype: torch.dtype) -> _Complex:  # type: ignore[override]
         """What is complex stays so."""
         for layer in (self.first, self.last):
-            layer.double()
+            layer.to(dtype)
         return self
 
 
@@ -55,7 +58,11 @@ def _images(count: int) -> Tensor:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], Any]] = {
-    "resnet18": (resnet18, lambda size: (_images(size), torch.randint(1000, (size,))), functional.cross_entropy),
+    "resnet": (
+        lambda: ResNet(BasicBlock, [2, 1, 1, 1], num_classes=10),
+        lambda size: (_images(size), torch.randint(10, (size,))),
+        functional.cross_entropy,
+    ),
     "unet": (
         lambda: unet(width=4),
         lambda size: (_images(size), torch.randint(2, (size, 32, 32))),
@@ -74,41 +81,71 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
 }
 
 
-def _compare(
-    name: str,
-    schedule: Order,
-    places: Callable[[int, int], int],
-    chunks: int = 4,
-    steps: int = 2,
-    size: int = 8,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9),
-) -> None:
-    """Train a model split over three stand-ins, and its copy unsplit, and compare losses, parameters and buffers."""
-    make, data, loss_fn = MODELS[name]
-    torch.manual_seed(0)
-    model = make().double()
-    whole = copy.deepcopy(model)
-    ours, theirs = optimizer(model.parameters()), optimizer(whole.parameters())
-    inputs, target = data(size)
-    with logical_devices(3):
-        flow = DataFlow(model)
-        names = list(flow.layer_gpus)
-        for index, layer in enumerate(names):
-            flow.layer_gpus[layer] = places(index, len(names))
-        flow.update_flow()
-        step = flow.train_step(loss_fn, ours, schedule)
-        losses = [step(inputs, target, chunks=chunks).cpu() for _ in range(steps)]
-    for loss in losses:
-        theirs.zero_grad()
-        expected = torch.zeros((), dtype=torch.float64)
-        for part, goal in zip(inputs.chunk(chunks), target.chunk(chunks), strict=True):
-            part_loss = loss_fn(whole(part), goal) / chunks
-            part_loss.backward()
-            expected += part_loss.detach()
-        theirs.step()
-        torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
-    for key, value in whole.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key].cpu(), value, atol=1e-9, rtol=1e-9, msg=key)
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+Compare = Callable[..., None]
+
+
+def _sgd(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.01, momentum=0.9)
+
+
+class _Unsplit(NamedTuple):
+    """A batch, and what training on it leaves of the unsplit model."""
+
+    inputs: Tensor
+    target: Tensor
+    losses: list[Tensor]
+    state: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def compare() -> Compare:
+    """Trains a model split over three stand-ins, and compares losses, parameters and buffers with the unsplit one's.
+
+    Each model is captured once, and once for a batch is its copy trained unsplit.
+    """
+    captured_once = cache(lambda name: CapturedOnce(MODELS[name][0]))
+
+    @cache
+    def unsplit(name: str, chunks: int, steps: int, size: int, optimizer: Optimizer) -> _Unsplit:
+        _, data, loss_fn = MODELS[name]
+        whole = copy.deepcopy(captured_once(name).reference)
+        torch.manual_seed(1)
+        inputs, target = data(size)
+        losses, theirs = [], optimizer(whole.parameters())
+        for _ in range(steps):
+            theirs.zero_grad()
+            losses.append(torch.zeros((), dtype=torch.float64))
+            for part, goal in zip(inputs.chunk(chunks), target.chunk(chunks), strict=True):
+                part_loss = loss_fn(whole(part), goal) / chunks
+                part_loss.backward()
+                losses[-1] += part_loss.detach()
+            theirs.step()
+        return _Unsplit(inputs, target, losses, whole.state_dict())
+
+    def compare(
+        name: str,
+        schedule: Order,
+        places: Callable[[int, int], int],
+        chunks: int = 4,
+        steps: int = 2,
+        size: int = 8,
+        optimizer: Optimizer = _sgd,
+    ) -> None:
+        both, whole = captured_once(name), unsplit(name, chunks, steps, size, optimizer)
+        with logical_devices(3), both.flow() as flow:
+            names = list(flow.layer_gpus)
+            for index, layer in enumerate(names):
+                flow.layer_gpus[layer] = places(index, len(names))
+            flow.update_flow()
+            step = flow.train_step(MODELS[name][2], optimizer(both.model.parameters()), schedule)
+            losses = [step(whole.inputs, whole.target, chunks=chunks).cpu() for _ in range(steps)]
+        for loss, expected in zip(losses, whole.losses, strict=True):
+            torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
+        for key, value in whole.state.items():
+            torch.testing.assert_close(both.model.state_dict()[key].cpu(), value, atol=1e-9, rtol=1e-9, msg=key)
+
+    return compare
 
 
 def _in_order(index: int, count: int) -> int:
@@ -117,12 +154,14 @@ def _in_order(index: int, count: int) -> int:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
-def test_two_steps_equal_the_unsplit_models_over_the_same_micro_batches(name: str, schedule: Order) -> None:
-    _compare(name, schedule, _in_order)
+def test_two_steps_equal_the_unsplit_models_over_the_same_micro_batches(
+    name: str, schedule: Order, compare: Compare
+) -> None:
+    compare(name, schedule, _in_order)
 
 
-def test_a_device_may_hold_several_segments() -> None:
-    _compare("unet", "1f1b", lambda index, _: index % 3)
+def test_a_device_may_hold_several_segments(compare: Compare) -> None:
+    compare("unet", "1f1b", lambda index, _: index % 3)
 
 
 def _in_rounds(index: int, count: int) -> int:
@@ -136,15 +175,15 @@ def _and_back(index: int, count: int) -> int:
 @pytest.mark.parametrize("places", [_in_rounds, _and_back])
 @pytest.mark.parametrize(("name", "chunks"), [("unet", 4), ("tied gpt", 4), ("tied gpt", 8)])  # no whole rounds of 3
 def test_interleaved_segments_train_as_the_unsplit_model(
-    name: str, chunks: int, places: Callable[[int, int], int]
+    name: str, chunks: int, places: Callable[[int, int], int], compare: Compare
 ) -> None:
-    _compare(name, "interleaved", places, chunks=chunks)
+    compare(name, "interleaved", places, chunks=chunks)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["unet", "tied gpt"])
 def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_model(
-    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    name: str, seed: int, compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stand-ins time nothing: here passes and transfers take times drawn at random, and their order follows them."""
     random = Random(seed)
@@ -157,7 +196,7 @@ def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_mod
 
     monkeypatch.setattr(Stage, "pass_ms", lambda _: (random.random(), random.random(), random.random()))
     monkeypatch.setattr(pipeline, "crossings", crossings)
-    _compare(name, "interleaved", _and_back if seed % 2 else _in_rounds, chunks=6, size=12)
+    compare(name, "interleaved", _and_back if seed % 2 else _in_rounds, chunks=6, size=12)
 
 
 def test_interleaved_segments_have_room_for_as_many_micro_batches_as_their_placement_says() -> None:
@@ -182,19 +221,17 @@ def test_interleaved_segments_have_room_for_as_many_micro_batches_as_their_place
     assert flow.in_flight == ()
 
 
-def test_whole_rounds_of_micro_batches_go_in_megatrons_order_and_train_as_the_unsplit_model() -> None:
-    _compare("tied gpt", "interleaved", _in_rounds, chunks=6, size=12)
+def test_whole_rounds_of_micro_batches_go_in_megatrons_order_and_train_as_the_unsplit_model(compare: Compare) -> None:
+    compare("tied gpt", "interleaved", _in_rounds, chunks=6, size=12)
 
 
-def test_a_tied_weight_is_trained_once_though_two_devices_use_it() -> None:
-    _compare(
-        "tied gpt", "zero-bubble", _in_order, steps=4, optimizer=lambda weights: torch.optim.Adam(weights, lr=0.01)
-    )
+def test_a_tied_weight_is_trained_once_though_two_devices_use_it(compare: Compare) -> None:
+    compare("tied gpt", "zero-bubble", _in_order, steps=4, optimizer=lambda weights: torch.optim.Adam(weights, lr=0.01))
 
 
-def test_one_micro_batch_and_as_many_as_samples_agree_with_the_unsplit_model() -> None:
-    _compare("tied gpt", "zero-bubble", _in_order, chunks=1)
-    _compare("tied gpt", "1f1b", _in_order, chunks=8)
+def test_one_micro_batch_and_as_many_as_samples_agree_with_the_unsplit_model(compare: Compare) -> None:
+    compare("tied gpt", "zero-bubble", _in_order, chunks=1)
+    compare("tied gpt", "1f1b", _in_order, chunks=8)
 
 
 class _Branching(nn.Module):
