@@ -2,7 +2,7 @@
 
 Python has one such process for each that starts others, and who first starts one says what it imports. The service's
 workers need the solver and processes of ranks torch; where the others came first, each would import its own anew: half
-a second for every solve, three for every rank.
+a second for every solve, three for every rank. What is imported there is what has been imported here.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import sys
 from multiprocessing import forkserver
 
 SOLVER = ["placer_server.workers.solving", "placer.solver.solve"]
+SERVICE = "placer_server.app"
+MEASURING = ["torch._dynamo", "placer.profiler.replay"]  # the first as soon as there is an optimizer
 TORCH = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "placer.distributed", "placer.zoo"]
 
 
 def share() -> None:
-    """Whoever starts such a process, let it import what any of them needs; torch where this process has it."""
+    """Whoever starts such a process, let it import what any of them needs; torch and all else where this one has it."""
     if forkserver.set_forkserver_preload is not _everything:
         forkserver.set_forkserver_preload = _everything
 
 
 def _everything(names: list[str]) -> None:
-    torch = TORCH if "torch" in sys.modules else []
-    forkserver._forkserver.set_forkserver_preload(list(dict.fromkeys([*names, *SOLVER, *torch])))
+    here = [name for name in (*TORCH, SERVICE) if name in sys.modules]
+    torch = MEASURING if "torch" in sys.modules else []
+    forkserver._forkserver.set_forkserver_preload(list(dict.fromkeys([*names, *SOLVER, *torch, *here])))

@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
+from collections.abc import Mapping
+from multiprocessing import forkserver
+from typing import Any
 
 import httpx
+import solvers_for_tests
 
-SOLVERS = str(Path(__file__).parent)
+from placer_server.app import run
+from placer_server.settings import Settings
+from placer_server.workers.worker import CONTEXT, prepare, starting_processes
 
 
 class ServiceProcess:
     """``run`` on a database and a port of its own.
 
+    Its process, and those of its workers, are forks of the one that workers of this process are forked from: each would
+    import all anew. That a service begins with nothing imported is tested where users begin it.
+
     Args:
-        folder: for its script.
         solver: the name of one in ``solvers_for_tests``.
         database: see ``PLACER_DATABASE``.
         settings: others.
     """
 
-    def __init__(self, folder: Path, solver: str, database: str, **settings: object) -> None:
+    def __init__(self, solver: str, database: str, **settings: object) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.database = database
         given = {"port": self.port, "database": database, "workers": 1, "log_level": "warning", **settings}
-        script = folder / f"{solver}{self.port}.py"
-        script.write_text(
-            "import sys\n"
-            f"sys.path.insert(0, {SOLVERS!r})\n"
-            "import solvers_for_tests\n"
-            "from placer_server.app import run\n"
-            "from placer_server.settings import Settings\n"
-            f"run(Settings(**{given!r}), solver=solvers_for_tests.{solver})\n"
-        )
-        self.process = subprocess.Popen([sys.executable, str(script)])
+        prepare()
+        asked = (forkserver._forkserver._forkserver_address, dict(os.environ), solver, given)
+        self.process = CONTEXT.Process(target=_serve, args=asked)
+        with starting_processes():
+            self.process.start()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=70)
         while not self._is_ready():
-            assert self.process.poll() is None, "the service did not start"
+            assert self.process.is_alive(), "the service did not start"
             time.sleep(0.02)
 
     def _is_ready(self) -> bool:
@@ -49,8 +51,20 @@ class ServiceProcess:
         except httpx.ConnectError:
             return False
 
-    def end(self, sig: int) -> int:
+    def end(self, sig: int) -> int | None:
         """Send it a signal; its exit code."""
         self.client.close()
-        self.process.send_signal(sig)
-        return self.process.wait(30)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, sig)
+        self.process.join(30)
+        return self.process.exitcode
+
+
+def _serve(address: str, environment: Mapping[str, str], solver: str, given: Mapping[str, Any]) -> None:
+    """Serve in this fork, in the environment of now; Python would start another process to fork workers from."""
+    gc.freeze()
+    os.environ.clear()
+    os.environ.update(environment)
+    forkserver._forkserver._forkserver_address = address
+    forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
+    run(Settings(**given), solver=getattr(solvers_for_tests, solver))

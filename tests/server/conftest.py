@@ -49,12 +49,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServiceProcess]]:
     services: list[ServiceProcess] = []
 
     def start(solver: str, **settings: Any) -> ServiceProcess:
-        services.append(ServiceProcess(tmp_path, solver, **{"database": str(tmp_path / "p.db"), **settings}))
+        services.append(ServiceProcess(solver, **{"database": str(tmp_path / "p.db"), **settings}))
         return services[-1]
 
     yield start
     for service in services:
-        if service.process.poll() is None:
+        if service.process.is_alive():
             service.end(signal.SIGKILL)
 
 
