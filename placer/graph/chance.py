@@ -28,9 +28,16 @@ def given_back() -> Iterator[list[str]]:
         if random.getstate() != python:
             drawn.append("draws from Python's random")
             random.setstate(python)
-        if numpys is not None and repr(numpy.random.get_state(legacy=False)) != repr(numpys):
+        if numpys is not None and not _equal(numpy.random.get_state(legacy=False), numpys):
             drawn.append("draws from numpy.random")
             numpy.random.set_state(numpys)
         if not torch.equal(torch.default_generator.get_state(), torchs):
             drawn.append("seeds torch's generator")
             torch.default_generator.set_state(torchs)
+
+
+def _equal(state: Any, other: Any) -> bool:
+    """Whether two states of numpy's generator are the same: tables in tables, with arrays."""
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(_equal(value, other[key]) for key, value in state.items())
+    return bool(state.tolist() == other.tolist() if hasattr(state, "tolist") else state == other)

@@ -2,7 +2,7 @@
 
 Python has one such process for each that starts others, and who first starts one says what it imports. The service's
 workers need the solver and processes of ranks torch; where the others came first, each would import its own anew: half
-a second for every solve, three for every rank. What is imported there is what has been imported here.
+a second for every solve, three for every rank.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ TORCH = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "placer
 
 
 def share() -> None:
-    """Whoever starts such a process, let it import what any of them needs; torch and all else where this one has it."""
+    """Whoever starts such a process, let it import what any of them needs; torch and the service if they are here."""
     if forkserver.set_forkserver_preload is not _everything:
         forkserver.set_forkserver_preload = _everything
 
 
 def _everything(names: list[str]) -> None:
-    here = [name for name in (*TORCH, SERVICE) if name in sys.modules]
-    torch = MEASURING if "torch" in sys.modules else []
-    forkserver._forkserver.set_forkserver_preload(list(dict.fromkeys([*names, *SOLVER, *torch, *here])))
+    torch = [*MEASURING, *TORCH] if "torch" in sys.modules else []
+    service = [SERVICE] if SERVICE in sys.modules else []
+    forkserver._forkserver.set_forkserver_preload(list(dict.fromkeys([*names, *SOLVER, *torch, *service])))

@@ -174,7 +174,7 @@ def twins(
 
 
 class CapturedOnce:
-    """Two equal models, one to split, one to compare with, of which each flow of the one finds both as they were made.
+    """Two equal models, one to split, one to compare with, for several tests: each flow finds both as they were made.
 
     Captures are dear, and of one mode and shape every flow would make the same: they share theirs.
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from alive import Alive
+from splitting import CapturedOnce
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -50,7 +53,10 @@ class _Checkpointed(nn.Module):
 
 
 def _flow(model: nn.Module, count: int = 3, fine: bool = True, **options: Any) -> DataFlow:
-    flow = DataFlow(model, fine_grained=fine, **options)
+    return _place(DataFlow(model, fine_grained=fine, **options), count)
+
+
+def _place(flow: DataFlow, count: int = 3) -> DataFlow:
     names = list(flow.layer_gpus)
     for index, name in enumerate(names):
         flow.layer_gpus[name] = index * count // len(names)
@@ -63,17 +69,24 @@ def _batch(size: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 4, dtype=torch.float64), torch.randn(size, 2, dtype=torch.float64)
 
 
+@pytest.fixture(scope="module")
+def kept() -> Callable[[bool], CapturedOnce]:
+    """A model whose checkpoints are reentrant, or not."""
+    return cache(lambda reentrant: CapturedOnce(lambda: _Checkpointed(reentrant)))
+
+
 @pytest.mark.parametrize("fine", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_steps_equal_the_unsplit_models(reentrant: bool, schedule: Order, fine: bool) -> None:
-    torch.manual_seed(0)
-    model = _Checkpointed(reentrant).double()
-    whole = copy.deepcopy(model)
+def test_steps_equal_the_unsplit_models(
+    reentrant: bool, schedule: Order, fine: bool, kept: Callable[[bool], CapturedOnce]
+) -> None:
+    both = kept(reentrant)
+    model, whole = both.model, both.reference
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
     inputs, target = _batch()
-    with logical_devices(3):
-        step = _flow(model, fine=fine).train_step(functional.mse_loss, ours, schedule)
+    with logical_devices(3), both.flow(fine_grained=fine) as flow:
+        step = _place(flow).train_step(functional.mse_loss, ours, schedule)
         losses = [step(inputs, target, chunks=4).cpu() for _ in range(2)]
     for loss in losses:
         theirs.zero_grad()

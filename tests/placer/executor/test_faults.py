@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from faults import Faults
+from splitting import CapturedOnce
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -39,7 +40,10 @@ PLACES = {"first": 0, "norm": 0, "before": 1, "brittle": 1, "after": 1, "last": 
 
 
 def _flow(model: nn.Module) -> DataFlow:
-    flow = DataFlow(model)
+    return _place(DataFlow(model))
+
+
+def _place(flow: DataFlow) -> DataFlow:
     flow.layer_gpus.update(PLACES)
     flow.update_flow()
     return flow
@@ -66,17 +70,24 @@ def _same(model: nn.Module, whole: nn.Module) -> None:
         torch.testing.assert_close(model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name)
 
 
+@pytest.fixture(scope="module")
+def both() -> CapturedOnce:
+    return CapturedOnce(_Model)
+
+
 def _fails_in_the_second_step(
-    phase: str, micro_batch: int, fault: Callable[[], BaseException], expected: Any, schedule: Order
+    both: CapturedOnce,
+    phase: str,
+    micro_batch: int,
+    fault: Callable[[], BaseException],
+    expected: Any,
+    schedule: Order,
 ) -> BaseException:
     """One good step, one that fails, one good step; then undo. Compared with two steps of the unsplit model."""
-    torch.manual_seed(0)
-    model = _Model().double()
-    whole = copy.deepcopy(model)
+    model, whole = both.model, both.reference
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
-    with logical_devices(3), Faults() as faults:
-        flow = _flow(model)
-        step = flow.train_step(functional.mse_loss, ours, schedule)
+    with logical_devices(3), Faults() as faults, both.flow() as flow:
+        step = _place(flow).train_step(functional.mse_loss, ours, schedule)
         step(*_batch(), chunks=CHUNKS)
         _unsplit_step(whole, theirs)
         faults.reset()
@@ -97,8 +108,10 @@ def _fails_in_the_second_step(
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("micro_batch", [0, 2, CHUNKS - 1])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_an_exception_names_segment_layer_and_micro_batch(phase: str, micro_batch: int, schedule: Order) -> None:
-    error = _fails_in_the_second_step(phase, micro_batch, lambda: ValueError("a fault"), StageError, schedule)
+def test_an_exception_names_segment_layer_and_micro_batch(
+    phase: str, micro_batch: int, schedule: Order, both: CapturedOnce
+) -> None:
+    error = _fails_in_the_second_step(both, phase, micro_batch, lambda: ValueError("a fault"), StageError, schedule)
     assert isinstance(error, StageError)
     assert (error.device, error.layer, error.batch) == ("cpu:1", "brittle", micro_batch)
     assert isinstance(error.__cause__, ValueError)
@@ -107,24 +120,24 @@ def test_an_exception_names_segment_layer_and_micro_batch(phase: str, micro_batc
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_out_of_memory_is_also_torchs_own_error_and_says_what_helps(phase: str) -> None:
+def test_out_of_memory_is_also_torchs_own_error_and_says_what_helps(phase: str, both: CapturedOnce) -> None:
     def fault() -> BaseException:
         return torch.OutOfMemoryError("no room for 2 GiB")
 
-    error = _fails_in_the_second_step(phase, 1, fault, torch.OutOfMemoryError, "1f1b")
+    error = _fails_in_the_second_step(both, phase, 1, fault, torch.OutOfMemoryError, "1f1b")
     assert isinstance(error, StageError) and (error.device, error.layer, error.batch) == ("cpu:1", "brittle", 1)
     assert "no room for 2 GiB; place fewer layers there, or cut the batch into more micro-batches" in str(error)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_an_interrupt_stays_one_and_its_note_says_where(phase: str) -> None:
-    error = _fails_in_the_second_step(phase, 2, KeyboardInterrupt, KeyboardInterrupt, "1f1b")
+def test_an_interrupt_stays_one_and_its_note_says_where(phase: str, both: CapturedOnce) -> None:
+    error = _fails_in_the_second_step(both, phase, 2, KeyboardInterrupt, KeyboardInterrupt, "1f1b")
     note = f"while micro-batch 2 was in the {phase} pass of segment 1 of 3 on cpu:1, layer 'brittle'"
     assert error.__notes__ == [note]
 
 
-def test_placers_own_errors_keep_their_type() -> None:
-    error = _fails_in_the_second_step("forward", 1, lambda: MixedDevicesError("mixed"), MixedDevicesError, "1f1b")
+def test_placers_own_errors_keep_their_type(both: CapturedOnce) -> None:
+    error = _fails_in_the_second_step(both, "forward", 1, lambda: MixedDevicesError("mixed"), MixedDevicesError, "1f1b")
     assert "micro-batch 1" in error.__notes__[0]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from faults import Faults
 from live_storages import LiveStorages
+from splitting import CapturedOnce
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,12 +34,16 @@ class _Model(nn.Module):
         return result
 
 
+PLACES = ["cpu:0", "cpu:1", "cpu:2"]
 MAP = {"first": 0, "norm": 0, "middle": 1, "brittle": 1, "last": 2}
 X, TARGET = torch.randn(8, 1, 8), torch.randn(8, 2)
 
 
 def _flow(model: nn.Module, recompute: bool = False) -> DataFlow:
-    flow = DataFlow(model, ["cpu:0", "cpu:1", "cpu:2"])
+    return _place(DataFlow(model, PLACES), recompute)
+
+
+def _place(flow: DataFlow, recompute: bool = False) -> DataFlow:
     flow.layer_gpus.update(MAP)
     flow.update_flow()
     flow.recompute = [0, 1, 2] if recompute else []
@@ -66,21 +71,26 @@ def _no_memory() -> BaseException:
     return torch.OutOfMemoryError("no room")
 
 
+@pytest.fixture(scope="module")
+def both() -> CapturedOnce:
+    return CapturedOnce(_Model, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("fault", [_no_memory, KeyboardInterrupt, lambda: ValueError("a fault")])
 def test_a_first_pass_that_fails_leaves_nothing(
-    schedule: Order, recompute: bool, fault: Callable[[], BaseException]
+    schedule: Order, recompute: bool, fault: Callable[[], BaseException], both: CapturedOnce
 ) -> None:
-    model = _Model()
-    step = _flow(model, recompute).train_step(functional.mse_loss, schedule=schedule)
-    with _counted(model) as alive, Faults() as faults:
-        faults.at["forward", 0] = fault
-        with pytest.raises((StageError, KeyboardInterrupt)):
-            step(X, TARGET, chunks=CHUNKS)
-        assert alive.bytes == 0
-        faults.reset()
-        assert step(X, TARGET, chunks=CHUNKS).isfinite()
+    with both.flow(device_ids=PLACES) as flow:
+        step = _place(flow, recompute).train_step(functional.mse_loss, schedule=schedule)
+        with _counted(both.model) as alive, Faults() as faults:
+            faults.at["forward", 0] = fault
+            with pytest.raises((StageError, KeyboardInterrupt)):
+                step(X, TARGET, chunks=CHUNKS)
+            assert alive.bytes == 0
+            faults.reset()
+            assert step(X, TARGET, chunks=CHUNKS).isfinite()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
@@ -88,23 +98,23 @@ def test_a_first_pass_that_fails_leaves_nothing(
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("fault", [_no_memory, lambda: ValueError("a fault")])
 def test_a_later_step_that_fails_leaves_no_more_than_there_was_before_it(
-    schedule: Order, recompute: bool, phase: str, fault: Callable[[], BaseException]
+    schedule: Order, recompute: bool, phase: str, fault: Callable[[], BaseException], both: CapturedOnce
 ) -> None:
-    model = _Model()
-    step = _flow(model, recompute).train_step(functional.mse_loss, schedule=schedule)
-    with _counted(model) as alive, Faults() as faults:
-        for _ in range(2):
-            step(X, TARGET, chunks=CHUNKS)
-        before = alive.bytes
-        faults.reset()
-        faults.at[phase, 2] = fault
-        with pytest.raises(StageError):
-            step(X, TARGET, chunks=CHUNKS)
-        assert 0 < alive.bytes <= before
-        faults.reset()
-        for _ in range(2):
-            step(X, TARGET, chunks=CHUNKS)
-        assert alive.bytes <= before
+    with both.flow(device_ids=PLACES) as flow:
+        step = _place(flow, recompute).train_step(functional.mse_loss, schedule=schedule)
+        with _counted(both.model) as alive, Faults() as faults:
+            for _ in range(2):
+                step(X, TARGET, chunks=CHUNKS)
+            before = alive.bytes
+            faults.reset()
+            faults.at[phase, 2] = fault
+            with pytest.raises(StageError):
+                step(X, TARGET, chunks=CHUNKS)
+            assert 0 < alive.bytes <= before
+            faults.reset()
+            for _ in range(2):
+                step(X, TARGET, chunks=CHUNKS)
+            assert alive.bytes <= before
 
 
 def test_an_interrupt_leaves_no_passes_of_the_batch_that_it_came_in() -> None:

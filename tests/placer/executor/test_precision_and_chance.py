@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from splitting import CapturedOnce
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,7 +35,10 @@ class _Mixed(nn.Module):
 
 
 def _flow(model: nn.Module, count: int = 3) -> DataFlow:
-    flow = DataFlow(model)
+    return _place(DataFlow(model), count)
+
+
+def _place(flow: DataFlow, count: int = 3) -> DataFlow:
     for index, name in enumerate(flow.layer_gpus):
         flow.layer_gpus[name] = index * count // len(flow.layer_gpus)
     flow.update_flow()
@@ -50,17 +54,20 @@ def _autocast(dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
 
 
+@pytest.fixture(scope="module")
+def mixed() -> CapturedOnce:
+    return CapturedOnce(_Mixed, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_steps_under_autocast_and_without_take_turns(dtype: torch.dtype, schedule: Order) -> None:
-    torch.manual_seed(0)
-    model = _Mixed()
-    whole = copy.deepcopy(model)
+def test_steps_under_autocast_and_without_take_turns(dtype: torch.dtype, schedule: Order, mixed: CapturedOnce) -> None:
+    model, whole = mixed.model, mixed.reference
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole))
     inputs, target = _batch()
     regions = (dtype, None, dtype)
-    with logical_devices(3):
-        step = _flow(model).train_step(functional.cross_entropy, ours, schedule)
+    with logical_devices(3), mixed.flow() as flow:
+        step = _place(flow).train_step(functional.cross_entropy, ours, schedule)
         losses = []
         for region in regions:
             with _autocast(region):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from splitting import CapturedOnce
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -40,7 +42,10 @@ class _Branching(_Model):
 
 
 def _flow(model: nn.Module, recompute: bool = False) -> DataFlow:
-    flow = DataFlow(model, device_ids=3)
+    return _place(DataFlow(model, device_ids=3), recompute)
+
+
+def _place(flow: DataFlow, recompute: bool = False) -> DataFlow:
     flow.layer_gpus.update(first=0, act=0, middle=1, last=2)
     flow.update_flow()
     flow.recompute = [0, 1, 2] if recompute else []
@@ -69,21 +74,38 @@ def _agree(pairs: list[tuple[Tensor, Tensor]]) -> None:
             torch.testing.assert_close(ours.grad.cpu(), theirs.grad, atol=1e-12, rtol=1e-10)
 
 
+@pytest.fixture(scope="module")
+def kept() -> Callable[[Callable[[], nn.Module], bool], CapturedOnce]:
+    """A model of a kind, whose first layer is frozen or not."""
+
+    def kept(kind: Callable[[], nn.Module], frozen: bool) -> CapturedOnce:
+        def make() -> nn.Module:
+            model = kind()
+            model.get_submodule("first").requires_grad_(not frozen)
+            return model
+
+        return CapturedOnce(make)
+
+    return cache(kept)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", [_Model, _Branching])
 def test_leaves_have_their_gradients_which_add_up_over_steps(
-    kind: Callable[[], nn.Module], schedule: Order, recompute: bool, frozen: bool
+    kind: Callable[[], nn.Module],
+    schedule: Order,
+    recompute: bool,
+    frozen: bool,
+    kept: Callable[[Callable[[], nn.Module], bool], CapturedOnce],
 ) -> None:
-    torch.manual_seed(0)
-    model = kind().double()
-    model.get_submodule("first").requires_grad_(not frozen)
-    whole = copy.deepcopy(model)
+    both = kept(kind, frozen)
+    model, whole = both.model, both.reference
     mine = [tensor.requires_grad_() for tensor in _tensors()]
     theirs = [tensor.requires_grad_() for tensor in _tensors()]
-    with logical_devices(3):
-        step = _flow(model, recompute).train_step(functional.mse_loss, schedule=schedule)
+    with logical_devices(3), both.flow(device_ids=3) as flow:
+        step = _place(flow, recompute).train_step(functional.mse_loss, schedule=schedule)
         for _ in range(2):
             loss = step((mine[0], mine[1]), mine[2], chunks=CHUNKS)
             whole.zero_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from alive import Alive
+from splitting import CapturedOnce
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -55,7 +56,10 @@ class _Counts(nn.Module):
 
 
 def _flow(model: nn.Module, recompute: Any, places: Any = None, **options: Any) -> DataFlow:
-    flow = DataFlow(model, **options)
+    return _place(DataFlow(model, **options), recompute, places)
+
+
+def _place(flow: DataFlow, recompute: Any, places: Any) -> DataFlow:
     for index, name in enumerate(flow.layer_gpus):
         flow.layer_gpus[name] = index * 3 // len(flow.layer_gpus) if places is None else places[index]
     flow.recompute = recompute
@@ -73,17 +77,22 @@ def _same(model: nn.Module, whole: nn.Module) -> None:
         torch.testing.assert_close(model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name)
 
 
+@pytest.fixture(scope="module")
+def awkward() -> CapturedOnce:
+    return CapturedOnce(_Awkward)
+
+
 @pytest.mark.parametrize("places", [(0, 0, 1, 1, 2, 2), (0, 1, 0, 1, 2, 0)], ids=["in order", "back and forth"])
 @pytest.mark.parametrize("recompute", [[0], [1, 2], ["cpu:0", "cpu:1", "cpu:2"]])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_steps_equal_the_unsplit_models(schedule: Order, recompute: Any, places: Any) -> None:
-    torch.manual_seed(0)
-    model = _Awkward().double()
-    whole = copy.deepcopy(model)
+def test_two_steps_equal_the_unsplit_models(
+    schedule: Order, recompute: Any, places: Any, awkward: CapturedOnce
+) -> None:
+    model, whole = awkward.model, awkward.reference
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, whole))
     inputs, target = _batch()
-    with logical_devices(3):
-        step = _flow(model, recompute, places).train_step(functional.mse_loss, ours, schedule)
+    with logical_devices(3), awkward.flow() as flow:
+        step = _place(flow, recompute, places).train_step(functional.mse_loss, ours, schedule)
         losses = [step(inputs, target, chunks=CHUNKS).cpu() for _ in range(2)]
     for loss in losses:
         theirs.zero_grad()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from races import Races, Site, watched
 from small_models import Skips, tokens_loss
-from splitting import scatter_layers, twins
+from splitting import CapturedOnce, scatter_layers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from placer import DataFlow, devices
+from placer import devices
 from placer.executor.training.pipeline import Order
 from placer.testing import logical_devices
 from placer.zoo import gpt
@@ -20,45 +22,72 @@ from placer.zoo import gpt
 ROWS, DEVICES, STEPS = 16, 3, 2
 
 
-def _skips() -> tuple[nn.Module, Tensor, Tensor, Any]:
-    model, _ = twins(Skips)
-    return (
-        model,
-        torch.randn(ROWS, 5, dtype=torch.float64),
-        torch.randn(ROWS, 5, dtype=torch.float64),
-        functional.mse_loss,
-    )
+def _skips() -> tuple[Tensor, Tensor, Any]:
+    inputs, target = (torch.randn(ROWS, 5, dtype=torch.float64) for _ in range(2))
+    return inputs, target, functional.mse_loss
 
 
-def _tied() -> tuple[nn.Module, Tensor, Tensor, Any]:
-    model, _ = twins(lambda: gpt(layers=2, width=8, heads=2, context=4, vocabulary=7, tied=True))
-    return model, torch.randint(7, (ROWS, 4)), torch.randint(7, (ROWS, 4)), tokens_loss
+def _tied_gpt() -> nn.Module:
+    return gpt(layers=2, width=8, heads=2, context=4, vocabulary=7, tied=True)
 
 
-def _views() -> tuple[nn.Module, Tensor, Tensor, Any]:
+def _tied() -> tuple[Tensor, Tensor, Any]:
+    return torch.randint(7, (ROWS, 4)), torch.randint(7, (ROWS, 4)), tokens_loss
+
+
+def _viewing() -> nn.Module:
     """The segment in the middle only views what it reads: its results would lie in what it received."""
-    model, _ = twins(lambda: nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 2)))
+    return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 2))
+
+
+def _views() -> tuple[Tensor, Tensor, Any]:
     inputs, target = torch.randn(ROWS, 6, dtype=torch.float64), torch.randn(ROWS, 2, 2, dtype=torch.float64)
-    return model, inputs, target, functional.mse_loss
+    return inputs, target, functional.mse_loss
 
 
-def _flat() -> tuple[nn.Module, Tensor, Tensor, Any]:
+def _flattening() -> nn.Module:
     """The first segment only views the batch, and has nothing to train."""
-    model, _ = twins(lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2)))
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2))
+
+
+def _flat() -> tuple[Tensor, Tensor, Any]:
     inputs, target = torch.randn(ROWS, 2, 3, dtype=torch.float64), torch.randn(ROWS, 2, dtype=torch.float64)
-    return model, inputs, target, functional.mse_loss
+    return inputs, target, functional.mse_loss
 
 
-MODELS = {"skips": _skips, "tied gpt": _tied, "views": _views, "flat": _flat}
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor, Any]]]] = {
+    "skips": (Skips, _skips),
+    "tied gpt": (_tied_gpt, _tied),
+    "views": (_viewing, _views),
+    "flat": (_flattening, _flat),
+}
+
+Kept = Callable[[str], CapturedOnce]
+
+
+@pytest.fixture(scope="module")
+def kept() -> Kept:
+    """A model by its name."""
+    return cache(lambda name: CapturedOnce(MODELS[name][0]))
 
 
 def _train(
-    monkeypatch: pytest.MonkeyPatch, name: str, schedule: Order, chunks: int, seed: int | None, deaf: Site | None = None
+    kept: Kept,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    schedule: Order,
+    chunks: int,
+    seed: int | None,
+    deaf: Site | None = None,
 ) -> Races:
     """A caller who writes to all that is his as soon as a step returns: the batch, the gradients and the weights."""
-    model, inputs, target, loss_fn = MODELS[name]()
-    with logical_devices(DEVICES) as places, watched(monkeypatch, deaf) as races:
-        flow = DataFlow(model, fine_grained=True)
+    (inputs, target, loss_fn), both = MODELS[name][1](), kept(name)
+    with (
+        logical_devices(DEVICES) as places,
+        both.flow(fine_grained=True) as flow,
+        watched(monkeypatch, deaf) as races,
+    ):
+        model = both.model
         names = list(flow.layer_gpus)
         if seed is None:
             flow.layer_gpus.update({layer: index * DEVICES // len(names) for index, layer in enumerate(names)})
@@ -99,16 +128,16 @@ CASES: list[tuple[str, Order, int, int | None]] = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_two_accesses_to_one_tensor_have_an_order(
-    case: tuple[str, Order, int, int | None], monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, Order, int, int | None], kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    races = _train(monkeypatch, *case)
+    races = _train(kept, monkeypatch, *case)
     assert races.found == []
     assert len(races.sites) >= 4
 
 
-def test_every_place_in_the_code_that_waits_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_place_in_the_code_that_waits_is_needed(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [CASES[10], CASES[9], CASES[0], CASES[1], CASES[7]]  # the quickest first: one race is enough
-    sites = {site for case in cases for site in _train(monkeypatch, *case).sites}
-    idle = [site for site in sorted(sites) if not any(_train(monkeypatch, *c, deaf=site).found for c in cases)]
+    sites = {site for case in cases for site in _train(kept, monkeypatch, *case).sites}
+    idle = [site for site in sorted(sites) if not any(_train(kept, monkeypatch, *c, deaf=site).found for c in cases)]
     # A copy runs in the queues of both its devices, so that either's wait for what it reads would do.
     assert [function for function, _ in idle] in ([], ["send_all"])
