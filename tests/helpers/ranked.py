@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from transplanted import captured_once
 
 import placer
 from placer import devices, distributed
@@ -124,7 +125,8 @@ def built(make: Make, places: Mapping[str, str], chunks: int, group: Any = None,
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     example = micro_batches(inputs, chunks)[0]
-    pipeline = distributed.build(model, places, example, loss_fn, chunks=chunks, group=group, **options)
+    with captured_once((make, chunks)):
+        pipeline = distributed.build(model, places, example, loss_fn, chunks=chunks, group=group, **options)
     return pipeline, inputs, target, loss_fn
 
 
