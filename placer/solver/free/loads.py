@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 
 from placer.schema import Link
@@ -79,25 +79,24 @@ def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Time
     by_way = {
         way: {(net.source, net.readers): net for net in joined_nets(problem, nodes, link)} for way, link in ways.items()
     }
+    pairs = _there_and_back(problem)
+    different = {pair for row in pairs for pair in row}
     nets, each_ms = [], []
     for ends in dict.fromkeys(ends for found in by_way.values() for ends in found):
         over = {way: found.get(ends, Net(*ends, 0.0, 0.0)) for way, found in by_way.items()}
+        copy_ms = {(a, b): over[a].there_ms + over[b].back_ms if a and b else inf for a, b in different}
         nets.append(next(iter(over.values())))
-        each_ms.append([[_copy_ms(over, there, back) for there, back in pairs] for pairs in _both_ways(problem)])
+        if problem.one_link is None:
+            each_ms.append([[copy_ms[pair] for pair in row] for row in pairs])
+        else:
+            each_ms.append([[min(copy_ms.values())] * len(pairs)] * len(pairs))
     return nets, each_ms
 
 
-def _copy_ms(over: Mapping[Way, Net], there: Link | None, back: Link | None) -> float:
-    """What a copy takes one way, and its gradient the other."""
-    return inf if there is None or back is None else over[_way(there)].there_ms + over[_way(back)].back_ms
-
-
-def _both_ways(problem: Problem) -> list[list[tuple[Link | None, Link | None]]]:
-    """By device and another one, the link there and that back."""
-    return [
-        list(zip(row, column, strict=True))
-        for row, column in zip(problem.links, zip(*problem.links, strict=True), strict=True)
-    ]
+def _there_and_back(problem: Problem) -> list[list[tuple[Way | None, Way | None]]]:
+    """By device and another one, the way there and that back."""
+    ways = [[None if link is None else _way(link) for link in row] for row in problem.links]
+    return [list(zip(there, back, strict=True)) for there, back in zip(ways, zip(*ways, strict=True), strict=True)]
 
 
 def _way(link: Link) -> Way:
