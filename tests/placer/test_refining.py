@@ -113,7 +113,9 @@ def test_stages_are_measured_compiled_where_that_is_asked_for(training: bool) ->
         assert not compiled and not stage.compiled and not stage.not_compiled_because
     stages = placer.refine(placement, model, TOKENS, compile=backend, **given).rounds[0].stages
     assert len(compiled) >= len(stages) >= len({*placement.layer_devices.values()})
-    assert all(bool(stage.compiled) != bool(stage.not_compiled_because) for stage in stages)
+    for stage in stages:  # which is faster is chance here; of the last, the loss may be compiled and the segment not
+        whole = bool(stage.compiled) and not stage.compiled.startswith("the loss alone")
+        assert whole != bool(stage.not_compiled_because)
     assert [layer for stage in stages for layer in stage.layers] == list(placement.layer_devices)
 
 
