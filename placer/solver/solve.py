@@ -172,8 +172,13 @@ class Portfolio(Search):
         return found.model_copy(update={"ties": broken}) if broken is not None else found
 
     def _start(self) -> None:
-        """Cuts of a linear order, and what they prove."""
+        """The only placement there may be; cuts of a linear order, and what they prove."""
         self.prove(bounds.lower_bound(self.problem, self.nodes))
+        if all(len(allowed) == 1 for allowed in self.nodes.allowed):
+            self.offer(self.nodes.spread([device for (device,) in self.nodes.allowed]), "no choice")
+            if self.best is not None:
+                self.prove(self.value)
+                return
         for start in starts.starts(self.problem, self.nodes):
             self.prove(start.bound)
             self.offer(start.devices, start.method)

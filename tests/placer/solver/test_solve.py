@@ -36,6 +36,14 @@ def test_what_one_device_does_is_compared(chain):
     assert placement.speedup == 4.0
 
 
+@pytest.mark.parametrize("objective", ["throughput", "latency", "memory"])
+def test_layers_that_have_no_choice_are_not_searched(chain, objective):
+    pins = {f"l{index}": f"d{index % 2}" for index in range(8)}
+    placement = solve(chain([1.0] * 8, constraints=Constraints(pinned=pins, contiguous=False), objective=objective))
+    assert (placement.status, placement.gap, placement.method) == ("optimal", 0.0, "no choice")
+    assert placement.layer_devices == pins
+
+
 def test_a_single_device_that_is_too_small_says_how_much_is_short(chain):
     placement = solve(chain([1.0] * 4, param_bytes=300, memory_bytes=1_000))
     assert not placement.single_device.fits
