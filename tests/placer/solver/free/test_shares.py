@@ -167,7 +167,7 @@ def attention(blocks):
         links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(names, 2)],
     )
     profile = Profile(layers=layers, edges=edges, cluster=cluster)
-    return PlacementRequest(profile=profile, constraints=Constraints(contiguous=False))
+    return PlacementRequest(profile=profile, constraints=Constraints(contiguous=False), time_limit_s=100)
 
 
 def test_sixteen_blocks_are_proven_in_a_unit_of_work():
