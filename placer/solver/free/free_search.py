@@ -6,7 +6,8 @@ a bound   better by dividing  by small moves  a bound   a first look       for l
           parts, better by dividing anew what a few hold, and shares ◀─ integer program, a round
                                                                    └──▶ its other rounds
 
-Where pairs cannot be told, parts come after local search too.
+Where pairs cannot be told, parts come after local search too. Of few nodes, what pairs found is mostly the best: it is
+tried to be proven before local search, which has no end but that of its patience.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from placer.solver.search import Search
 PAIRS_SHARE = 0.15
 """How much of the time, or of the work, may be over when the search that divides pairs anew ends."""
 
-LOCAL_SHARE, LITTLE_SHARE = 0.15, 0.05
+EARLY_SHARE = 0.1
+"""The same of a proof that is tried before local search."""
+
+LOCAL_SHARE, LITTLE_SHARE = 0.2, 0.05
 """The same of local search, and where nodes are many and pairs have been divided."""
 
 PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
@@ -48,6 +52,9 @@ def before_the_program(search: Search) -> None:
     _count(search)
     pairs, many = _pairs(search), parts.many(search.problem, search.nodes)
     divided = _divide_pairs(search, pairs, PAIRS_SHARE)
+    if not many:
+        _share_out(search, COARSE, EARLY_SHARE)
+        _look_at_few(search)
     if search.open():
         move_layers(search, LITTLE_SHARE if divided and many else LOCAL_SHARE)
     if search.open() and not divided and many:
@@ -104,10 +111,21 @@ def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
         search.prove(search.nothing_below() if bound >= upper else bound)
 
 
+def _look_at_few(search: Search) -> None:
+    """The integer program for a short time, where nodes are so few that it mostly proves what there is to be proven."""
+    may = search.best is not None and search.open() and not search.over(EARLY_SHARE)
+    if may and not set_graph.worth_looking(search.problem, search.nodes):
+        _look(search)
+
+
 def _look_briefly(search: Search) -> None:
     """The integer program for a short time: it proves in a second what takes prices long, and the other way round."""
-    if not _may_share(search, SHARES_SHARE):
-        return  # it comes next, for longer
+    if _may_share(search, SHARES_SHARE):  # else it comes next, for longer
+        _look(search)
+
+
+def _look(search: Search) -> None:
+    """A tenth of what is left of the time for the integer program, or less if it is done with its work before."""
     upper, nodes = search.better(), reduced(search.problem, search.value)
     time_s = BRIEF_SHARE * search.left_s()
     if worth_building(search.problem, nodes, time_s):

@@ -8,7 +8,7 @@ from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs
-from placer.solver.free import local, pair_search, pair_sweep
+from placer.solver.free import local, pair_search, pair_sweep, set_graph
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.solve import solve
@@ -100,6 +100,8 @@ def test_where_sweeps_are_too_wide_small_moves_come_instead(chain, monkeypatch):
     moved = []
     improved = local.improved
     monkeypatch.setattr(local, "improved", lambda *given: moved.append(1) or improved(*given))
+    monkeypatch.setattr(set_graph, "worth_looking", lambda problem, nodes: True)  # not the integer program at first,
+    monkeypatch.setattr(set_graph, "applies", lambda problem: False)  # nor prices: they prove it
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
     placement = solve(chain(times, devices=3, value_bytes=1, constraints=FREE))
     assert moved and placement.status == "optimal"
