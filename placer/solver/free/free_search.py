@@ -25,11 +25,11 @@ from placer.solver.program.model import PlacementModel, worth_building
 from placer.solver.reduce import reduced
 from placer.solver.search import Search
 
-PAIRS_SHARE = 0.15
-"""How much of the time, or of the work, may be over when the search that divides pairs anew ends."""
+PAIRS_SHARE, FEW_PAIRS_SHARE = 0.15, 0.05
+"""How much of the time, or of the work, may be over when the search that divides pairs anew ends; of few nodes."""
 
 EARLY_SHARE = 0.1
-"""The same of a proof that is tried before local search."""
+"""The same of a proof that is tried before local search, where nodes are few."""
 
 LOCAL_SHARE, LITTLE_SHARE = 0.2, 0.05
 """The same of local search, and where nodes are many and pairs have been divided."""
@@ -51,7 +51,7 @@ def before_the_program(search: Search) -> None:
     """Go on from the best start: a bound, pairs divided anew, small moves where there is time left, a better bound."""
     _count(search)
     pairs, many = _pairs(search), parts.many(search.problem, search.nodes)
-    divided = _divide_pairs(search, pairs, PAIRS_SHARE)
+    divided = _divide_pairs(search, pairs, PAIRS_SHARE if many else FEW_PAIRS_SHARE)
     if not many:
         _share_out(search, COARSE, EARLY_SHARE)
         _look_at_few(search)

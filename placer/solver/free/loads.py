@@ -8,7 +8,6 @@ from math import inf
 from placer.schema import Link
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem
-from placer.solver.program import memory_rules
 from placer.solver.reduce import Reduction
 
 Times = list[list[float]]
@@ -28,8 +27,6 @@ class Loads:
         nets_of: by node, the nets that begin or end there, by their places in ``nets``.
         each_ms: by net, device of its source and another one, what a copy for that one costs both of them.
         work_ms: by node and device.
-        state_bytes: by node, what it takes of a device's memory.
-        limited: whether memory may be too small.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
@@ -43,10 +40,6 @@ class Loads:
         self.work_ms = [
             [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices] for layers in nodes.nodes
         ]
-        self.state_bytes = [
-            sum(memory_rules.state_bytes(problem, problem.layers[layer]) for layer in layers) for layers in nodes.nodes
-        ]
-        self.limited = memory_rules.can_bind(problem)
 
     def by_device(self, devices: Sequence[int]) -> list[float]:
         """By device, its load, in milliseconds.

@@ -9,12 +9,12 @@ Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import exp
+from math import exp, inf
 from random import Random
 
 from placer.solver.free.loads import Loads
+from placer.solver.free.room import Room
 from placer.solver.problem import Problem
-from placer.solver.program import memory_rules
 from placer.solver.reduce import Reduction
 
 MOVES = 40_000
@@ -42,7 +42,7 @@ TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
 
 
 def applies(problem: Problem) -> bool:
-    """Whether moves can be judged by loads alone, and by the state that devices hold: transfers added, all linked."""
+    """Whether moves can be judged by loads, and by what devices have room for: transfers added, all linked."""
     request = problem.request
     numbers = range(len(problem.devices))
     linked = all(problem.links[a][b] is not None for a in numbers for b in numbers if a != b)
@@ -55,7 +55,6 @@ def applies(problem: Problem) -> bool:
         and problem.most_devices == len(problem.devices)
         and problem.least_devices == 1
         and problem.most_layers is None
-        and (not memory_rules.can_bind(problem) or memory_rules.holds_state_alone(problem))
     )
 
 
@@ -74,14 +73,17 @@ def improved(
     Returns:
         By layer, its device.
     """
-    random = Random(problem.request.seed)
+    random, room = Random(problem.request.seed), Room(problem, nodes)
     best = [start[layers[0]] for layers in nodes.nodes]
-    state = _State(problem, nodes, list(best))
+    if not room.holds(best):  # without recomputing
+        return list(start)
+    loads = Loads(problem, nodes)
+    state = _State(problem, nodes, loads, room, list(best))
     load, idle, turn, ended = max(state.load), 0, 0, False
     patience = min(PATIENCE[0] + len(best) // 4, PATIENCE[1])
     while idle < patience and load > enough and not ended:
         if turn % len(WARM) <= COOL:
-            state = _State(problem, nodes, list(best))
+            state = _State(problem, nodes, loads, room, list(best))
         found, found_load, ended = _anneal(state, random, WARM[turn % len(WARM)], over)
         idle, turn = idle + 1, turn + 1
         if found_load < load * (1 - 1e-12):
@@ -91,7 +93,7 @@ def improved(
 
 def _anneal(state: _State, random: Random, warm: float, over: Callable[[], bool]) -> tuple[list[int], float, bool]:
     """One round: the best devices met, the busiest load there, and whether time is over."""
-    best, best_load = list(state.device), max(state.load)
+    best, best_load = list(state.device), max(state.load) if state.fits() else inf
     moves = min(MOVES, MOVES_AN_OPTION * len(state.device) * len(state.load))
     for move in range(moves):
         if move % MOVES_A_LOOK == 0 and over():
@@ -109,25 +111,25 @@ def _anneal(state: _State, random: Random, warm: float, over: Callable[[], bool]
         if worse > 0 and random.random() >= exp(-worse / (warm * (1 - move / moves) ** 2 + 1e-9)):
             for moved in together:
                 state.move(moved, old)
-        elif max(state.load) < best_load * (1 - 1e-12):
-            best, best_load = list(state.device), max(state.load)
+        elif max(state.load) < best_load * (1 - 1e-12) and state.fits():
+            best, best_load = list(state.device), max(state.load) if state.fits() else inf
     return best, best_load, False
 
 
 class _State:
     """An assignment of nodes and the loads that it makes, kept up to date move by move."""
 
-    def __init__(self, problem: Problem, nodes: Reduction, device: list[int]) -> None:
+    def __init__(self, problem: Problem, nodes: Reduction, loads: Loads, room: Room, device: list[int]) -> None:
         self.device = device
         self._untaxed = problem.untaxed
         self._able = [sorted(devices) for devices in nodes.allowed]
-        self._loads = Loads(problem, nodes)
-        self._of = self._loads.nets_of
-        self._ends = [(net.source, *net.readers) for net in self._loads.nets]
-        self._room = [device.usable_bytes for device in problem.devices]
-        self.load = self._loads.by_device(device)
+        self._loads, self._room = loads, room
+        self._of = loads.nets_of
+        self._ends = [(net.source, *net.readers) for net in loads.nets]
+        self.load = loads.by_device(device)
+        self._held = [0] * len(self.load)
         for node, place in enumerate(device):
-            self._room[place] -= self._loads.state_bytes[node]
+            self._held[place] += room.size_bytes[node]
 
     def norm(self) -> float:
         """A high norm of the loads."""
@@ -156,16 +158,21 @@ class _State:
         return found
 
     def has_room(self, nodes: Sequence[int], device: int) -> bool:
-        """Whether a device can hold the state of some nodes more."""
-        size_bytes = sum(self._loads.state_bytes[node] for node in nodes)
-        return not self._loads.limited or size_bytes <= self._room[device]
+        """Whether a device can hold some nodes more, as far as is known."""
+        size_bytes = sum(self._room.size_bytes[node] for node in nodes)
+        return not self._room.limited or self._held[device] + size_bytes <= self._room.of(device)
+
+    def fits(self) -> bool:
+        """Whether all devices can hold what they do."""
+        known = all(held <= self._room.of(device) for device, held in enumerate(self._held))
+        return not self._room.limited or (known and self._room.holds(self.device))
 
     def move(self, node: int, device: int) -> None:
         """Bring a node to a device."""
         for net in self._of[node]:
             self._add(net, -1.0)
-        self._room[self.device[node]] += self._loads.state_bytes[node]
-        self._room[device] -= self._loads.state_bytes[node]
+        self._held[self.device[node]] -= self._room.size_bytes[node]
+        self._held[device] += self._room.size_bytes[node]
         self.load[self.device[node]] -= self._loads.work_ms[node][self.device[node]]
         self.device[node] = device
         self.load[device] += self._loads.work_ms[node][device]

@@ -38,6 +38,9 @@ RANDOM_PAIRS = (1, 1, 2, 3)
 NOISE = 2.0
 """How far a way may be from the best by the weights of the moment: so many times what pairs may take more."""
 
+LOOKS = 3
+"""So often a division is looked for that fits, each time knowing more of what there is room for."""
+
 PATIENCE = (20, 150)
 """So many rounds in a row that bring nothing better end the search, of few nodes and of many."""
 
@@ -49,7 +52,7 @@ Over = Callable[[float], bool]
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Whether a division can be judged by loads and state alone."""
+    """Whether a division can be judged by loads, and by what devices have room for."""
     return local.applies(problem) and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
 
 
@@ -100,6 +103,8 @@ class PairSearch:
         """
         self._over, self._ended = over, False
         given = [start[layers[0]] for layers in self._nodes.nodes]
+        if not self._pairs.room.holds(given):  # without recomputing
+            return list(start)
         with suppress(TooWide):
             if self._best is None or self._most_ms(given) < self._most_ms(self._best):
                 self._best = self._now = self._down(given)
@@ -166,6 +171,17 @@ class PairSearch:
         self, devices: list[int], one: int, other: int, most_ms: tuple[float, float], labels: int, noise_ms: float
     ) -> list[int] | None:
         """What two devices hold divided as evenly as can be; or at random, by some weights, with noise."""
+        for _ in range(LOOKS):
+            found = self._division(devices, one, other, most_ms, labels, noise_ms)
+            if found is None or self._pairs.room.holds(found):
+                return found
+        self._pairs.room.holds(devices)  # what is known of it counts again
+        return None
+
+    def _division(
+        self, devices: list[int], one: int, other: int, most_ms: tuple[float, float], labels: int, noise_ms: float
+    ) -> list[int] | None:
+        """The same, if sizes that add up were all that counts."""
         ways = self._pairs.ways(devices, one, other, most_ms, labels)
         looked_at = 0 if ways is None else ways.labels
         self._ended = self._over((looked_at + LABELS_A_WAY) / LABELS_A_WORK)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver.free.loads import Loads
+from placer.solver.free.room import Room
 from placer.solver.free.sweeps import Pins, order_of
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
@@ -103,10 +104,12 @@ class Pairs:
     Attributes:
         problem: what is asked.
         loads: what nodes and nets cost.
+        room: what devices can hold.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
         self.problem, self._allowed, self.loads = problem, nodes.allowed, Loads(problem, nodes)
+        self.room = Room(problem, nodes)
         pins: dict[Pins, float] = defaultdict(float)
         for net in self.loads.nets:
             pins[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
@@ -131,11 +134,7 @@ class Pairs:
         steps = self._steps(devices, nodes, one, other)
         if not steps:
             return None
-        room = (
-            [float(self.problem.devices[device].usable_bytes) for device in (one, other)]
-            if self.loads.limited
-            else None
-        )
+        room = [self.room.of(device) for device in (one, other)] if self.room.limited else None
         return _Search(nodes, steps, np.array(most_ms), room, most_labels).ways()
 
     def _steps(self, devices: Sequence[int], nodes: Sequence[int], one: int, other: int) -> list[_Step]:
@@ -168,7 +167,7 @@ class Pairs:
             borders = list(known)
             if len(borders) > MOST_STATES:
                 raise TooWide
-            found.append(_Step(after, added, self.loads.state_bytes[node]))
+            found.append(_Step(after, added, self.room.size_bytes[node]))
         return found
 
 

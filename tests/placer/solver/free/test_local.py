@@ -10,6 +10,8 @@ from small_requests import examples, small_requests
 from placer.schema import Constraints
 from placer.solver import costs
 from placer.solver.free import local
+from placer.solver.free.loads import Loads
+from placer.solver.free.room import Room
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 
@@ -26,7 +28,7 @@ def test_loads_kept_move_by_move_are_those_of_the_cost_model(data):
     nodes = reduced(problem)
     random = Random(data.draw(st.integers(0, 99)))
     devices = [random.choice(sorted(allowed)) for allowed in nodes.allowed]
-    state = local._State(problem, nodes, list(devices))
+    state = local._State(problem, nodes, Loads(problem, nodes), Room(problem, nodes), list(devices))
     for _ in range(5):
         node, device = state.pick(random)
         if device is not None:
