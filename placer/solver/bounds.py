@@ -8,6 +8,7 @@ from placer.solver.knots import knot_bound
 from placer.solver.least_memory import least_of_all, least_of_nodes
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
+from placer.solver.work import least_work
 
 
 def lower_bound(problem: Problem, nodes: Reduction) -> float:
@@ -17,13 +18,7 @@ def lower_bound(problem: Problem, nodes: Reduction) -> float:
         return _critical_path(problem)
     if objective == "memory":
         return _fair_share_of_memory(problem, nodes)
-    return max(_fair_share_of_work(problem, nodes), knot_bound(problem, nodes))
-
-
-def _fair_share_of_work(problem: Problem, nodes: Reduction) -> float:
-    """The largest node, and the work of all shared by the devices, each node on its fastest device."""
-    work = fastest_of_nodes(nodes, problem.compute_ms)
-    return max(max(work), sum(work) / problem.most_devices) * (1 - 1e-12)  # sums in another order round differently
+    return max(least_work(problem, nodes, problem.compute_ms), knot_bound(problem, nodes))
 
 
 def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:

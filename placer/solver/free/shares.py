@@ -28,9 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
-from math import inf, isfinite
-
-from ortools.linear_solver import pywraplp
+from math import inf
 
 from placer.solver.free.covering import Covering, Owned
 from placer.solver.free.set_graph import SetGraph, set_graph
@@ -38,6 +36,7 @@ from placer.solver.free.subsets import Found, Stopped, Subsets
 from placer.solver.free.whole_prices import Whole, whole_part, whole_prices
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
+from placer.solver.work import prices_of_work
 
 SLACK = 1e-9
 CLOSE = 1e-4
@@ -162,24 +161,7 @@ class _Shares:
     def _prices_of_work(self) -> list[float]:
         """What nodes are worth where devices do work alone, nodes are cut anywhere at no cost, and all end together."""
         owners = [(kind.devices, kind.work_ms) for kind in self.graph.kinds]
-        owners += [(1, time_ms) for time_ms in self.graph.free_ms]
-        if len(owners) == 1:
-            return self.graph.fastest.work_ms
-        solver = pywraplp.Solver.CreateSolver("GLOP")
-        longest = solver.NumVar(0, solver.infinity(), "")
-        solver.Minimize(longest)
-        once = [solver.Constraint(1, solver.infinity()) for _ in self.graph.fastest.work_ms]
-        for count, time_ms in owners:
-            done = solver.Constraint(-solver.infinity(), 0)
-            done.SetCoefficient(longest, -count)
-            for row, time in zip(once, time_ms, strict=True):
-                if isfinite(time):
-                    part = solver.NumVar(0, solver.infinity(), "")
-                    row.SetCoefficient(part, 1)
-                    done.SetCoefficient(part, time)
-        if solver.Solve() != solver.OPTIMAL:
-            return self.graph.fastest.work_ms
-        return [max(0.0, row.dual_value()) * self.devices for row in once]
+        return prices_of_work(owners + [(1, time_ms) for time_ms in self.graph.free_ms])
 
     def _of_work(self, prices: Sequence[float]) -> float:
         """The bottleneck within which devices could just hold all that is worth something, at no cost of cutting."""

@@ -4,7 +4,7 @@ These are of a step alone; ``in_a_row.py`` says what becomes of them where steps
 micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through in the
 stages before it (behind it)::
 
-    any placement       n * c of every device; before + n * c of every layer, and without weight halves that run apart
+    any placement       before + n * c of every layer and device, and without weight halves that run apart
                         before + n * c + the way back; if contiguous, what filling the pipeline takes (see ``fill.py``)
     a row of stages     before + n * c
                         until the first stage has its last gradients: before + n * c without weight halves that run
@@ -41,6 +41,7 @@ from placer.solver.linear.exact import Counts, CutTable
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 from placer.solver.step import fill, in_a_row
+from placer.solver.work import least_work
 
 Table = NDArray[np.float64]
 Matrix = Sequence[Sequence[float]]
@@ -56,29 +57,41 @@ def any_placement(problem: Problem, nodes: Reduction) -> float:
     if pipelines.in_a_row(problem):
         return in_a_row.any_placement(problem, nodes, _awaited_ms(problem)) * ROUNDING
     awaited_ms = _awaited_ms(problem)
-    busy = problem.request.chunks * sum(fastest_of_nodes(nodes, problem.compute_ms)) / problem.most_devices
-    passes = max(busy, _windows(problem, nodes, awaited_ms), fill.filling(problem, nodes, awaited_ms))
+    passes = max(_spans(problem, nodes, awaited_ms), fill.filling(problem, nodes, awaited_ms))
     return (passes + least_optimizer(problem, nodes)) * ROUNDING
 
 
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:
     """No placement's optimizer takes less, in milliseconds."""
-    time_ms = fastest_of_nodes(nodes, partial(pipelines.optimizer_ms, problem))
-    return max(max(time_ms), sum(time_ms) / problem.most_devices)
+    return least_work(problem, nodes, partial(pipelines.optimizer_ms, problem))
 
 
-def _windows(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
-    """The longest that some node keeps its device, and what goes before its first pass and follows its last."""
+def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
+    """What keeps a node's device, and any device, and what goes before its first pass and follows its last.
+
+    Devices hold different nodes. So before the first pass of the second one there is at least what goes before some
+    second node, and so on, and the same of what follows.
+    """
     chunks = problem.request.chunks
-    whole = fastest_of_nodes(nodes, problem.compute_ms)
-    held = fastest_of_nodes(nodes, lambda layer, device: problem.forward_ms[layer][device] + awaited_ms[layer][device])
-    before = longest_before(fastest_ms(problem, problem.forward_ms), arcs_of(problem.values))
-    behind = longest_before(fastest_ms(problem, awaited_ms), fill.gradient_arcs(problem))
-    longest = 0.0
-    for node, layers in enumerate(nodes.nodes):
-        first, last = (min(way[layer] for layer in layers) for way in (before, behind))
-        longest = max(longest, first + chunks * whole[node], first + chunks * held[node] + last)
-    return longest
+
+    def held_ms(layer: int, device: int) -> float:
+        return problem.forward_ms[layer][device] + awaited_ms[layer][device]
+
+    way = longest_before(fastest_ms(problem, problem.forward_ms), arcs_of(problem.values))
+    way_back = longest_before(fastest_ms(problem, awaited_ms), fill.gradient_arcs(problem))
+    before, behind = ([min(ms[layer] for layer in layers) for layers in nodes.nodes] for ms in (way, way_back))
+    whole, held = fastest_of_nodes(nodes, problem.compute_ms), fastest_of_nodes(nodes, held_ms)
+    of_node = max(
+        first + chunks * max(time, until_back + last / chunks)
+        for first, time, until_back, last in zip(before, whole, held, behind, strict=True)
+    )
+    heads, tails = sorted(before), sorted(behind)
+    both = [head + tail for head, tail in zip(heads, tails, strict=True)]
+    return max(
+        of_node,
+        chunks * least_work(problem, nodes, problem.compute_ms, [head / chunks for head in heads]),
+        chunks * least_work(problem, nodes, held_ms, [aside / chunks for aside in both]),
+    )
 
 
 def _awaited_ms(problem: Problem) -> Matrix:

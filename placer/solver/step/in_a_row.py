@@ -23,10 +23,11 @@ from functools import partial
 from math import inf
 
 from placer.solver import pipelines
-from placer.solver.bounds import fastest_ms, fastest_of_nodes
+from placer.solver.bounds import fastest_ms
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 from placer.solver.step import fill
+from placer.solver.work import least_work
 
 Arcs = Sequence[tuple[int, int]]
 
@@ -42,8 +43,7 @@ def any_placement(problem: Problem, nodes: Reduction, awaited_ms: Sequence[Seque
         nodes: its layers in nodes.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
-    work = fastest_of_nodes(nodes, partial(_work_ms, problem))
-    return max(max(work), sum(work) / problem.most_devices, _way_and_back(problem, awaited_ms))
+    return max(least_work(problem, nodes, partial(_work_ms, problem)), _way_and_back(problem, awaited_ms))
 
 
 def _work_ms(problem: Problem, layer: int, device: int) -> float:

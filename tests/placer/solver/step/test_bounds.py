@@ -95,6 +95,17 @@ def test_no_cut_takes_less_than_its_bound_and_the_lowest_come_first(request):
         assert value >= bound * (1 - 1e-9) and value >= before * (1 - 1e-9)
 
 
+@SETTINGS
+@given(request=rows())
+def test_no_free_map_takes_less_than_what_is_said_of_every_placement(request):
+    free = {"constraints": Constraints(contiguous=False), "schedule": "interleaved", "training": True}
+    choice = choice_of(request.model_copy(update=free))
+    count, devices = len(choice.problem.layers), range(len(choice.problem.devices))
+    for where in itertools.islice(itertools.product(devices, repeat=count), 250):
+        result = costs.evaluate(choice.problem, list(where))
+        assert result.objective_value >= choice.bound * (1 - 1e-9)
+
+
 @pytest.mark.parametrize(("layers", "devices"), [(2, 2), (5, 3), (6, 4), (7, 1)])
 def test_every_cut_comes_once(layers, devices):
     _, table = table_of(asked([1.0] * layers, [2.0] * layers, devices, 4, "1f1b"))
