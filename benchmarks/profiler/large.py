@@ -38,6 +38,7 @@ def _profiled() -> dict[str, list[float]]:
     place = cases.home()
     tokens = torch.zeros(1, length, dtype=torch.long)
     if place.type == "cuda":
+        torch.cuda.init()  # which resetting does not do by itself
         torch.cuda.reset_peak_memory_stats(place)
     before, began = _held(place), perf_counter()
     found = profile(model, tokens, [str(place)], optimizer="adam", progress=False, cache=False)
