@@ -25,8 +25,14 @@ from placer.solver.program.model import PlacementModel, worth_building
 from placer.solver.reduce import reduced
 from placer.solver.search import Search
 
-PAIRS_SHARE, FEW_PAIRS_SHARE = 0.15, 0.05
-"""How much of the time, or of the work, may be over when the search that divides pairs anew ends; of few nodes."""
+FEW_PAIRS_SHARE, PAIRS_SHARE, LONG_PAIRS_SHARE = 0.05, 0.15, 0.3
+"""How much of the time, or of the work, may be over when the search that divides pairs anew ends.
+
+Of few nodes, of many, and of so many that it still finds better ones.
+"""
+
+IDLE = 5
+"""So many rounds in a row that brought nothing better say that it does not."""
 
 EARLY_SHARE = 0.1
 """The same of a proof that is tried before local search, where nodes are few."""
@@ -37,7 +43,7 @@ LOCAL_SHARE, LITTLE_SHARE = 0.2, 0.05
 PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
 """The same of the search that divides anew what a few devices hold: before the integer program, between its rounds."""
 
-COARSE_SHARE, PAIRS_AGAIN_SHARE, SHARES_SHARE = 0.5, 0.6, 0.8
+COARSE_SHARE, PAIRS_AGAIN_SHARE, SHARES_SHARE = 0.5, 0.65, 0.8
 """The same of the search for a bound by prices of large groups, of pairs that go on, and of the search for a bound."""
 
 COARSE, FINE = (GROUPS, GROUPS), (2 * GROUPS, inf)
@@ -51,7 +57,7 @@ def before_the_program(search: Search) -> None:
     """Go on from the best start: a bound, pairs divided anew, small moves where there is time left, a better bound."""
     _count(search)
     pairs, many = _pairs(search), parts.many(search.problem, search.nodes)
-    divided = _divide_pairs(search, pairs, PAIRS_SHARE if many else FEW_PAIRS_SHARE)
+    divided = _divide_pairs(search, pairs, *((PAIRS_SHARE, LONG_PAIRS_SHARE) if many else (FEW_PAIRS_SHARE,)))
     if not many:
         _share_out(search, COARSE, EARLY_SHARE)
         _look_at_few(search)
@@ -64,6 +70,8 @@ def before_the_program(search: Search) -> None:
     if divided:
         _divide_pairs(search, pairs, PAIRS_AGAIN_SHARE)
     _share_out(search, FINE, SHARES_SHARE)
+    if divided and not worth_building(search.problem, search.nodes, search.left_s()):
+        _divide_pairs(search, pairs, 1.0)  # there is no integer program to come
 
 
 def _pairs(search: Search) -> PairSearch | None:
@@ -73,12 +81,24 @@ def _pairs(search: Search) -> PairSearch | None:
     return PairSearch(search.problem, reduced(search.problem, search.value))
 
 
-def _divide_pairs(search: Search, pairs: PairSearch | None, share: float) -> bool:
-    """What two devices hold, divided between them as well as can be; whether that could be told."""
+def _divide_pairs(search: Search, pairs: PairSearch | None, share: float, longest: float = 0.0) -> bool:
+    """What two devices hold, divided between them as well as can be; whether that could be told.
+
+    Args:
+        search: that which is given it.
+        pairs: what goes on; None where it cannot be told.
+        share: of the time or the work, when it ends.
+        longest: when it does if it still finds better ones then.
+    """
     if pairs is None or search.best is None or not search.open():
         return False
+    told, searched = _told(search, share), pairs
+
+    def over(work: float) -> bool:
+        return told(work) and (searched.idle >= IDLE or search.over(longest))
+
     enough = search.bound * (1 + answer.PROVEN_GAP / 2)
-    found = pairs.improved(search.best, _told(search, share), enough)
+    found = pairs.improved(search.best, over, enough)
     search.offer(found, "local search")
     return found is not None
 

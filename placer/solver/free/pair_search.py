@@ -80,6 +80,9 @@ class PairSearch:
     Args:
         problem: what is asked, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
+
+    Attributes:
+        idle: how many rounds in a row brought nothing better.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
@@ -87,7 +90,7 @@ class PairSearch:
         self._random = Random(problem.request.seed)
         self._patience = min(PATIENCE[0] + 2 * len(nodes.nodes), PATIENCE[1])
         self._in_vain: set[tuple[int, int, frozenset[int], frozenset[int]]] = set()
-        self._worse, self._idle = cycle(WORSE), 0
+        self._worse, self.idle = cycle(WORSE), 0
         self._best: list[int] | None = None
 
     def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
@@ -108,19 +111,19 @@ class PairSearch:
         with suppress(TooWide):
             if self._best is None or self._most_ms(given) < self._most_ms(self._best):
                 self._best = self._now = self._down(given)
-                self._idle = 0
+                self.idle = 0
             return self._nodes.spread(self._from_here(self._best, enough))
         return None
 
     def _from_here(self, best: list[int], enough: float) -> list[int]:
         """By node, its device in the best placement that is found."""
         best_ms = self._most_ms(best)
-        while self._idle < self._patience and best_ms > enough and not self._ended:
+        while self.idle < self._patience and best_ms > enough and not self._ended:
             worse = next(self._worse)
             self._now = self._down(self._kicked(self._now, best_ms, worse))
-            now_ms, self._idle = self._most_ms(self._now), self._idle + 1
+            now_ms, self.idle = self._most_ms(self._now), self.idle + 1
             if now_ms < best_ms * (1 - 1e-12):
-                best, best_ms, self._idle = self._now, now_ms, 0
+                best, best_ms, self.idle = self._now, now_ms, 0
             elif now_ms > best_ms * (1 + worse):
                 self._now = best
         self._best = best
