@@ -18,15 +18,7 @@ def least_of_nodes(problem: Problem, nodes: Reduction) -> list[int]:
     if memory_rules.holds_state_alone(problem):
         sizes = [memory_rules.state_bytes(problem, layer) for layer in problem.layers]
         return [sum(sizes[layer] for layer in layers) for layers in nodes.nodes]
-    touching: list[list[int]] = [[] for _ in problem.layers]
-    for index, value in enumerate(problem.values):
-        for layer in {value.source, *value.readers}:
-            touching[layer].append(index)
-    least = []
-    for layers in nodes.nodes:
-        values = sorted({index for layer in layers for index in touching[layer]})
-        least.append(_least_alone(problem, memory.Held(list(layers), [problem.values[index] for index in values])))
-    return least
+    return [_least_alone(problem, memory.held_with(problem, layers)) for layers in nodes.nodes]
 
 
 def _least_alone(problem: Problem, held: memory.Held) -> int:

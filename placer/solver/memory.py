@@ -162,6 +162,13 @@ def held_by_device(problem: Problem, assignment: Sequence[int]) -> list[Held]:
     return held
 
 
+def held_with(problem: Problem, layers: Iterable[int]) -> Held:
+    """What a device holds that has these layers."""
+    here = sorted(layers)
+    values = sorted({index for layer in here for index in problem.touching[layer]})
+    return Held(here, [problem.values[index] for index in values])
+
+
 def footprint(problem: Problem, held: Held) -> Footprint:
     """The memory of a device that holds this."""
     layers = [problem.layers[layer] for layer in held.layers]

@@ -146,6 +146,15 @@ class Problem:
         return self.weights_apart or (self.training and self.contiguous)
 
     @cached_property
+    def touching(self) -> tuple[tuple[int, ...], ...]:
+        """By layer, the values that it makes or reads, by their places in ``values``."""
+        found: list[list[int]] = [[] for _ in self.layers]
+        for index, value in enumerate(self.values):
+            for layer in {value.source, *value.readers}:
+                found[layer].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def deferred_bytes(self) -> tuple[int, ...]:
         """By layer, what each micro-batch in flight leaves to its weight pass, where that runs apart."""
         return tuple(layer.deferred_bytes if self.weights_apart else 0 for layer in self.layers)

@@ -60,7 +60,7 @@ def least_work(
     )
     owners = [(count, times) for times, count in columns.items()]
     least: float = max(min(times) for times in zip(*columns, strict=True))
-    for rates in ([1.0] * len(owners), _rates(owners)):
+    for rates in {(1.0,) * len(owners), _rates(owners)}:  # the latter are the best where all are used and none waits
         by_device = [rate for (count, _), rate in zip(owners, rates, strict=True) for _ in range(count)]
         least = max(least, _shared(sum(_parts(owners, rates)), by_device, aside_ms, problem.most_devices))
     return least * (1 - 1e-12)  # sums in another order round differently
@@ -85,9 +85,9 @@ def _parts(owners: Owners, rates: Sequence[float]) -> list[float]:
     return [min(parts) for parts in zip(*columns, strict=True)]
 
 
-def _rates(owners: Owners) -> list[float]:
-    """By kind, what a millisecond of one of its devices is worth."""
-    alike = [1.0] * len(owners)
+def _rates(owners: Owners) -> tuple[float, ...]:
+    """By kind, what a millisecond of one of its devices is worth; all the same where that is not to be known."""
+    alike = (1.0,) * len(owners)
     if len(owners) == 1 or sum(len(times) for _, times in owners) > MOST_TIMES:
         return alike
     solver = pywraplp.Solver.CreateSolver("GLOP")
@@ -105,5 +105,5 @@ def _rates(owners: Owners) -> list[float]:
                 done[-1].SetCoefficient(part, time)
     if solver.Solve() != solver.OPTIMAL:
         return alike
-    rates = [max(0.0, -row.dual_value()) for row in done]
+    rates = tuple(max(0.0, -row.dual_value()) for row in done)
     return rates if any(rates) else alike

@@ -31,9 +31,6 @@ FEW_PAIRS_SHARE, PAIRS_SHARE, LONG_PAIRS_SHARE = 0.05, 0.15, 0.3
 Of few nodes, of many, and of so many that it still finds better ones.
 """
 
-IDLE = 5
-"""So many rounds in a row that brought nothing better say that it does not."""
-
 EARLY_SHARE = 0.1
 """The same of a proof that is tried before local search, where nodes are few."""
 
@@ -46,6 +43,9 @@ PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
 COARSE_SHARE, PAIRS_AGAIN_SHARE, SHARES_SHARE = 0.5, 0.65, 0.8
 """The same of the search for a bound by prices of large groups, of pairs that go on, and of the search for a bound."""
 
+IDLE = 5
+"""So many rounds in a row that brought nothing better say that the search that divides pairs finds no more."""
+
 COARSE, FINE = (GROUPS, GROUPS), (2 * GROUPS, inf)
 """How many groups of nodes there are for each device, in the beginning and in the end."""
 
@@ -57,8 +57,10 @@ def before_the_program(search: Search) -> None:
     """Go on from the best start: a bound, pairs divided anew, small moves where there is time left, a better bound."""
     _count(search)
     pairs, many = _pairs(search), parts.many(search.problem, search.nodes)
-    divided = _divide_pairs(search, pairs, *((PAIRS_SHARE, LONG_PAIRS_SHARE) if many else (FEW_PAIRS_SHARE,)))
-    if not many:
+    if many:
+        divided = _divide_pairs(search, pairs, PAIRS_SHARE, LONG_PAIRS_SHARE)
+    else:
+        divided = _divide_pairs(search, pairs, FEW_PAIRS_SHARE)
         _share_out(search, COARSE, EARLY_SHARE)
         _look_at_few(search)
     if search.open():
@@ -133,8 +135,7 @@ def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
 
 def _look_at_few(search: Search) -> None:
     """The integer program for a short time, where nodes are so few that it mostly proves what there is to be proven."""
-    may = search.best is not None and search.open() and not search.over(EARLY_SHARE)
-    if may and not set_graph.worth_looking(search.problem, search.nodes):
+    if _may_prove(search, EARLY_SHARE) and not set_graph.worth_looking(search.problem, search.nodes):
         _look(search)
 
 
@@ -157,9 +158,13 @@ def _look(search: Search) -> None:
 
 def _may_share(search: Search, share: float) -> bool:
     """Whether something is to be proven by the sets that devices could hold, and there is time."""
-    if search.best is None or not search.open() or search.over(share):
-        return False
-    return set_graph.applies(search.problem) and set_graph.worth_looking(search.problem, search.nodes)
+    possible = set_graph.applies(search.problem) and set_graph.worth_looking(search.problem, search.nodes)
+    return possible and _may_prove(search, share)
+
+
+def _may_prove(search: Search, share: float) -> bool:
+    """Whether something is to be proven of the best so far, and there is time."""
+    return search.best is not None and search.open() and not search.over(share)
 
 
 def _told(search: Search, share: float) -> Callable[[float], bool]:

@@ -1,4 +1,4 @@
-"""What nodes and nets load devices with, where loads alone judge a placement (see ``local.applies``)."""
+"""What nodes and nets load devices with, where a placement is judged by that (see ``local.applies``)."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _anneal(state: _State, random: Random, warm: float, over: Callable[[], bool]
             for moved in together:
                 state.move(moved, old)
         elif max(state.load) < best_load * (1 - 1e-12) and state.fits():
-            best, best_load = list(state.device), max(state.load) if state.fits() else inf
+            best, best_load = list(state.device), max(state.load)
     return best, best_load, False
 
 
@@ -164,8 +164,10 @@ class _State:
 
     def fits(self) -> bool:
         """Whether all devices can hold what they do."""
+        if not self._room.limited:
+            return True
         known = all(held <= self._room.of(device) for device, held in enumerate(self._held))
-        return not self._room.limited or (known and self._room.holds(self.device))
+        return known and self._room.holds(self.device)
 
     def move(self, node: int, device: int) -> None:
         """Bring a node to a device."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placer.solver.memory import Held, footprint
+from placer.solver.memory import footprint, held_with
 from placer.solver.problem import Problem
 from placer.solver.program import memory_rules
 from placer.solver.reduce import Reduction
@@ -36,7 +36,6 @@ class Room:
         self.limited = memory_rules.can_bind(problem)
         self._adds_up = memory_rules.holds_state_alone(problem)
         sizes = [memory_rules.state_bytes(problem, layer) for layer in problem.layers]
-        self._values_of: list[list[int]] = [[] for _ in problem.layers]
         if self.limited and not self._adds_up:
             self._add_what_stays(sizes)
         self.size_bytes = [sum(sizes[layer] for layer in layers) for layers in nodes.nodes]
@@ -49,9 +48,7 @@ class Room:
         flight = self._problem.request.chunks if self._problem.training else 0
         for index, layer in enumerate(self._problem.layers):
             sizes[index] += flight * layer.saved_bytes
-        for number, value in enumerate(self._problem.values):
-            for end in {value.source, *value.readers}:
-                self._values_of[end].append(number)
+        for value in self._problem.values:
             if value.keepers:
                 sizes[value.keepers[0]] += flight * value.held_bytes
 
@@ -86,8 +83,6 @@ class Room:
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            layers = sorted(layer for node in nodes for layer in self._nodes.nodes[node])
-            values = sorted({index for layer in layers for index in self._values_of[layer]})
-            one = footprint(self._problem, Held(layers, [self._problem.values[index] for index in values]))
-            self._known[key] = one.total_bytes(self._problem.request.chunks, again)
+            held = held_with(self._problem, (layer for node in nodes for layer in self._nodes.nodes[node]))
+            self._known[key] = footprint(self._problem, held).total_bytes(self._problem.request.chunks, again)
         return self._known[key]

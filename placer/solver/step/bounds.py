@@ -82,8 +82,8 @@ def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
     before, behind = ([min(ms[layer] for layer in layers) for layers in nodes.nodes] for ms in (way, way_back))
     whole, held = fastest_of_nodes(nodes, problem.compute_ms), fastest_of_nodes(nodes, held_ms)
     of_node = max(
-        first + chunks * max(time, until_back + last / chunks)
-        for first, time, until_back, last in zip(before, whole, held, behind, strict=True)
+        first + max(chunks * all_of_it, chunks * until_back + last)
+        for first, all_of_it, until_back, last in zip(before, whole, held, behind, strict=True)
     )
     heads, tails = sorted(before), sorted(behind)
     both = [head + tail for head, tail in zip(heads, tails, strict=True)]
