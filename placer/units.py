@@ -66,7 +66,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise InputError(f"{text!r} is no size; write a number and a unit, as in 8GiB, 1.5GB or 4096")
+        raise InputError(
+            f"{text!r} is no size; write a number and a unit, as in 8GiB, 1.5GB or 4096: "
+            "KiB to PiB are of 1024, kB to PB of 1000"
+        )
     return int(float(match[1]) * factor)
 
 

@@ -6,14 +6,16 @@ Nothing here is shared with the solver; the formulas are those of the docstring 
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from math import inf
 
 from placer.errors import PlacementError
-from placer.schema import Device, DeviceLoad, Edge, Link, Placement, PlacementRequest
+from placer.schema import Device, DeviceLoad, Layer, Placement, PlacementRequest
 from placer.solver.referee import recompute, step
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
+from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, times_of
 from placer.solver.referee.memory import Flight, Memory
 
 PROVEN_GAP = 1e-6
@@ -143,13 +145,12 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
             require(where[layer] not in banned, f"layer {layer!r} must not be on {where[layer]!r}")
     for group in (*request.profile.colocated, *rules.colocated):
         require(len({where[layer] for layer in group}) <= 1, f"colocated layers {group} are on several devices")
-    used = set(where.values())
+    used = Counter(where.values())
     if rules.max_devices is not None:
         require(len(used) <= rules.max_devices, f"{len(used)} devices are used, {rules.max_devices} are allowed")
     if rules.min_devices is not None:
         require(len(used) >= rules.min_devices, f"{len(used)} devices are used, {rules.min_devices} are demanded")
-    for device in used if rules.max_layers is not None else ():
-        held = sum(other == device for other in where.values())
+    for device, held in used.items() if rules.max_layers is not None else ():
         require(held <= (rules.max_layers or 0), f"{device!r} holds {held} layers, {rules.max_layers} are allowed")
     _check_links(request, where)
     if contiguous:
@@ -157,8 +158,8 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
 
 
 def _check_links(request: PlacementRequest, where: Where) -> None:
-    links = _links(request)
-    for edge, source, target in _crossings(request, where):
+    links = links_of(request)
+    for edge, source, target in crossings(request, where):
         require((source, target) in links, f"the value of {edge.source!r} has no link from {source!r} to {target!r}")
         if request.is_training and edge.gradient_bytes:
             require((target, source) in links, f"the gradient of {edge.source!r} has no link back to {source!r}")
@@ -166,10 +167,12 @@ def _check_links(request: PlacementRequest, where: Where) -> None:
 
 def _check_contiguous(request: PlacementRequest, where: Where) -> None:
     """Take away devices that no other feeds until none is left; if some remain, they feed each other."""
-    feeds = {(source, target) for _, source, target in _crossings(request, where)}
-    left = set(where.values())
+    feeders: dict[str, set[str]] = {device: set() for device in where.values()}
+    for _, source, target in crossings(request, where):
+        feeders[target].add(source)
+    left = set(feeders)
     while left:
-        first = {device for device in left if not any((other, device) in feeds for other in left)}
+        first = {device for device in left if left.isdisjoint(feeders[device])}
         require(bool(first), f"the stages are not contiguous: values go round between {sorted(left)}")
         left -= first
 
@@ -185,7 +188,7 @@ def _check_stages(request: PlacementRequest, where: Where, placement: Placement)
 
 def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ...]) -> bool:
     place = {device: index for index, device in enumerate(order)}
-    return all(place[source] < place[target] for _, source, target in _crossings(request, where))
+    return all(place[source] < place[target] for _, source, target in crossings(request, where))
 
 
 def _check_recompute(request: PlacementRequest, where: Where, placement: Placement) -> None:
@@ -205,48 +208,42 @@ def _check_loads(request: PlacementRequest, where: Where, placement: Placement) 
     equal("devices", [load.device for load in placement.devices], [device.name for device in request.devices])
     largest = max(load.load_ms for load in placement.devices)
     memory = Memory(request, where, placement.contiguous)
+    times, layers = times_of(request, where), _by_device(request, where)
     for device, load in zip(request.devices, placement.devices, strict=True):
-        _check_load(request, where, device, load)
+        equal(f"layers of {device.name}", load.layers, len(layers[device.name]))
+        _check_load(request, times[device.name], load)
+        _check_state(request, layers[device.name], load)
         _check_memory(request, memory, placement, device, load)
         equal(f"bottleneck of {device.name}", load.bottleneck, close(load.load_ms, largest))
 
 
-def _check_load(request: PlacementRequest, where: Where, device: Device, load: DeviceLoad) -> None:
-    compute, send, receive = _times(request, where, device)
-    name = device.name
-    equal(f"layers of {name}", load.layers, sum(other == name for other in where.values()))
-    near(f"compute_ms of {name}", load.compute_ms, compute)
-    near(f"send_ms of {name}", load.send_ms, send)
-    near(f"receive_ms of {name}", load.receive_ms, receive)
-    near(f"load_ms of {name}", load.load_ms, _load(request, compute, send, receive))
-
-
-def _times(request: PlacementRequest, where: Where, device: Device) -> tuple[float, float, float]:
-    links, name = _links(request), device.name
-    compute = send = receive = 0.0
-    for layer in request.profile.layers:
-        if where[layer.name] == name:
-            compute += layer.forward_ms[device.type]
-            compute += layer.backward_ms[device.type] if request.is_training else 0.0
-    for edge, source, target in _crossings(request, where):
-        there = links[source, target].transfer_ms(edge.bytes)
-        has_gradient = request.is_training and edge.gradient_bytes > 0
-        back = links[target, source].transfer_ms(edge.gradient_bytes) if has_gradient else 0.0
-        send += there * (source == name) + back * (target == name)
-        receive += there * (target == name) + back * (source == name)
-    return compute, send, receive
+def _check_load(request: PlacementRequest, times: Times, load: DeviceLoad) -> None:
+    near(f"compute_ms of {load.device}", load.compute_ms, times.compute_ms)
+    near(f"send_ms of {load.device}", load.send_ms, times.send_ms)
+    near(f"receive_ms of {load.device}", load.receive_ms, times.receive_ms)
+    near(f"load_ms of {load.device}", load.load_ms, times.load_ms(request))
 
 
 def _within_bottleneck(request: PlacementRequest, where: Where) -> bool:
     """Whether no device is busier than is asked for."""
     if request.bottleneck_ms is None:
         return True
-    busiest = max(_load(request, *_times(request, where, device)) for device in request.devices)
+    busiest = busiest_ms(request, where)
     return busiest <= request.bottleneck_ms or close(busiest, request.bottleneck_ms)
 
 
-def _load(request: PlacementRequest, compute: float, send: float, receive: float) -> float:
-    return compute + send + receive if request.transfers == "added" else max(compute, send, receive)
+def _by_device(request: PlacementRequest, where: Where) -> dict[str, list[Layer]]:
+    layers: dict[str, list[Layer]] = defaultdict(list)
+    for layer in request.profile.layers:
+        layers[where[layer.name]].append(layer)
+    return layers
+
+
+def _check_state(request: PlacementRequest, layers: list[Layer], load: DeviceLoad) -> None:
+    for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
+        counts = request.is_training or kind in ("param_bytes", "buffer_bytes")
+        true = sum(getattr(layer, kind) for layer in layers) * counts
+        equal(f"{kind} of {load.device}", getattr(load.memory, kind), true)
 
 
 def _check_memory(
@@ -255,11 +252,6 @@ def _check_memory(
     flight = _flight(request, placement.layer_devices, placement.stages, placement.contiguous, device.name)
     again = device.name in placement.recompute
     total = memory.total(device.name, flight, again)
-    mine = [layer for layer in request.profile.layers if placement.layer_devices[layer.name] == device.name]
-    for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
-        counts = request.is_training or kind in ("param_bytes", "buffer_bytes")
-        true = sum(getattr(layer, kind) for layer in mine) * counts
-        equal(f"{kind} of {device.name}", getattr(load.memory, kind), true)
     equal(f"memory of {device.name}", load.memory.total_bytes, total)
     split, splits = (
         (load.memory.activation_bytes, load.memory.workspace_bytes),
@@ -306,7 +298,7 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
         flights = [_flight(request, where, placement.stages, placement.contiguous, name) for name in names]
         again = [name in placement.recompute for name in names]
         return float(max(map(memory.total, names, flights, again)))
-    return max(_load(request, *_times(request, where, device)) for device in request.devices)
+    return busiest_ms(request, where)
 
 
 def _check_single_device(request: PlacementRequest, placement: Placement) -> None:
@@ -345,7 +337,7 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
             lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous, "recompute": again})
             repeated = recompute.repeated(request, where, again)
             by_load = request.objective == "devices"
-            value = _load(request, *_times(repeated, where, device)) if by_load else _objective(repeated, where, lone)
+            value = busiest_ms(repeated, where) if by_load else _objective(repeated, where, lone)
             alone_as[kind] = (max(0, need - device.usable_bytes), value)
         choices.append((*alone_as[kind], device.name))
     return choices
@@ -365,17 +357,3 @@ def _check_limits(request: PlacementRequest, placement: Placement) -> None:
     for help in placement.limits.helps if placement.limits else ():
         near(f"speedup of {help.change}", help.speedup * help.objective_value, placement.objective_value or 0.0)
         require(help.speedup > 1, f"{help.change} is said to help, at a speedup of {help.speedup}")
-
-
-# Reading the request
-
-
-def _links(request: PlacementRequest) -> dict[tuple[str, str], Link]:
-    return {(link.source, link.target): link for link in request.placed_on.links}
-
-
-def _crossings(request: PlacementRequest, where: Where) -> Iterator[tuple[Edge, str, str]]:
-    """Every value that leaves its device, once for each device that receives it."""
-    for edge in request.profile.edges:
-        for target in sorted({where[name] for name in edge.targets} - {where[edge.source]}):
-            yield edge, where[edge.source], target

@@ -216,6 +216,11 @@ class Problem:
             return None
         return links[0]
 
+    @cached_property
+    def _choices(self) -> frozenset[frozenset[int]]:
+        """The sets of devices that layers may be on, each once."""
+        return frozenset(self.allowed)
+
     def alike(self, one: int, other: int) -> bool:
         """Whether swapping two devices changes nothing: neither times, limits, links, pins nor forbidden layers."""
         return (
@@ -223,7 +228,7 @@ class Problem:
             and self.devices[one].type == self.devices[other].type
             and (one in self.untaxed) == (other in self.untaxed)
             and self.recompute[one] == self.recompute[other]
-            and all((one in devices) == (other in devices) for devices in self.allowed)
+            and all((one in devices) == (other in devices) for devices in self._choices)
             and _same_way(self.links[one][other], self.links[other][one])
             and all(
                 _same_way(self.links[one][third], self.links[other][third])

@@ -34,10 +34,10 @@ from placer.solver.contiguous.stage_links import StageLinks, quickest_everywhere
 from placer.solver.contiguous.stages import StageModel
 from placer.solver.fewest import FewestSearch, Outcome
 from placer.solver.free import free_search
-from placer.solver.linear import starts
+from placer.solver.linear import exact, finer, starts
 from placer.solver.problem import Problem
 from placer.solver.program.cpsat import Meter
-from placer.solver.program.model import PlacementModel, worth_building
+from placer.solver.program.model import MOST_RULES, PlacementModel, worth_building
 from placer.solver.reasons import conflict, limits
 from placer.solver.reasons.infeasible import Searcher, plain_reason, searched_reason
 from placer.solver.reduce import Reduction, reduced
@@ -49,6 +49,9 @@ __all__ = ["Incumbent", "Portfolio", "solve"]
 
 WORK = (16.0, inf, inf, inf)
 """Limits of the integer program's rounds: a better placement narrows the next one, and makes its steps finer."""
+
+FINER_SHARE, ONLY_ORDER_SHARE = 0.5, 0.9
+"""How much of the time finer cuts of many nodes may take, all before them included; the latter where they can prove."""
 
 RELAXED_SHARE = 0.4
 """How much of the time that is left a problem may take that asks less."""
@@ -185,9 +188,24 @@ class Portfolio(Search):
             if not self.open():
                 return
         if self.problem.contiguous:
+            only_order = exact.is_only_order(self.problem, self.nodes)
+            self._cut_finer(ONLY_ORDER_SHARE if only_order else FINER_SHARE)
             stage_search.few_ideals(self)
-            self._cut(starts.other_orders)
+            if not only_order:
+                self._cut(starts.other_orders)
             stage_search.few_ideals(self)
+
+    def _cut_finer(self, share: float) -> None:
+        """Cuts of the same order, where it has too many nodes to look at each, in a share of the time."""
+
+        def left_s() -> float:
+            return 0.0 if self.over(share) else self.left_s() - (1 - share) * self.request.time_limit_s
+
+        for cut in finer.finer_cuts(self.problem, self.nodes, self.best, left_s):
+            self.prove(cut.bound)
+            self.offer(cut.devices, "linear order")
+            if not self.open():
+                return
 
     def _cut(self, orders: Callable[[Problem, Reduction], Iterable[starts.Start]]) -> None:
         """Cuts of other linear orders, of nodes that may as well be together."""
@@ -209,7 +227,8 @@ class Portfolio(Search):
             if staged and (self.best is not None or self.enough is not None) and self.better() > 0:
                 stage_search.sweep(self)
                 return None
-            if self.best is not None and not worth_building(self.problem, self.nodes, self.left_s()):
+            most = inf if staged else MOST_RULES  # where it is staged nothing else finds a first placement
+            if not worth_building(self.problem, self.nodes, self.left_s(), most):
                 break
             if turn == 1:
                 free_search.divide_anew(self)

@@ -51,13 +51,13 @@ def least_work(
         aside_ms: each device that is used waits for one of these, each for another one; the least first. None where
             none waits.
     """
-    columns = Counter(
-        tuple(
-            sum(time_ms(layer, device) for layer in layers) if device in allowed else inf
+    columns: Counter[tuple[float, ...]] = Counter()
+    for alike in problem.alike_devices():
+        column = (
+            sum(time_ms(layer, alike[0]) for layer in layers) if alike[0] in allowed else inf
             for layers, allowed in zip(nodes.nodes, nodes.allowed, strict=True)
         )
-        for device in range(len(problem.devices))
-    )
+        columns[tuple(column)] += len(alike)
     owners = [(count, times) for times, count in columns.items()]
     least: float = max(min(times) for times in zip(*columns, strict=True))
     for rates in {(1.0,) * len(owners), _rates(owners)}:  # the latter are the best where all are used and none waits

@@ -26,7 +26,7 @@ from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.program import memory_rules
 from placer.solver.program.cpsat import Answer, Limits, run
-from placer.solver.program.moment_rules import moment_of_training, recorded
+from placer.solver.program.moment_rules import Moments
 from placer.solver.reduce import Reduction
 
 TIME_STEPS = 2**31
@@ -323,19 +323,20 @@ class StageModel:
         unit = max(1, -(-memory_rules.use_of_all(problem) // BYTE_STEPS))
         state = [(node, self._state_bytes(node) // unit) for node in self._nodes]
         limits = [problem.devices[members[0]].usable_bytes for members in self.classes]
+        moments = Moments(problem, self.nodes, unit)
         for p in self.stages:
-            use = self._sum_at(p, state) + self._passing(p, unit, min(limits))
+            use = self._sum_at(p, state) + self._passing(p, moments, min(limits))
             for c, limit in enumerate(limits):
                 self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
 
-    def _passing(self, stage: int, unit: int, limit: int) -> Sum:
+    def _passing(self, stage: int, moments: Moments, limit: int) -> Sum:
         """What passes take at a stage, with all micro-batches in flight."""
         problem, place, chunks = self.problem, _AtStage(self, stage), self.problem.request.chunks
         if memory_rules.holds_state_alone(problem):
             return 0
         if problem.may_recompute:  # what is found is evaluated
-            return moment_of_training(place, problem, self.nodes, unit, limit)[1]
-        each, landing, shared = recorded(place, problem, self.nodes, unit, limit)
+            return moments.of_training(place, limit)[1]
+        each, landing, shared = moments.recorded(place, limit)
         return chunks * (each + (landing if chunks > 1 else 0)) + shared
 
     def _state_bytes(self, node: int) -> int:
@@ -353,7 +354,7 @@ class StageModel:
 
     def share(self, node: int, stage: int) -> Sum:
         """1 if the node is at the stage, else 0."""
-        return self._sum_at(stage, [(node, 1)])
+        return self._sum_at(stage, [(node, 1)]) if self.can_be(node, stage) else 0
 
     # Search
 

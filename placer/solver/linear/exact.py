@@ -64,7 +64,16 @@ def best_cut(
         order: another topological order of the nodes; theirs if left out.
         exchanged: as ``intervals.exchanges`` tells it, where it is known.
     """
-    blocks = _blocks(problem, nodes, order or range(len(nodes.nodes)))
+    return cut_of_blocks(problem, nodes, even_runs(problem, nodes, order or range(len(nodes.nodes))), exchanged)
+
+
+def cut_of_blocks(
+    problem: Problem,
+    nodes: Reduction,
+    blocks: list[list[int]],
+    exchanged: Sequence[Exchange] | None = None,
+) -> Cut:
+    """The same where stages begin and end only where blocks do: runs of the nodes, in an order of them."""
     classes, exact = device_classes(problem)
     table = CutTable(problem, nodes, blocks, classes, exchanged)
     best, counts = table.fill()
@@ -87,26 +96,35 @@ def _counts_all(problem: Problem) -> bool:
 
 
 def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
-    """The best when every transfer counts, of the cut that was found and those with fewer devices."""
+    """The best when every transfer counts, of the cut that was found and those with fewer devices.
+
+    What the table says of a cut is no more than that, so that the least is looked at first and few need be.
+    """
     by_number: dict[int, tuple[float, Counts]] = {}
     for counts, best in table.best.items():
         if sum(counts) >= problem.least_devices and np.isfinite(best[0]):
             one = float(best[0]), counts
             by_number[sum(counts)] = min(one, by_number.get(sum(counts), one))
-    cuts = [table.read(counts) for _, counts in by_number.values()]
-    able = [(costs.evaluate(problem, cut), cut) for cut in cuts if costs.allowed(problem, cut)]
-    known = [(result, cut) for result, cut in able if result is not None]
-    for result, cut in sorted(known, key=lambda one: one[0].objective_value):
-        if costs.fits(problem, result):
-            return replace(found, devices=cut, value=result.objective_value)
-    return found
+    known = replace(found, value=inf)
+    for least, counts in sorted(by_number.values(), key=lambda one: (one[0], sum(one[1]))):
+        if least >= known.value:
+            break
+        cut = table.read(counts)
+        result = costs.evaluate(problem, cut) if costs.allowed(problem, cut) else None
+        if result is not None and result.objective_value < known.value and costs.fits(problem, result):
+            known = replace(found, devices=cut, value=result.objective_value)
+    return known if known.value < inf else found
 
 
 def work_of_cut(problem: Problem, nodes: Reduction) -> int:
     """About how many numbers a cut looks at."""
+    return choices_of_devices(problem) * min(len(nodes.nodes), MOST_NODES) ** 2
+
+
+def choices_of_devices(problem: Problem) -> int:
+    """How many choices of a device for a stage a cut looks at, by which ones the later stages take."""
     classes, _ = device_classes(problem)
-    states = prod(len(members) + 1 for members in classes)
-    return states * len(classes) * min(len(nodes.nodes), MOST_NODES) ** 2
+    return prod(len(members) + 1 for members in classes) * len(classes)
 
 
 def is_only_order(problem: Problem, nodes: Reduction) -> bool:
@@ -115,14 +133,14 @@ def is_only_order(problem: Problem, nodes: Reduction) -> bool:
     return all((node, node + 1) in steps for node in range(len(nodes.nodes) - 1))
 
 
-def _blocks(problem: Problem, nodes: Reduction, order: Sequence[int]) -> list[list[int]]:
-    """The nodes one by one; where they are too many, runs of them with about the same compute."""
-    count = len(nodes.nodes)
-    if count <= MOST_NODES:
+def even_runs(problem: Problem, nodes: Reduction, order: Sequence[int], most: int | None = None) -> list[list[int]]:
+    """The nodes one by one; where they are more than ``most``, runs of them with about the same compute."""
+    count, most = len(nodes.nodes), most or MOST_NODES
+    if count <= most:
         return [[node] for node in order]
     work = np.array([sum(problem.compute_ms(layer, 0) for layer in nodes.nodes[node]) for node in order])
     share = np.cumsum(work + work.mean() * 0.1 + 1e-12)
-    label = np.minimum((share / share[-1] * MOST_NODES).astype(int), MOST_NODES - 1)
+    label = np.minimum((share / share[-1] * most).astype(int), most - 1)
     runs = itertools.groupby(range(count), key=lambda place: int(label[place]))
     return [[order[place] for place in run] for _, run in runs]
 

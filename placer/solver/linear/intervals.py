@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.schedule import in_flight
+from placer.solver.linear.inference_moments import inference_moments
 from placer.solver.linear.interval_moments import TrainingMoments
 from placer.solver.problem import Problem, Value
 from placer.solver.program import memory_rules
@@ -80,6 +81,7 @@ class Intervals:
     ) -> None:
         self.problem, self.nodes, self.blocks = problem, nodes, blocks
         self._count = len(blocks)
+        self._times: dict[tuple[int, bool], Table] = {}
         self._layers = [[layer for node in block for layer in nodes.nodes[node]] for block in blocks]
         self._block_of = [0] * len(problem.layers)
         for block, layers in enumerate(self._layers):
@@ -92,9 +94,9 @@ class Intervals:
             self._measure_memory()
 
     def flight(self, stages_left: int) -> int:
-        """Micro-batches in flight at a stage with so many stages left, itself included."""
+        """Micro-batches in flight at a stage with so many stages left, itself included; 1 where none count."""
         request = self.problem.request
-        if not self.problem.training:
+        if not self.problem.training or not self._limited:
             return 1
         return in_flight(request.schedule, stages_left, 0, request.chunks)
 
@@ -117,6 +119,12 @@ class Intervals:
         return np.where(np.tri(self._count + 1, dtype=bool), inf, cost)  # a stage is not empty
 
     def _time(self, device: int, again: bool = False) -> Table:
+        """The time of each interval, whatever is in flight; ``again`` with a device that recomputes."""
+        if (device, again) not in self._times:
+            self._times[device, again] = self._measure_time(device, again)
+        return self._times[device, again]
+
+    def _measure_time(self, device: int, again: bool) -> Table:
         work = [sum(self.problem.compute_ms(layer, device) for layer in layers) for layers in self._layers]
         if again:  # what recomputes runs forwards twice
             twice = [sum(self.problem.forward_ms[layer][device] for layer in layers) for layers in self._layers]
@@ -126,8 +134,7 @@ class Intervals:
         if device in self.problem.untaxed:
             return compute
         inwards, outwards = self._links(device, inwards=True), self._links(device, inwards=False)
-        receive = self._over(inwards, self._in) + self._over(inwards, self._gradient_out)
-        send = self._over(outwards, self._out) + self._over(outwards, self._gradient_in)
+        receive, send = self._over(inwards, self._received), self._over(outwards, self._sends)
         if self.problem.request.objective == "latency":
             return compute + receive
         if self.problem.request.transfers == "overlapped":
@@ -151,18 +158,18 @@ class Intervals:
         return time_ms + transfers.number * link[0] if link[0] else time_ms
 
     def _measure_transfers(self, exchanged: Iterable[Exchange]) -> None:
-        """How many values enter and leave each interval, and their bytes; the same for gradients."""
-        self._in, self._out, self._gradient_in, self._gradient_out = (_Transfers(self._count) for _ in range(4))
+        """How many values and gradients enter and leave each interval, and their bytes."""
+        self._received, self._sends = _Transfers(self._count), _Transfers(self._count)
         block_of = {node: block for block, nodes in enumerate(self.blocks) for node in nodes}
         for one in exchanged:
             source = block_of[one.source]
             readers = sorted({block_of[reader] for reader in one.readers} - {source})
             if readers:
-                self._in.enter(source, readers, one.bytes, one.number)
-                self._out.leave(source, readers, one.bytes, one.number)
+                self._received.enter(source, readers, one.bytes, one.number)
+                self._sends.leave(source, readers, one.bytes, one.number)
             if readers and one.gradients:
-                self._gradient_in.enter(source, readers, one.gradient_bytes, one.gradients)
-                self._gradient_out.leave(source, readers, one.gradient_bytes, one.gradients)
+                self._sends.enter(source, readers, one.gradient_bytes, one.gradients)
+                self._received.leave(source, readers, one.gradient_bytes, one.gradients)
 
     def _memory(self, flight: int) -> Table:
         return self._fixed + self._passing(flight)
@@ -247,10 +254,8 @@ class Intervals:
             moments = TrainingMoments(problem, self._layers)
             self._kept, self.exact = moments.kept, moments.follows
             self._moment = np.maximum(moments.moment, self._summed(problem.step_bytes))
-        if problem.training:
-            return
-        for first in range(self._count):
-            self._measure_inference(first)
+        if not problem.training:
+            self._moment = inference_moments(problem, self._layers)
 
     def _summed(self, sizes: Sequence[int]) -> Table:
         """The sums over intervals of what each layer holds."""
@@ -266,36 +271,6 @@ class Intervals:
         for first in range(self._count):
             table[first, first + 1 :] = np.maximum.accumulate(blocks[first:])
         return table
-
-    def _measure_inference(self, first: int) -> None:
-        problem = self.problem
-        use = [0] * len(problem.layers)
-        held_until: dict[int, int] = {}
-        peak = 0
-        for end in range(first + 1, self._count + 1):
-            for layer in self._layers[end - 1]:
-                use[layer] += problem.layers[layer].forward_workspace_bytes
-                peak = max(peak, use[layer])
-                for index in self._touched_by[layer]:
-                    value = problem.values[index]
-                    until = value.readers[-1] if layer == value.source else layer
-                    for step in range(held_until.get(index, value.source - 1) + 1, until + 1):
-                        use[step] += value.held_bytes
-                        peak = max(peak, use[step])
-                    held_until[index] = max(until, held_until.get(index, until))
-            self._moment[first, end] = peak
-
-    @cached_property
-    def _touched_by(self) -> dict[int, list[int]]:
-        ends = ((index, (value.source, *value.readers)) for index, value in enumerate(self.problem.values))
-        return _by_layer((index, layer) for index, layers in ends for layer in layers)
-
-
-def _by_layer(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
-    for value, layer in pairs:
-        found[layer].append(value)
-    return found
 
 
 class _Transfers:

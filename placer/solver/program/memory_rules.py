@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from placer.schema import Layer
 from placer.solver.memory import Held, footprint, most_crossing_bytes
 from placer.solver.problem import Problem
-from placer.solver.program.moment_rules import moment_of_training, recorded
+from placer.solver.program.moment_rules import Moments
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -16,20 +16,39 @@ if TYPE_CHECKING:
     from placer.solver.program.model import PlacementModel, Term
 
 
+TERMS_A_RULE = 20
+"""So many values in a sum take about as long to write down as a rule."""
+
+
+def rules_a_device(problem: Problem) -> int:
+    """About how many rules say what a device holds: of steps and readers; in inference, of the values in sums, too."""
+    if problem.request.objective != "memory" and not can_bind(problem):
+        return 0
+    held = [value for value in problem.values if value.held_bytes]
+    readers = sum(len(value.readers) for value in held)
+    if problem.training:
+        return len(problem.layers) + 2 * readers  # forwards and backwards
+    terms = sum(value.readers[-1] - value.source + 1 for value in held)
+    return len(problem.layers) + readers + terms // TERMS_A_RULE
+
+
 def memory(model: PlacementModel) -> None:
     """Every device stays within its limit, and, if memory is the objective, within the objective."""
     if not model.relaxed and model.objective != "memory" and (not model.limited or not can_bind(model.problem)):
         return
-    fixed = [_fixed(model, device) for device in model.devices]
-    if model.problem.training:
-        _training(model, fixed)
-    else:
-        _inference(model, fixed)
+    moments = Moments(model.problem, model.nodes, model.byte_unit)
+    for device in model.placed:
+        fixed, limit = _fixed(model, device), model.problem.devices[device].usable_bytes
+        write = _training if model.problem.training else _inference
+        write(model, moments, device, fixed, 0 if model.objective == "memory" else limit)
 
 
 def can_bind(problem: Problem) -> bool:
     """Whether some device could be over its limit: it cannot where all layers fit at once."""
-    return use_of_all(problem) > min(device.usable_bytes for device in problem.devices)
+    limit = min(device.usable_bytes for device in problem.devices)
+    if sum(state_bytes(problem, layer) for layer in problem.layers) > limit:
+        return True
+    return use_of_all(problem) > limit
 
 
 def holds_state_alone(problem: Problem) -> bool:
@@ -120,27 +139,17 @@ class _OnDevice:
         return self._model.on(node, self._device)
 
 
-def _training(model: PlacementModel, fixed: Sequence[Term]) -> None:
-    """The state, what further micro-batches keep, and the worst moment of one."""
-    problem, nodes = model.problem, model.nodes
-    for device in model.placed:
-        if problem.recorded and problem.recompute[device] == "never":
-            _recorded(model, device, fixed[device])
-            continue
-        limit = 0 if model.objective == "memory" else problem.devices[device].usable_bytes
-        place = _OnDevice(model, device)
-        kept, moment = moment_of_training(place, problem, nodes, model.byte_unit, limit)
+def _training(model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int) -> None:
+    """The state; what further micro-batches keep, and the worst moment of one, or what recorded passes have."""
+    place = _OnDevice(model, device)
+    if model.problem.recorded and model.problem.recompute[device] == "never":
+        each, landing, shared = moments.recorded(place, limit_bytes)
         for flight, given in _in_flight(model, device):
-            _within(model, device, fixed[device] + (flight - 1) * kept + moment, given)
-
-
-def _recorded(model: PlacementModel, device: int, fixed: Term) -> None:
-    """The state, what the passes of every micro-batch in flight have for themselves, and what they share."""
-    problem, limit = model.problem, model.problem.devices[device].usable_bytes
-    limit = 0 if model.objective == "memory" else limit
-    each, landing, shared = recorded(_OnDevice(model, device), problem, model.nodes, model.byte_unit, limit)
+            _within(model, device, fixed + flight * (each + (landing if flight > 1 else 0)) + shared, given)
+        return
+    kept, moment = moments.of_training(place, limit_bytes)
     for flight, given in _in_flight(model, device):
-        _within(model, device, fixed + flight * (each + (landing if flight > 1 else 0)) + shared, given)
+        _within(model, device, fixed + (flight - 1) * kept + moment, given)
 
 
 def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:
@@ -173,29 +182,8 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
 # Inference
 
 
-def _inference(model: PlacementModel, fixed: Sequence[Term]) -> None:
+def _inference(model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int) -> None:
     """At every step the values that are live on a device, and the workspace of the layer that runs there, fit."""
-    problem, nodes = model.problem, model.nodes
-    for device in model.devices:
-        _within(model, device, fixed[device])
-    for step, live_values in enumerate(_live_by_step(problem)):
-        workspace = model.units(problem.layers[step].forward_workspace_bytes)
-        for device in model.devices:
-            use: list[Term] = [fixed[device], workspace * model.on(nodes.node_of[step], device)]
-            for value_index in live_values:
-                value = problem.values[value_index]
-                holders = [reader for reader in value.readers if reader >= step]
-                live = model.any_on(nodes.of([*holders, value.source]), device)
-                if live is not None:
-                    use.append(model.units(value.held_bytes) * live)
-            if len(use) > 1:
-                _within(model, device, sum(use))
-
-
-def _live_by_step(problem: Problem) -> list[list[int]]:
-    """By step, the values that are live somewhere."""
-    live: list[list[int]] = [[] for _ in problem.layers]
-    for index, value in enumerate(problem.values):
-        for step in range(value.source, value.readers[-1] + 1):
-            live[step].append(index)
-    return live
+    _within(model, device, fixed)
+    for use in moments.of_inference(_OnDevice(model, device), limit_bytes):
+        _within(model, device, fixed + use)

@@ -39,11 +39,19 @@ RULES_A_SECOND = 40_000
 """About so many are written down and looked through in a second."""
 
 
-def worth_building(problem: Problem, nodes: Reduction, time_s: float = inf) -> bool:
-    """Whether the integer program of this problem is small enough to be written down, and solved, in this time."""
+def worth_building(problem: Problem, nodes: Reduction, time_s: float = inf, most: float = MOST_RULES) -> bool:
+    """Whether the integer program of this problem is small enough to be written down, and solved, in this time.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        time_s: the time that is left.
+        most: so many rules it may have, whatever the time.
+    """
     count, devices = len(nodes.nodes), len(problem.devices)
     pairs = devices if problem.one_link is None or len(problem.alike_devices()) > 1 else 1
-    return (count + len(problem.values)) * devices * pairs <= min(MOST_RULES, RULES_A_SECOND * time_s)
+    written = (count + len(problem.values)) * devices * pairs + memory_rules.rules_a_device(problem) * devices
+    return written <= min(most, RULES_A_SECOND * time_s)
 
 
 class PlacementModel:
@@ -333,7 +341,8 @@ def longest_ms(problem: Problem) -> float:
         max(problem.compute_ms(layer, device) for device in range(len(problem.devices)))
         for layer in range(len(problem.layers))
     )
-    links = [link for row in problem.links for link in row if link is not None]
+    given = (link for row in problem.links for link in row if link is not None)
+    links = {(link.bandwidth_bytes_per_s, link.latency_s): link for link in given}.values()
     for value in problem.values:
         for size in (value.bytes, value.gradient_bytes):
             slowest = max((link.transfer_ms(size) for link in links), default=0.0)

@@ -16,15 +16,16 @@ Recorded passes have memory of their own, so that forwards and backwards have a 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Protocol
 
 from ortools.sat.python import cp_model
 
-from placer.solver import memory
 from placer.solver.problem import Problem, Value
+from placer.solver.program.moment_rows import Row, rows_of_inference, rows_of_training, rows_recorded
 from placer.solver.reduce import Reduction
 
 Literal = cp_model.IntVar | None
@@ -47,55 +48,57 @@ class Place(Protocol):
         """1 if the node is there, else 0."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A step whose need may be the largest, forwards or backwards.
-
-    Attributes:
-        step: the layer.
-        forwards: which of its two steps.
-        workspace: the layer's, in bytes.
-        waiting: whether something can wait there meanwhile.
-    """
-
-    step: int
-    forwards: bool
-    workspace: int
-    waiting: bool
-
-
-def moment_of_training(
-    place: Place, problem: Problem, nodes: Reduction, unit: int, limit_bytes: int
-) -> tuple[Term, Term]:
-    """What one micro-batch keeps at a place, and what it needs there at its worst moment: at least, and in units.
+class Moments:
+    """The worst moments of the places of one program.
 
     Args:
-        place: a device or a stage.
-        problem: what is asked, in training.
+        problem: what is asked.
         nodes: its layers in nodes.
         unit: bytes are divided by it, and rounded down.
-        limit_bytes: steps that leave a device within this, whatever is on it, are left out.
     """
-    return _Moment(place, problem, nodes, unit).written(_rows(problem, nodes, limit_bytes))
 
+    def __init__(self, problem: Problem, nodes: Reduction, unit: int) -> None:
+        self._problem, self._nodes, self._unit = problem, nodes, unit
+        self._of_training = cache(partial(rows_of_training, problem, nodes))
+        self._recorded = cache(partial(rows_recorded, problem, nodes))
+        self._of_inference = cache(partial(rows_of_inference, problem))
 
-def recorded(place: Place, problem: Problem, nodes: Reduction, unit: int, limit_bytes: int) -> tuple[Term, Term, Term]:
-    """What recorded passes have at a place: at least, and in units, as ``memory.Recorded`` has it.
+    def of_training(self, place: Place, limit_bytes: int) -> tuple[Term, Term]:
+        """What one micro-batch keeps at a place, and what it needs there at its worst moment: at least, and in units.
 
-    Arguments are those of ``moment_of_training``.
+        Args:
+            place: a device or a stage.
+            limit_bytes: steps that leave a device within this, whatever is on it, are left out.
+        """
+        return self._at(place).written(self._of_training(limit_bytes))
 
-    Returns:
-        What each micro-batch has for itself; what it has beside where there are several; what they share.
-    """
-    moment = _Moment(place, problem, nodes, unit)
-    ahead, back = moment.written_recorded(_rows_recorded(problem, nodes, limit_bytes))
-    crossing, landing = _crossing(place, problem, nodes, unit)
-    shared = _of_layers(place, nodes, problem.step_bytes, unit)
-    if not problem.weights_apart:
-        return ahead + crossing, landing, shared + back
-    deferred = _of_layers(place, nodes, problem.deferred_bytes, unit)
-    shared += _largest(place, nodes, [size // unit for size in problem.weights_workspace_bytes])
-    return ahead + crossing + deferred + back, 0, shared
+    def recorded(self, place: Place, limit_bytes: int) -> tuple[Term, Term, Term]:
+        """What recorded passes have at a place: at least, and in units, as ``memory.Recorded`` has it.
+
+        Arguments are those of ``of_training``.
+
+        Returns:
+            What each micro-batch has for itself; what it has beside where there are several; what they share.
+        """
+        problem, nodes, unit = self._problem, self._nodes, self._unit
+        ahead, back = self._at(place).written_recorded(self._recorded(limit_bytes))
+        crossing, landing = _crossing(place, problem, nodes, unit)
+        shared = _of_layers(place, nodes, problem.step_bytes, unit)
+        if not problem.weights_apart:
+            return ahead + crossing, landing, shared + back
+        deferred = _of_layers(place, nodes, problem.deferred_bytes, unit)
+        shared += _largest(place, nodes, [size // unit for size in problem.weights_workspace_bytes])
+        return ahead + crossing + deferred + back, 0, shared
+
+    def of_inference(self, place: Place, limit_bytes: int) -> Iterator[Term]:
+        """What a place needs beside its state at each moment that may be its worst: at least, and in units.
+
+        Arguments are those of ``of_training``.
+        """
+        return self._at(place).of_inference(self._of_inference(limit_bytes))
+
+    def _at(self, place: Place) -> _Moment:
+        return _Moment(place, self._problem, self._nodes, self._unit)
 
 
 def _of_layers(place: Place, nodes: Reduction, sizes: Sequence[int], unit: int) -> Term:
@@ -107,12 +110,13 @@ def _of_layers(place: Place, nodes: Reduction, sizes: Sequence[int], unit: int) 
 def _largest(place: Place, nodes: Reduction, sizes: Sequence[int]) -> Term:
     """The largest of the sizes of the layers that are there."""
     by_node = [max(sizes[layer] for layer in layers) for layers in nodes.nodes]
-    if not any(by_node):
+    terms = [size * place.share(node) for node, size in enumerate(by_node) if size]
+    able = [term for term in terms if not _is_never(term)]
+    if not able:
         return 0
     largest = place.cp.new_int_var(0, max(by_node), "largest")
-    for node, size in enumerate(by_node):
-        if size:
-            place.cp.add(largest >= size * place.share(node))
+    for term in able:
+        place.cp.add(largest >= term)
     return largest
 
 
@@ -122,16 +126,22 @@ def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tu
     landing: Term = 0
     for value in problem.values:
         source = nodes.node_of[value.source]
-        readers = {nodes.node_of[reader] for reader in value.readers} - {source}
-        comes = [place.share(reader) - place.share(source) for reader in sorted(readers)]
+        made = place.share(source)
+        read = [place.share(reader) for reader in sorted({nodes.node_of[one] for one in value.readers} - {source})]
         here, back = value.held_bytes // unit, value.gradient_bytes // unit
         lands = 0 if problem.weights_apart else back
-        if readers and (here or lands):
+        comes = [one - made for one in read if not _is_never(one)]
+        if comes and (here or lands):
             enters = _at_least(place, comes)
             crossing, landing = crossing + here * enters, landing + lands * enters
-        if readers and back:
-            crossing += back * _at_least(place, [-one for one in comes])
+        if read and back and not _is_never(made):
+            crossing += back * _at_least(place, [made - one for one in read])
     return crossing, landing
+
+
+def _is_never(term: Term) -> bool:
+    """Whether the term is the number 0: of what cannot be there."""
+    return isinstance(term, int) and term == 0
 
 
 def _at_least(place: Place, terms: Sequence[Term]) -> cp_model.IntVar:
@@ -140,67 +150,6 @@ def _at_least(place: Place, terms: Sequence[Term]) -> cp_model.IntVar:
     for term in terms:
         place.cp.add(literal >= term)
     return literal
-
-
-def _rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[_Row]:
-    """The steps that may need the most, in order, each of the two ways for itself."""
-    everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
-    moments = memory.moments_recorded(problem, everything)
-    chunks = problem.request.chunks
-    all_bytes = memory.footprint(problem, everything).total_bytes(chunks)
-    all_bytes += 2 * chunks * memory.most_crossing_bytes(problem)
-    waits = _may_wait(problem)
-    rows = []
-    for forwards in (True, False):
-        steps = [moment[not forwards] for moment in moments]
-        often = chunks if forwards or problem.weights_apart else 1
-        beside = all_bytes - often * max(0, *map(sum, steps))
-        before = [-1 if forwards else 0] * len(nodes.nodes)
-        # Of a node's steps the last one has kept the most forwards, the first one has the most to leave backwards.
-        for step in reversed(range(len(steps))) if forwards else range(len(steps)):
-            node, need = nodes.node_of[step], steps[step][1]
-            wait = waits[not forwards][step]
-            if need + wait > before[node] and beside + often * sum(steps[step]) > limit_bytes:
-                rows.append(_Row(step, forwards, need, wait > 0))
-            before[node] = max(before[node], need)
-    return sorted(rows, key=lambda row: row.step)
-
-
-def _rows(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[_Row]:
-    """The steps that may need the most, in order."""
-    everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
-    kept = memory.kept_by_step(problem, everything)
-    moments = memory.moments_of_training(problem, everything, kept)
-    use = memory.footprint(problem, everything)
-    further = (problem.request.chunks - 1) * use.kept_bytes
-    beside = use.one.total_bytes + further - use.one.activation_bytes - use.one.workspace_bytes
-    waits = _may_wait(problem)
-    later = [0] * len(nodes.nodes)
-    rows = []
-    for step in reversed(range(len(problem.layers))):
-        layer, node = problem.layers[step], nodes.node_of[step]
-        # A device that may recompute may also not, and let the halves of its backward pass run apart.
-        least = problem.back_workspace_bytes[step]
-        needs = (layer.forward_workspace_bytes, min(layer.backward_workspace_bytes, least))
-        for forwards in (False, True):
-            there, need, wait = moments[step][not forwards], needs[not forwards], waits[not forwards][step]
-            # A later step of the same node, or the other one of this, keeps no less.
-            if need + wait > later[node] and beside + sum(there) > limit_bytes:
-                rows.append(_Row(step, forwards, need, wait > 0))
-            later[node] = max(later[node], need)
-    return rows[::-1]
-
-
-def _may_wait(problem: Problem) -> tuple[list[int], list[int]]:
-    """By step, the most bytes of values that may wait there, and of gradients."""
-    values: Counter[int] = Counter()
-    gradients: Counter[int] = Counter()
-    for value in problem.values:
-        memory.between(values, value.source + 1, value.readers[-1], value.held_bytes)
-        memory.between(gradients, value.source + 1, value.readers[-1], value.gradient_bytes)
-        memory.between(gradients, value.rest_from, value.rest_until, value.rest_bytes)
-    steps = range(len(problem.layers))
-    return memory.sums(values, steps), memory.sums(gradients, steps)
 
 
 @dataclass
@@ -216,6 +165,8 @@ class _Sum:
 
     def add(self, step: int, size: int, term: Term) -> None:
         """So much more from a step on, where the term is 1."""
+        if _is_never(term):
+            return
         self.terms.setdefault(step, []).append(size * term)
         self.most += max(size, 0)
 
@@ -238,7 +189,7 @@ class _Moment:
         self._cp = place.cp
         self._either: dict[tuple[int, int], cp_model.IntVar] = {}
 
-    def written(self, rows: Sequence[_Row]) -> tuple[Term, Term]:
+    def written(self, rows: Sequence[Row]) -> tuple[Term, Term]:
         """The variables ``kept`` and ``moment``."""
         there, back, kept = (_Sum(self._cp) for _ in range(3))
         for step, layer in enumerate(self._problem.layers):
@@ -263,11 +214,11 @@ class _Moment:
         if any(steps):  # of the optimizer, after all passes
             share = self._place.share
             self._cp.add(moment >= sum(size * share(self._nodes.node_of[layer]) for layer, size in enumerate(steps)))
-        for row in rows:
-            self._add_row(moment, row, (there if row.forwards else back).at(row.step))
+        for row, here in self._able(rows):
+            self._add_row(moment, row, here, (there if row.forwards else back).at(row.step))
         return all_kept, moment
 
-    def written_recorded(self, rows: Sequence[_Row]) -> tuple[Term, Term]:
+    def written_recorded(self, rows: Sequence[Row]) -> tuple[Term, Term]:
         """Two variables: the worst moment forwards, and that backwards."""
         there, back = _Sum(self._cp), _Sum(self._cp)
         for step, layer in enumerate(self._problem.layers):
@@ -285,19 +236,45 @@ class _Moment:
             mine = [row for row in rows if row.forwards == forwards]
             most = held.most + max((row.workspace for row in mine), default=0) // self._unit
             moment = self._cp.new_int_var(0, most, "moment")
-            for row in mine:
-                self._add_row(moment, row, held.at(row.step), may_fall=not forwards)
+            for row, here in self._able(mine):
+                self._add_row(moment, row, here, held.at(row.step), may_fall=not forwards)
             if forwards:  # what is kept, and what is sent, stays when the pass is over
                 self._cp.add(moment >= held.at(len(self._problem.layers)))
             worst.append(moment)
         return worst[0], worst[1]
 
-    def _add_row(self, moment: cp_model.IntVar, row: _Row, held: Term, may_fall: bool = False) -> None:
+    def of_inference(self, rows: Sequence[Row]) -> Iterator[Term]:
+        """What is live, and the workspace: at each step, wherever its layer is, as values arrive then."""
+        changes: dict[int, list[tuple[int, Literal]]] = defaultdict(list)
+        for index, value in enumerate(self._problem.values):
+            for step, literal in self._live(value) if value.held_bytes // self._unit else ():
+                changes[step].append((index, literal))
+        live: dict[int, Term] = {}
+        done = 0
+        for row in rows:
+            news = [change for step in range(done, row.step + 1) for change in changes[step]]
+            done = row.step + 1
+            for index, literal in news:
+                if literal is None:
+                    live.pop(index, None)
+                else:
+                    live[index] = self._problem.values[index].held_bytes // self._unit * literal
+            here = self._place.share(self._nodes.node_of[row.step])
+            if news or not _is_never(here):
+                yield cp_model.LinearExpr.sum([*live.values(), row.workspace // self._unit * here])
+
+    def _able(self, rows: Iterable[Row]) -> Iterator[tuple[Row, cp_model.IntVar]]:
+        """Those of layers that can be there, each with the literal that holds if it is."""
+        for row in rows:
+            here = self._here(row.step)
+            if here is not None:
+                yield row, here
+
+    def _add_row(
+        self, moment: cp_model.IntVar, row: Row, here: cp_model.IntVar, held: Term, may_fall: bool = False
+    ) -> None:
         """If the layer is there, the moment is no less than what is held at its step and its workspace."""
         node, workspace = self._nodes.node_of[row.step], row.workspace // self._unit
-        here = self._place.here(node)
-        if here is None:
-            return
         if row.waiting or may_fall:  # what is held at its step counts where the layer is
             self._cp.add(moment >= held + workspace).only_enforce_if(here)
         else:  # what is kept up to a step is never more than what is kept in all
@@ -316,6 +293,12 @@ class _Moment:
 
     # What holds from a step on
 
+    def _live(self, value: Value) -> Iterator[tuple[int, Literal]]:
+        """In inference: a reader that has yet to run is there, or the source, until the last one has run."""
+        readers = value.readers
+        *later, _ = self._prefixes((value.source, *reversed(readers)))[::-1]
+        yield from zip((value.source, *(reader + 1 for reader in readers)), (*later, None), strict=True)
+
     def _held(self, value: Value) -> Iterator[tuple[int, Literal]]:
         """Forwards: a layer that keeps the value is there, or one that reads it later."""
         if value.source in value.keepers:
@@ -330,6 +313,8 @@ class _Moment:
     def _own(self, value: Value) -> Iterator[tuple[int, Literal]]:
         """Forwards, of recorded passes: the same where the value is made, or it is sent, until the pass is over."""
         source = self._here(value.source)
+        if source is None:
+            return
         sent = self._sent(value) if value.held_bytes // self._unit else None
         for step, held in self._held(value):
             own = self._both(source, held)
@@ -341,9 +326,9 @@ class _Moment:
         source, readers = node_of[value.source], {node_of[reader] for reader in value.readers}
         keepers = {node_of[keeper] for keeper in value.keepers}
         others = sorted(readers - {source})
-        if source in keepers or not others:
-            return None
         share = self._place.share
+        if source in keepers or not others or _is_never(share(source)):
+            return None
         kept = sum(share(keeper) for keeper in sorted(keepers))
         return _at_least(self._place, [share(source) - share(reader) - kept for reader in others])
 

@@ -22,10 +22,11 @@ def values_need_links(model: PlacementModel) -> None:
     """A value, and its gradient, passes only where there is a link."""
     problem, nodes = model.problem, model.nodes
     refused = set()
-    for value in problem.values:
+    missing = [(a, b) for a, b in _pairs(model) if None in (problem.links[a][b], problem.links[b][a])]
+    for value in problem.values if missing else ():
         source = nodes.node_of[value.source]
         for reader in nodes.of(value.readers) - {source}:
-            for device, other in _pairs(model):
+            for device, other in missing:
                 if not problem.linked(value, device, other):
                     refused.add((source, reader, device, other))
     for source, reader, device, other in sorted(refused):

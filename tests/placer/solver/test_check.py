@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from small_requests import examples, small_requests
 
 from placer.errors import PlacementError
-from placer.schema import Infeasibility
+from placer.schema import Constraints, Infeasibility
 from placer.solver.check import check
 from placer.solver.problem import Problem
 from placer.solver.solve import Portfolio, solve
@@ -74,6 +74,16 @@ def test_a_wrong_claim_is_caught(answered, changes):
     request, placement = answered
     with pytest.raises(PlacementError):
         check(request, placement.model_copy(update=changes))
+
+
+def test_a_free_placement_that_is_called_contiguous_is_caught(chain):
+    """Its last layer is fed by two devices that feed each other."""
+    pinned = {"l0": "d0", "l1": "d1", "l2": "d0", "l3": "d2"}
+    request = chain([1, 1, 1, 1], devices=3, constraints=Constraints(pinned=pinned))
+    placement = solve(request)
+    assert not placement.contiguous
+    with pytest.raises(PlacementError, match=r"round between \['d0', 'd1', 'd2'\]"):
+        check(request, placement.model_copy(update={"contiguous": True}))
 
 
 def test_a_wrong_single_device_is_caught(answered):

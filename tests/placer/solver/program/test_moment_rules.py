@@ -1,14 +1,16 @@
 """The worst moment in the integer programs: with every layer pinned, exactly what the cost model says."""
 
 from dataclasses import replace
+from itertools import permutations
 from random import Random
 
 import pytest
 
-from placer.schema import Cluster, Constraints, Device, Layer, PlacementRequest, Profile
+from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import costs
 from placer.solver.contiguous.stages import StageModel
 from placer.solver.problem import Problem
+from placer.solver.program import memory_rules
 from placer.solver.program.cpsat import Limits
 from placer.solver.program.model import PlacementModel
 from placer.solver.reduce import reduced
@@ -36,6 +38,55 @@ def test_the_smallest_memory_over_nodes_and_devices_is_that_of_the_assignment(se
         problem, result = pinned(training_problem(random, schedule=schedule), random)
         answer = PlacementModel(problem, reduced(problem)).solve(Limits(60))
         assert answer.bound == pytest.approx(max(use.total_bytes for use in result.memory), rel=1e-12)
+
+
+def in_inference(problem):
+    return Problem.from_request(problem.request.model_copy(update={"training": False}))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_inference_it_is_that_of_the_assignment_too(seed, training_problem):
+    random = Random(seed)
+    for _ in range(25):
+        problem, result = pinned(in_inference(training_problem(random)), random)
+        answer = PlacementModel(problem, reduced(problem)).solve(Limits(60))
+        assert answer.bound == pytest.approx(max(use.total_bytes for use in result.memory), rel=1e-12)
+
+
+@pytest.mark.parametrize("contiguous", [False, True], ids=["free", "contiguous"])
+@pytest.mark.parametrize("seed", range(5))
+def test_inference_fits_in_what_the_assignment_needs_and_not_in_a_byte_less(seed, contiguous, training_problem):
+    """Also where the bottleneck that is known leaves nodes few stages."""
+    random = Random(seed)
+    for _ in range(10):
+        drawn = replace(in_inference(training_problem(random, objective="throughput")), contiguous=contiguous)
+        problem, result = pinned(drawn, random)
+        need = max(use.total_bytes for use in result.memory)
+        for limit in range(max(0, need - 1), need + 1):
+            limited = with_limit(problem, limit)
+            model = PlacementModel(limited, reduced(limited), upper=result.objective_value)
+            assert model.solve(Limits(60)).infeasible == (limit < need)
+
+
+def rules_of_a_value_that_is_read_by(readers):
+    """The number of constraints of four devices for one value, in inference."""
+    names = [f"l{index}" for index in range(readers + 1)]
+    layers = [Layer(name=name, forward_ms={"t": 1}) for name in names]
+    edges = [Edge(source="l0", targets=names[1:], bytes=1)]
+    devices = [Device(name=name, type="t", memory_bytes=1) for name in "abcd"]
+    links = [Link(source=a, target=b, bandwidth_bytes_per_s=1) for a, b in permutations("abcd", 2)]
+    profile = Profile(layers=layers, edges=edges, cluster=Cluster(devices=devices, links=links))
+    rules = Constraints(contiguous=False)
+    problem = Problem.from_request(PlacementRequest(profile=profile, objective="memory", constraints=rules))
+    model = PlacementModel(problem, reduced(problem))
+    return len(model.cp.proto.constraints), memory_rules.rules_a_device(problem)
+
+
+def test_rules_of_a_value_grow_as_its_readers_and_not_as_their_square():
+    few, counted_few = rules_of_a_value_that_is_read_by(40)
+    many, counted_many = rules_of_a_value_that_is_read_by(80)
+    assert 1.9 * few < many < 2.1 * few
+    assert 1.9 * counted_few < counted_many < 2.1 * counted_few
 
 
 def test_a_step_counts_at_which_nothing_but_a_gradient_of_tied_parameters_waits():
@@ -74,7 +125,7 @@ def test_stages_fit_in_what_the_assignment_needs_and_not_in_a_byte_less(seed, tr
         problem, result = pinned(training_problem(random, objective="throughput"), random)
         need = max(use.total_bytes for use in result.memory)
         for limit, infeasible in ((need, False), (need - 1, True)):
-            if limit >= 0:
+            for upper in (1000.0, result.objective_value) if limit >= 0 else ():  # the latter leaves nodes few stages
                 limited = with_limit(problem, limit)
-                answer = StageModel(limited, reduced(limited), upper=1000.0).solve(Limits(60))
+                answer = StageModel(limited, reduced(limited), upper=upper).solve(Limits(60))
                 assert answer.infeasible == infeasible
