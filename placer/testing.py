@@ -36,7 +36,13 @@ _ANYWHERE = -2
 """Of a tensor that autograd, or an operation made of others, made from nothing: it knows its device as a bare ``cpu``,
 so it joins what it meets."""
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
-_BETWEEN_DEVICES = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_copy_from"}
+_BETWEEN_DEVICES = {
+    "aten::copy_",
+    "aten::_to_copy",
+    "aten::set_",
+    "aten::_copy_from",
+    "aten::_has_compatible_shallow_copy_type",
+}
 _LENGTHS = {"aten::_pack_padded_sequence": 1, "aten::_pack_padded_sequence_backward": 2}
 """Which argument of these is on the host, on GPUs too."""
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -128,7 +134,9 @@ class _Tags:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """The storage of a tensor; of a sparse one, that of its values."""
+    """The storage of a tensor; of a sparse one, that of its values; inside ``torch.func``, that of what it wraps."""
+    while devices.is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return (tensor._values() if tensor.layout == torch.sparse_coo else tensor).untyped_storage()
 
 

@@ -17,7 +17,7 @@ from placer.devices.memory import (
     peak_bytes,
     release_cache,
 )
-from placer.devices.moving import copy, fill, location, move, same, staged, write
+from placer.devices.moving import copy, fill, is_transformed, location, move, same, staged, write
 from placer.devices.names import (
     CPU,
     DeviceLike,
@@ -79,6 +79,7 @@ __all__ = [
     "has_detour",
     "host_buffer",
     "host_name",
+    "is_transformed",
     "keep_random_state",
     "library_bytes",
     "location",

@@ -29,10 +29,15 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     source = location(tensor)
     if same(source, device):
         return tensor
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (tensor.requires_grad or is_transformed(tensor)):
         moved: Tensor = _Move.apply(tensor, source, device)  # type: ignore[no-untyped-call]
         return moved
     return copy(tensor, device)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether it stands for another one inside ``torch.func``, as ``vmap`` has it; such a one hides its gradient."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def copy(tensor: Tensor, device: torch.device) -> Tensor:

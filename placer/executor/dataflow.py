@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -76,6 +78,7 @@ class DataFlow(PipelinedRuns):
             as the order needs where there are other segments than so many. Free to be edited.
         gradients_wait: whether the next training step adds to the gradients that are there.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
+        lock: held by the thread whose call or stream runs.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class DataFlow(PipelinedRuns):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
+        self.lock = RLock()
         if not isinstance(module, nn.Module):
             raise InputError(f"DataFlow takes an nn.Module, not {type(module).__name__}")
         self.module = module
@@ -109,9 +113,10 @@ class DataFlow(PipelinedRuns):
         self._home = Home(module)
         self._granularity: Granularity = "fine" if fine_grained else "submodule"
         self.layer_gpus: OrderedDict[str, DeviceLike] = self._default_map()
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._program = Program(module)
         self._assignment: Assignment | None = None
+        self._places: list[torch.device] = []
         self._plans: dict[Capture, tuple[LayerGraph, list[Segment]]] = {}
         self._hooks = HookPath(module)
         self._streams = Streams(self)
@@ -136,7 +141,8 @@ class DataFlow(PipelinedRuns):
         Args:
             placement: sets ``layer_gpus``, the granularity, ``chunks``, the schedule, ``recompute`` and ``in_flight``
                 first.
-            optimizer: one that already holds state for the parameters; its state moves with them, now and later.
+            optimizer: one that already holds state for the parameters; its state moves with them, now and later, as
+                that of the optimizers of training steps does.
 
         Raises:
             PlacementError: the placement has no layers, or names layers or devices that are not there, or there is no
@@ -154,22 +160,25 @@ class DataFlow(PipelinedRuns):
         assignment = Assignment(places, self.output_device)
         self._devices = list(dict.fromkeys([*self._devices, *places.values()]))
         self.device_ids = [device.index for device in self._devices]
-        if optimizer is not None:
-            self._optimizer = optimizer
-        if self._clones is None:
-            move_state(self.module, assignment.of_state, self._optimizer)
-            if self.clear_cache:
-                devices.release_cache()
-        self._hooks.leave()
-        self._assignment = assignment
-        self._forget_plans()
+        with self.lock:
+            if self._clones is None:
+                if optimizer is not None:
+                    self._optimizers.discard(optimizer)  # so that what it was given meanwhile is brought, too
+                    self.follow(optimizer)
+                move_state(self.module, assignment.of_state, self._optimizers)
+                if self.clear_cache:
+                    devices.release_cache()
+            self._hooks.leave()
+            self._assignment = assignment
+            self._forget_plans()
 
     def undo(self) -> None:
         """Bring every parameter, gradient, buffer and flag back to where it was before the flow was made."""
-        self._hooks.leave()
-        self._home.restore(self.module, self._optimizer)
-        self._assignment = None
-        self._forget_plans()
+        with self.lock:
+            self._hooks.leave()
+            self._home.restore(self.module, self._optimizers)
+            self._assignment = None
+            self._forget_plans()
         self._granularity = "fine" if self.fine_grained else "submodule"
         self.layer_gpus = self._default_map()
         self.chunks = 1
@@ -223,21 +232,31 @@ class DataFlow(PipelinedRuns):
         batch = batch_size(tensors)
         parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
-        with nothing_held():
-            captures, results = self._run_ahead(parts, inputs, weights)
-            if results is None:
-                captures = self._program.captures(parts, inputs)
+        with nothing_held(), self.lock:  # also while it runs: a GPU that records for one thread does nothing for others
+            captures, results = self._run_recorded(parts, inputs, weights)
             if captures is None:
                 return self._run_hooked((args, kwargs), parts, inputs, weights)
-            if results is None and self._can_be_streamed(weights):
-                results = self._repeated.run(captures, parts, weights)
+            plans = self._planned(captures) if results is None else [self._plan(captures[0])]
             if results is None:
-                results = self._run_captured(captures, parts)
+                deferred = self.deferred_batch_norm and self.module.training
+                results = call_captured(plans, parts, self.output_device, deferred)
         exported = captures[0].exported
-        result, left = joined(results, self._plan(captures[0])[0], weights, exported)
+        result, left = joined(results, plans[0][0], weights, exported)
         if exported.left is not None:
             exported.left.give_back((args, kwargs), tensors, left)
         return result
+
+    def _run_recorded(
+        self, parts: list[list[Any]], inputs: Structure, weights: list[int]
+    ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
+        """The captures of a call, None where it runs through hooks; and its results, if it is recorded."""
+        captures, results = self._run_ahead(parts, inputs, weights)
+        if results is None:
+            with torch.inference_mode(False):  # inside it, constants could not be trained with later
+                captures = self._program.captures(parts, inputs)
+        if results is None and captures is not None and self._can_be_streamed(weights):
+            results = self._repeated.run(captures, parts, weights)
+        return captures, results
 
     def _run_ahead(
         self, parts: list[list[Any]], inputs: Structure, weights: list[int]
@@ -252,11 +271,24 @@ class DataFlow(PipelinedRuns):
         """Whether micro-batches follow one another, none leaves a trace, and the map stays for a while."""
         return len(weights) > 1 and not (torch.is_grad_enabled() or self.module.training or self.enable_clone)
 
-    def _run_captured(self, captures: list[Capture], parts: list[list[Any]]) -> list[list[Any]]:
-        """Issue micro-batches operation by operation; their flattened results."""
+    def _planned(self, captures: list[Capture]) -> list[tuple[LayerGraph, list[Segment]]]:
+        """The segments of each micro-batch, whose state is in place."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._planned(captures)
         self._refresh_clones()
-        plans = [self._plan(capture) for capture in captures]
-        return call_captured(plans, parts, self.output_device, self.deferred_batch_norm and self.module.training)
+        self._bring_back()
+        return [self._plan(capture) for capture in captures]
+
+    def _bring_back(self) -> None:
+        """Move state to its layers again that somebody else moved: another flow of the model, or ``model.to``."""
+        if self._clones is None and self._assignment is not None and self._places != self._places_now():
+            move_state(self.module, self._assignment.of_state, self._optimizers)
+            self._plans.clear()
+            self._places = self._places_now()
+
+    def _places_now(self) -> list[torch.device]:
+        return [*map(devices.location, self.module.parameters()), *map(devices.location, self.module.buffers())]
 
     def _run_hooked(self, nest: Any, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
         """Through hooks: micro-batches one after another."""
@@ -268,6 +300,7 @@ class DataFlow(PipelinedRuns):
             )
         if self.deferred_batch_norm and self.module.training and len(parts) > 1:
             refuse_uncaptured(self.module, self.not_captured_because)
+        self._bring_back()
         try:
             results, structure, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
         except Exception:
@@ -304,7 +337,8 @@ class DataFlow(PipelinedRuns):
         graph = self._program.graph(capture, self._granularity)
         graph, places = stage_by_stage(graph, self._assignment.of_layers(graph))
         if self._clones is None:
-            settle(graph, places, self._optimizer)
+            settle(graph, places, self._optimizers)
+            self._places = self._places_now()
         return graph, places
 
     def weights(self, graph: LayerGraph) -> StateLookup:
@@ -325,6 +359,7 @@ class DataFlow(PipelinedRuns):
 
     def _forget_plans(self) -> None:
         self._plans.clear()
+        self._places = self._places_now()
         self._streams.clear()
         self._repeated = RepeatedCalls(self._streams)
 
@@ -378,11 +413,13 @@ class DataFlow(PipelinedRuns):
         """Without captures and clones, which are made again when needed."""
         state = dict(self.__dict__)
         state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = state["_streams"] = None
-        state["_repeated"] = None
+        state["_repeated"] = state["lock"] = state["_optimizers"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.lock = RLock()
+        self._optimizers = WeakSet()  # steps that were copied along bring theirs
         self._program = Program(self.module)
         self._hooks = HookPath(self.module)
         self._streams = Streams(self)

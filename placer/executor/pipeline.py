@@ -30,9 +30,9 @@ def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
             yield segment, tick - segment
 
 
-def _order(parts: Sequence[Segment], chunks: int) -> Iterable[tuple[int, int]]:
+def _order(parts: Sequence[Segment], chunks: int, gathered: bool) -> Iterable[tuple[int, int]]:
     """As ``clock``; one micro-batch after another where segments use what others change."""
-    if chunks == 1 or taken_in_turn(parts) is None:
+    if chunks == 1 or taken_in_turn(parts, gathered) is None:
         return clock(len(parts), chunks)
     return ((segment, chunk) for chunk in range(chunks) for segment in range(len(parts)))
 
@@ -52,7 +52,7 @@ def run(
     Raises:
         StageError: a layer failed.
     """
-    for segment, chunk in _order(pipeline[0], len(batches)):
+    for segment, chunk in _order(pipeline[0], len(batches), gather is not nullcontext):
         part, batch = pipeline[chunk][segment], batches[chunk]
         try:
             with gather(segment):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from placer.executor.inference import stream
 from placer.executor.inference.stage import Stage
 from placer.executor.inference.stream import Known, Streams
 from placer.executor.measure import measure_step, measure_stream
+from placer.executor.state.apply import bring_state
 from placer.executor.training.pipeline import Order
 from placer.executor.training.step import Flow, TrainStep
 from placer.executor.training.update import Update
@@ -34,6 +36,7 @@ class PipelinedRuns(nn.Module):
     chunks: int
     schedule: Schedule
     _streams: Streams
+    _optimizers: WeakSet[torch.optim.Optimizer]
 
     def train_step(
         self,
@@ -52,7 +55,7 @@ class PipelinedRuns(nn.Module):
                 passes when they are made: what changes from step to step, such as a weight, has to be in the target.
                 For a loss that does something else from now on, make another step.
             optimizer: any of torch's, stepped after every batch; None to leave that to the caller, who finds the
-                gradients in place.
+                gradients in place. Its state moves with the parameters, wherever the flow moves these.
             schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
                 gradients apart, while a device would wait. Where a device holds several segments, ``"interleaved"``
                 runs them in turn, and all others are fill-drain.
@@ -73,6 +76,12 @@ class PipelinedRuns(nn.Module):
         update = Update(optimizer, scaler, max_norm)
         order = self.schedule if schedule is None else schedule
         return TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile))
+
+    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Keep what an optimizer has for parameters where these are, from now on; None is none."""
+        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in self._optimizers:
+            bring_state(optimizer)
+            self._optimizers.add(optimizer)
 
     @property
     def compiled(self) -> dict[str, str]:

@@ -19,10 +19,6 @@ StateLookup = Callable[[str, torch.device], Tensor]
 """The tensor of a parameter, buffer or constant that a layer on this device is to use."""
 
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""What torch's own normalisations change, and do not read in their backward passes."""
-
-
 @dataclass
 class Step:
     """One layer on its device.
@@ -158,7 +154,7 @@ def segments(graph: LayerGraph, places: Sequence[torch.device], lookup: StateLoo
         private = tuple(
             index
             for index, name in enumerate(layer.state)
-            if name in layer.mutated and index not in foreign and (name in spread or not name.endswith(_STATISTICS))
+            if name in layer.mutated and index not in foreign and (name in spread or name not in layer.statistics)
         )
         result[-1].steps.append(Step(layer, device, state, foreign, private, tuple(names)))
     return result
@@ -179,24 +175,30 @@ def spread_state(graph: LayerGraph, places: Sequence[torch.device]) -> dict[str,
     return {name: found for name, found in users.items() if len(found) > 1}
 
 
-def read_back(layers: Iterable[Layer]) -> set[str]:
-    """State that layers change and that their backward passes may read, by name."""
-    return {name for layer in layers for name in layer.mutated if not name.endswith(_STATISTICS)}
+def read_back(layers: Sequence[Layer]) -> set[str]:
+    """State that layers change and that one of them reads for itself, perhaps in its backward pass, by name.
+
+    Args:
+        layers: all of a graph.
+    """
+    changed = {name for layer in layers for name in layer.mutated}
+    return {name for layer in layers for name in changed.intersection(layer.state) if name not in layer.statistics}
 
 
-def taken_in_turn(parts: Sequence[Segment]) -> str | None:
+def taken_in_turn(parts: Sequence[Segment], gathered: bool = False) -> str | None:
     """State that a segment changes and another one uses, by name: no micro-batch may begin before the last one's end.
 
-    Else it would find there what later micro-batches left. Statistics of normalisations are no such state: nothing
-    reads them while they change.
+    Else it would find there what later micro-batches left.
 
     Args:
         parts: the segments of a graph.
+        gathered: whether running statistics change after the batch, by what all micro-batches had.
 
     Returns:
         The name of one; None where there is none.
     """
-    changed = read_back(step.layer for part in parts for step in part.steps)
+    layers = [step.layer for part in parts for step in part.steps]
+    changed = read_back(layers) if gathered else {name for layer in layers for name in layer.mutated}
     if not changed:
         return None
     users: dict[str, set[int]] = {}

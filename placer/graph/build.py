@@ -206,6 +206,7 @@ class Builder:
             module_type=self._module_type(names[0].partition("@")[0]),
             state=tuple(draft.state),
             mutated=tuple(name for name in draft.state if name in self._mutated),
+            statistics=self._statistics(draft),
             reads=tuple(node.name for node in draft.reads),
             writes=tuple(node.name for node in draft.writes),
             function=_runner(program.forward, self._exported.device.type, has_regions),
@@ -214,6 +215,18 @@ class Builder:
             random=any(draws_random(node) for node in draft.group.nodes),
             told_by_signature=all(_is_known(node.target) for node in draft.group.nodes),
         )
+
+    def _statistics(self, draft: _Draft) -> tuple[str, ...]:
+        """State that the layer uses for running statistics of torch's normalisations alone, or to count batches."""
+        gathered, read = set[str](), {node for node in draft.writes if node.op == "get_attr"}
+        others = {self._state.name_of[node] for node in read if node in self._state.name_of}
+        for node in draft.group.nodes:
+            running = node.args[3:5] if updates_running_statistics(node) else ()
+            for source in node.all_input_nodes:
+                if source in self._state.name_of:
+                    only = source in running or _counts(node)
+                    (gathered if only else others).add(self._state.name_of[source])
+        return tuple(name for name in draft.state if name in self._mutated and name in gathered - others)
 
     def _module_type(self, path: str) -> str:
         try:
@@ -322,6 +335,12 @@ def _mutated(graph: fx.Graph, state: State) -> set[str]:
         for target in written(node):
             mutated.update(state.name_of[root] for root in roots.get(target, {target}) if root in state.name_of)
     return mutated
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether it adds a number to what nobody reads: a counter of batches."""
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name == "aten::add_" and not node.users and not isinstance(node.args[1], fx.Node)
 
 
 def _gradients(graph: fx.Graph, state: State) -> dict[fx.Node, bool]:

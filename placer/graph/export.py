@@ -258,7 +258,9 @@ def _batch_symbol(graph: fx.Graph) -> Any:
     """The symbol of the batch size, which is that of the same input as ``batch_size``; None where it is fixed."""
     shapes = (node.meta["val"].shape for node in graph.nodes if node.op == "placeholder")
     size = next((shape[0] for shape in shapes if len(shape)), None)
-    return size.node.expr if isinstance(size, torch.SymInt) else None
+    if not isinstance(size, torch.SymInt) or size.node.expr.is_number:  # what is known is written so too
+        return None
+    return size.node.expr
 
 
 def _has_effect(node: fx.Node) -> bool:

@@ -147,6 +147,8 @@ def _writes_in_place(
             is_input = any(root.op == "placeholder" for root in family)
             relatives = [node for node, of in roots.items() if of & family]
             makers = _makers(relatives, write, units, place)
+            if is_state:  # what goes from layer to layer may be a copy, to which no layer's write would be seen
+                merges.append(_viewed_in(target, units) | {units[write]})
             derived = _derived(write)
             for reader, alias in _readers(relatives):
                 if reader is write or alias in derived or reader in derived:
@@ -158,6 +160,8 @@ def _writes_in_place(
                     continue
                 if place[reader] < place[write]:
                     ordering.add((units[reader], units[write]))
+                elif is_state and (viewed := _viewed_in(alias, units) - {units[write]}):
+                    merges.append(viewed | {units[write], units[reader]})
                 elif is_state or (makers == {units[write]} and not is_input):
                     ordering.add((units[write], units[reader]))  # what is sent leaves when the layer has run
                 else:
@@ -175,7 +179,7 @@ def _leave_where_it_is(operations: list[fx.Node], units: dict[fx.Node, str]) -> 
     for node in operations:
         for target in written(node):
             state = origin.get(target, target)
-            if state.op == "get_attr" and node.args and node.args[0] is target:
+            if state.op == "get_attr" and _returns(node, target):
                 writes[state].append(node)
                 origin[node] = state
     for state, found in writes.items():
@@ -186,6 +190,16 @@ def _leave_where_it_is(operations: list[fx.Node], units: dict[fx.Node, str]) -> 
 
 def _makers(relatives: list[fx.Node], write: fx.Node, units: dict[fx.Node, str], place: dict[fx.Node, int]) -> set[str]:
     return {units[node] for node in relatives if node in units and place[node] < place[write]}
+
+
+def _viewed_in(alias: fx.Node, units: dict[fx.Node, str]) -> set[str]:
+    """The layers in which a view of state was made, step by step; none for the state itself."""
+    lineage, stack = {alias}, [alias]
+    while stack:
+        news = set(_aliased(stack.pop())) - lineage
+        lineage |= news
+        stack.extend(news)
+    return {units[node] for node in lineage if node in units}
 
 
 def storage_roots(operations: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
@@ -237,10 +251,22 @@ def _flat(given: object) -> Iterable[object]:
 
 def _redirect(target: fx.Node, write: fx.Node, place: dict[fx.Node, int]) -> None:
     """Let what reads ``target`` after the write read its result, where the result is the written value itself."""
-    if target.op == "get_attr" or not write.args or write.args[0] is not target:
+    if target.op == "get_attr" or not _returns(write, target):
         return
     later = {user for user in target.users if place[user] > place[write]}
     target.replace_all_uses_with(write, delete_user_cb=later.__contains__)
+
+
+def _returns(write: fx.Node, target: fx.Node) -> bool:
+    """Whether the result of a write is what it wrote to, given by place or as ``out``."""
+    assert isinstance(write.target, torch._ops.OpOverload)
+    results = [result.alias_info for result in write.target._schema.returns]
+    if len(results) != 1 or results[0] is None:
+        return False
+    return any(
+        given is target and argument.alias_info is not None and argument.alias_info.before_set == results[0].before_set
+        for argument, given in _arguments(write)
+    )
 
 
 def _derived(write: fx.Node) -> set[fx.Node]:

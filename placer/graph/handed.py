@@ -7,20 +7,24 @@ states.append(x)            # on the way through hooks the list is the caller's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
+from placer import devices
 from placer.graph.grouping import storage_roots, written
 from placer.graph.structure import (
     CONSTANTS,
     NUMBERS,
     Structure,
     attributes_of,
+    flatten,
     flatten_inputs,
     holds_nothing,
     parts_of,
@@ -151,9 +155,14 @@ class Exchange:
         self._other = other
         self._done: list[tuple[Callable[[], Any], Callable[[Any], None], Any, Any]] = []
         self._moved: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._wholes: dict[int, Tensor] = {}
 
-    def made(self, nest: Any, above: tuple[int, ...] = ()) -> Any:
+    def made(self, nest: Any) -> Any:
         """The nest, or, of tuples, another one with the same parts."""
+        self._wholes.update(_wholes(flatten(nest)[0]))
+        return self._made(nest, ())
+
+    def _made(self, nest: Any, above: tuple[int, ...]) -> Any:
         if isinstance(nest, Tensor):
             return self._tensor(nest)
         if isinstance(nest, (*CONSTANTS, *NUMBERS)) or id(nest) in above or holds_nothing(nest):
@@ -161,7 +170,7 @@ class Exchange:
         above = (*above, id(nest))
         if isinstance(nest, tuple):
             _, children, assemble = parts_of(nest) or ([], [], tuple)
-            items = [self.made(child, above) for child in children]
+            items = [self._made(child, above) for child in children]
             return nest if all(map(is_, items, children)) else assemble(items)
         if isinstance(nest, (list, dict)):
             for place, was in list(enumerate(nest) if isinstance(nest, list) else nest.items()):
@@ -174,14 +183,15 @@ class Exchange:
     def _tensor(self, was: Tensor) -> Tensor:
         """The one that takes its place, the same wherever it is."""
         if id(was) not in self._moved:
-            now = self._other(was)
+            whole = self._wholes.get(id(was), was)
+            now = self._other(was) if whole is was else _part(was, whole, self._tensor(whole))
             if now is was:
                 return was
             self._moved[id(was)] = was, now, _writes(now)
         return self._moved[id(was)][1]
 
     def _put(self, was: Any, above: tuple[int, ...], read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-        now = self.made(was, above)
+        now = self._made(was, above)
         if now is not was:
             write(now)
             self._done.append((read, write, was, now))
@@ -198,10 +208,44 @@ class Exchange:
                 write(was)
 
 
+def _wholes(tensors: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
+    """For each tensor that lies in another one, or in what both are parts of: which that is.
+
+    What is written to the one is then seen in the other. That is itself one of the tensors, or no larger than they are
+    together, so that no more is moved than without it.
+    """
+    together: dict[int, dict[int, Tensor]] = defaultdict(dict)
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not devices.is_transformed(tensor):
+            together[tensor.untyped_storage()._cdata][id(tensor)] = tensor
+    for parts in (list(found.values()) for found in together.values() if len(found) > 1):
+        bases = [part._base for part in parts if part._base is not None]
+        whole = max([*parts, *bases], key=Tensor.numel)
+        if whole.numel() <= sum(map(Tensor.numel, parts)) and all(_lies_in(part, whole) for part in parts):
+            yield from ((id(part), whole) for part in parts)
+
+
+def _lies_in(part: Tensor, whole: Tensor) -> bool:
+    """Whether the elements of the one are elements of the other, which has no gaps."""
+    first = part.storage_offset() - whole.storage_offset()
+    last = first + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+    return part.dtype == whole.dtype and whole.is_contiguous() and 0 <= first and last < whole.numel()
+
+
+def _part(part: Tensor, whole: Tensor, moved: Tensor) -> Tensor:
+    """What a tensor is to another one that it lies in, of a copy of that."""
+    if moved is whole:
+        return part
+    related = part._base is not None and (part._base is whole or part._base is whole._base)
+    if not related or part.requires_grad != whole.requires_grad:
+        moved = moved.detach()  # no gradient flows from the one to the other
+    return moved.as_strided(part.shape, part.stride(), part.storage_offset() - whole.storage_offset())
+
+
 def _write(tensor: Tensor, value: Tensor) -> None:
     """Give a tensor other values, and their gradients; none to a leaf that has one, as torch lets no forward do."""
     if not (tensor.is_leaf and tensor.requires_grad):
-        tensor.copy_(value)
+        tensor.copy_(devices.move(value, devices.location(tensor)))
 
 
 def _writes(tensor: Tensor) -> int:

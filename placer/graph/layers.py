@@ -57,7 +57,9 @@ class Layer:
         modules: the module paths that it covers: one, or several where a cycle was merged.
         module_type: the class of the module, for people.
         state: names of the parameters and buffers that it uses, in the order of ``function``'s ``state``.
-        mutated: those of ``state`` that it changes in place (running statistics).
+        mutated: those of ``state`` that it changes in place.
+        statistics: those of them that are a normalisation's running statistics and their counters, and nothing else
+            here: it changes them and does not read them.
         reads: names of the values that it reads, in the order of ``function``'s ``reads``.
         writes: names of the values that it makes, in the order of ``function``'s result.
         function: computes ``writes`` from ``state`` and ``reads`` on one device.
@@ -80,6 +82,7 @@ class Layer:
     random: bool = False
     told_by_signature: bool = True
     program: fx.Graph | None = None
+    statistics: tuple[str, ...] = ()
 
 
 @dataclass

@@ -195,3 +195,27 @@ def bert() -> Case:
     inputs = {"input_ids": torch.randint(30, (4, 8)), "attention_mask": mask}
     model = BertForSequenceClassification(config).double().train()
     return model, inputs, torch.randint(2, (4,)), lambda out, goal: functional.cross_entropy(out.logits, goal)
+
+
+def auxiliary() -> Case:
+    """Running statistics, and a weight that training alone uses first."""
+    return _Auxiliary().double(), torch.randn(8, 4).double(), torch.randn(8, 3).double(), _auxiliary_loss
+
+
+class _Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.aux, self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.body.weight = self.aux.weight
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(self.stem(x)).tanh()
+        aside = self.aux(y) if self.training else None
+        result = self.head(self.body(y).tanh())
+        return (result, aside) if self.training else result
+
+
+def _auxiliary_loss(output: Any, target: Tensor) -> Tensor:
+    result, aside = output
+    return functional.mse_loss(result, target) + aside.pow(2).mean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -253,6 +254,41 @@ def results(make: Make, places: Mapping[str, str]) -> Any:
     example = (inputs[0][:4], *inputs[1:])
     pipeline = distributed.build(model.eval(), places, example, chunks=2, group=group)
     return told(lambda: pipeline(inputs))
+
+
+def evaluated_elsewhere(
+    make: Make, places: Mapping[str, str], others: Mapping[str, str]
+) -> tuple[list[Tensor], dict[str, Tensor]] | None:
+    """Results of a pipeline for evaluation, with another map, after each of two rounds of training; and the weights."""
+    group = members(places)
+    if group is None:
+        return None
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    example = micro_batches(inputs, 2)[0]
+    trainer = distributed.build(model.train(), places, example, loss_fn, chunks=2, group=group)
+    optimizer = optimizer_of(trainer, "sgd")
+    made: list[Tensor] = []
+    for _ in range(2):
+        model.train()
+        _steps(trainer, optimizer, inputs, target)
+        judge = distributed.build(model.eval(), others, example, chunks=2, group=group)
+        result = judge(inputs)
+        made += [] if result is None else [result]
+    weights = judge.full_state_dict()
+    return made, {} if weights is None else weights
+
+
+def trained_elsewhere(make: Make, places: Mapping[str, str], others: Mapping[str, str]) -> str | None:
+    """The error of a second pipeline for training, with another map."""
+    group = members(places)
+    if group is None:
+        return None
+    model, inputs, _, loss_fn = make()
+    example = micro_batches(inputs, 2)[0]
+    build = partial(distributed.build, model, example_inputs=example, loss_fn=loss_fn, chunks=2, group=group)
+    build(placement=places)
+    return told(lambda: build(placement=others))
 
 
 def clipped_norm(make: Make, places: Mapping[str, str], max_norm: float) -> dict[str, Any] | None:

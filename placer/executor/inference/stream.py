@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -59,6 +60,7 @@ class Flow(Protocol):
     """What a stream needs of a ``DataFlow``."""
 
     output_device: torch.device
+    lock: RLock
 
     @property
     def assignment(self) -> Assignment | None:
@@ -129,6 +131,7 @@ class Streams:
         self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(lambda made: lanes)
         self._moving: list[_Ticket] = []
         self._is_hooked = False
+        self._lock = flow.lock  # of one order with the flow's, whose calls stream, and which streams call
 
     def open(
         self, batches: Iterable[Any], in_flight: int | None = None, backend: Backend | None = None
@@ -208,7 +211,7 @@ class Streams:
         tickets: deque[_Ticket] = deque()
         taken, is_open = 0, True
         try:
-            with _inference():
+            with self._lock, _inference():
                 self._begin() if are_current is None else self._wait_for_callers()
             while True:
                 while is_open and len(tickets) < (in_flight or self._wanted(tickets)):
@@ -218,20 +221,22 @@ class Streams:
                         break
                     taken += 1
                     tickets.append(ticket)
-                    self._tick()
                     if taken == 1 and are_current is not None and not are_current():
                         raise _OutdatedError
                     is_open = all(ticket.error is None for ticket in tickets)
                 if not tickets:
                     return
-                while not tickets[0].is_over:
-                    self._tick()
-                yield self._handed_out(tickets.popleft())
+                with self._lock:
+                    while not tickets[0].is_over:
+                        self._tick()
+                    result = self._handed_out(tickets.popleft())
+                yield result
+                del result
         except KeyboardInterrupt:
             self.clear()  # a batch may be half issued
             raise
         finally:
-            with _inference():
+            with self._lock, _inference():
                 self._end(tickets)
 
     @staticmethod
@@ -250,8 +255,10 @@ class Streams:
             error.add_note(f"raised by the source of the stream, for batch {number}")
             return _Ticket(error=error)
         try:
-            with _inference():
-                return self._enter(batch, number, backend)
+            with self._lock, _inference():
+                ticket = self._enter(batch, number, backend)
+                self._tick()  # before another thread's batch enters: its inputs may come to the same place
+                return ticket
         except Exception as error:
             error.add_note(f"in batch {number} of the stream{arguments.advice(error)}")
             return _Ticket(error=error)
@@ -303,7 +310,7 @@ class Streams:
 
     def _tick(self) -> None:
         """Issue one segment of every batch that is on its way, the oldest first."""
-        with _inference():
+        with self._lock, _inference():
             for ticket in list(self._moving):
                 assert ticket.pipeline is not None and ticket.passage is not None
                 try:

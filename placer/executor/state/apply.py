@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ class Home:
                 self._places.setdefault(around, place)
         self._gradients = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
-    def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def restore(self, module: nn.Module, optimizers: Collection[torch.optim.Optimizer]) -> None:
         """Bring the state back, and the flags; what was added meanwhile goes where its surroundings were."""
-        move_state(module, self._place_of, optimizer)
+        move_state(module, self._place_of, optimizers)
         for name, parameter in module.named_parameters():
             if name in self._gradients:
                 parameter.requires_grad_(self._gradients[name])
@@ -46,14 +46,14 @@ def _surroundings(name: str) -> Iterator[str]:
 def move_state(
     module: nn.Module,
     place_of: Callable[[str], torch.device | None],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizers: Collection[torch.optim.Optimizer] = (),
 ) -> None:
     """Move parameters, gradients, buffers and optimizer state; all of them or, after an error, none.
 
     Args:
         module: whose state is moved.
         place_of: name of a parameter or buffer -> its device; None to leave it where it is.
-        optimizer: one that holds state for the parameters.
+        optimizers: those that may hold state for the parameters.
 
     Raises:
         PlacementError: a tensor has no data, or a device has no room for it.
@@ -65,10 +65,10 @@ def move_state(
             continue
         try:
             _refuse_without_data(name, tensor)
-            relocate(tensor, target, optimizer)
+            relocate(tensor, target, optimizers)
         except Exception as error:
             for done, back in reversed(moved):
-                relocate(done, back, optimizer)
+                relocate(done, back, optimizers)
             if isinstance(error, torch.OutOfMemoryError):
                 size = bytes_text(tensor.numel() * tensor.element_size())
                 raise PlacementError(
@@ -81,13 +81,13 @@ def move_state(
         _compact_rnn_weights(module)
 
 
-def settle(graph: LayerGraph, places: Sequence[torch.device], optimizer: torch.optim.Optimizer | None) -> None:
+def settle(graph: LayerGraph, places: Sequence[torch.device], optimizers: Collection[torch.optim.Optimizer]) -> None:
     """Move state whose layer was not known before the capture (a root's own parameters) to its first layer.
 
     Args:
         graph: the layers.
         places: the device of each.
-        optimizer: one that holds state for the parameters.
+        optimizers: those that may hold state for the parameters.
     """
     seen: set[str] = set()
     for layer, place in zip(graph.layers, places, strict=True):
@@ -96,30 +96,36 @@ def settle(graph: LayerGraph, places: Sequence[torch.device], optimizer: torch.o
                 continue
             seen.add(name)
             if not devices.same(devices.location(graph.state[name]), place):
-                relocate(graph.state[name], place, optimizer)
+                relocate(graph.state[name], place, optimizers)
 
 
-def relocate(tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move one tensor's data, its gradient and the optimizer's state for it; the object stays the same."""
+@torch.inference_mode(False)  # inside it, what is made could not be trained later
+def relocate(tensor: Tensor, target: torch.device, optimizers: Collection[torch.optim.Optimizer] = ()) -> None:
+    """Move one tensor's data, its gradient and the optimizers' state for it; the object stays the same."""
     gradient = tensor.grad if tensor.is_leaf else None
     data = devices.copy(tensor, target)
     moved_gradient = None if gradient is None else devices.copy(gradient, target)
-    state = _moved_optimizer_state(tensor, target, optimizer)
+    moved_state = [(each, _moved_optimizer_state(tensor, target, each)) for each in optimizers if tensor in each.state]
     if gradient is not None:
         tensor.grad = None
     tensor.data = data
     if moved_gradient is not None:
         tensor.grad = moved_gradient
-    if optimizer is not None and state:
+    for optimizer, state in moved_state:
         optimizer.state[tensor].update(state)
 
 
-def _moved_optimizer_state(
-    tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Tensor]:
+@torch.inference_mode(False)
+def bring_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move what an optimizer keeps for parameters to where these are now."""
+    for parameter in list(optimizer.state):
+        if isinstance(parameter, Tensor):
+            state = _moved_optimizer_state(parameter, devices.location(parameter), optimizer)
+            optimizer.state[parameter].update(state)
+
+
+def _moved_optimizer_state(tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What the optimizer keeps for a parameter, on its new device; ``step`` stays with the host, as torch has it."""
-    if optimizer is None or tensor not in optimizer.state:
-        return {}
     group: Mapping[str, Any] = next(
         (group for group in optimizer.param_groups if any(own is tensor for own in group["params"])), {}
     )
@@ -127,7 +133,9 @@ def _moved_optimizer_state(
     return {
         key: devices.copy(value, target)
         for key, value in optimizer.state[tensor].items()
-        if isinstance(value, Tensor) and (key != "step" or on_device)
+        if isinstance(value, Tensor)
+        and (key != "step" or on_device)
+        and not devices.same(devices.location(value), target)
     }
 
 

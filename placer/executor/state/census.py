@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, repeat
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from placer.graph.hooks import modes, on_every_module
 
@@ -35,6 +36,7 @@ _Holder = TypeVar("_Holder")
 
 _tables = operator.itemgetter(*_TABLES)
 _trains = operator.itemgetter("training")
+_dtype = operator.attrgetter("dtype")
 
 
 class Census:
@@ -45,6 +47,7 @@ class Census:
 
     Attributes:
         members: its modules, their code, parameters and buffers, the same objects as long as none was replaced.
+        dtypes: of its parameters and buffers, which ``model.to`` changes in the same objects.
         modes: of every module, whether it trains, and whether it has hooks that a captured graph would not run; at the
             end, whether all have.
         constants: what torch's own modules declare as constants of their code, such as ``p`` of a dropout: a captured
@@ -54,6 +57,8 @@ class Census:
     def __init__(self, module: nn.Module) -> None:
         modules = _modules(module)
         self.members = _members(modules)
+        self._state = [item for item in self.members if isinstance(item, Tensor)]
+        self.dtypes = self._now_dtypes()
         self.modes = tuple(modes(module))
         self._modules = modules
         self._fields = [child.__dict__ for child in modules]
@@ -77,6 +82,7 @@ class Census:
         try:
             return (
                 self._now_training() == self._training
+                and self._now_dtypes() == self.dtypes
                 and on_every_module() == self.modes[-1][1]
                 and are_same(self._now_contents(), self._contents)
                 and are_same(self._now_constants(), self.constants)
@@ -86,7 +92,11 @@ class Census:
 
     def describes(self, later: Census) -> bool:
         """Whether what was captured of the model then holds for it later, in the modes of then."""
-        return are_same(self.members, later.members) and are_equal(self.constants, later.constants)
+        known = self.dtypes == later.dtypes and are_equal(self.constants, later.constants)
+        return known and are_same(self.members, later.members)
+
+    def _now_dtypes(self) -> list[torch.dtype]:
+        return [*map(_dtype, self._state)]
 
     def _now_training(self) -> list[bool]:
         return [*map(_trains, self._fields)]

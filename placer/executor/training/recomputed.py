@@ -33,6 +33,7 @@ class RecomputedStage(Stage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._buffers, self._again = _with_copies(self.segment)
+        self._written = _written_weights(self.segment)
         self._random = any(step.layer.random for step in self.segment.steps)
         self._before: dict[int, list[Tensor]] = {}
         self._chances: dict[int, Repeated] = {}
@@ -51,7 +52,7 @@ class RecomputedStage(Stage):
             # What passes leave for others is not theirs: recorded, they all share the memory of their own results.
             slot.outputs = {name: self._static(value) for name, value in made.items()}
             slot.landing = self._landing(slot)
-            self._before[id(slot)] = [torch.empty_like(buffer) for buffer, _ in self._buffers]
+            self._before[id(slot)] = [torch.empty_like(tensor, requires_grad=False) for tensor in self._changed()]
             if self._random:
                 self._chances[id(slot)] = Repeated(self.device)
         return slots, made
@@ -82,9 +83,7 @@ class RecomputedStage(Stage):
 
     @torch.no_grad()
     def _forward(self, slot: Slot) -> None:
-        before = self._before[id(slot)]
-        if before:
-            torch._foreach_copy_(before, [buffer for buffer, _ in self._buffers])
+        _write(self._before[id(slot)], self._changed())
         # Copies, since a layer may write to what it reads, and the backward pass needs it as it was.
         inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in slot.inputs.items()}
         batch = MicroBatch(inputs.keys(), inputs.values(), self.trail)
@@ -101,16 +100,21 @@ class RecomputedStage(Stage):
         slot.roots = []
 
     def _backward(self, slot: Slot) -> None:
-        outputs = slot.outputs
-        if self._buffers:
-            torch._foreach_copy_([copy for _, copy in self._buffers], self._before[id(slot)])
+        outputs, before = slot.outputs, self._before[id(slot)]
+        now = [weight.detach().clone() for weight in self._written]
+        _write([copy for _, copy in self._buffers] + self._written, before)
         try:
             with self._chance(slot, "again"):
                 self._compute(slot, self._again)
             super()._backward(slot)
         finally:
             slot.outputs = outputs
+            _write(self._written, now)
             self._let_go(slot)
+
+    def _changed(self) -> list[Tensor]:
+        """What a forward pass changes: the buffers, and then the weights."""
+        return [buffer for buffer, _ in self._buffers] + self._written
 
     def _chance(self, slot: Slot, which: str) -> AbstractContextManager[None]:
         chance = self._chances.get(id(slot))
@@ -125,14 +129,34 @@ class RecomputedStage(Stage):
 
 
 def _with_copies(segment: Segment) -> tuple[list[tuple[Tensor, Tensor]], Segment]:
-    """The buffers that a segment changes, each with a copy, and the segment over the copies."""
+    """The buffers that a segment changes, each with a copy, and the segment over the copies.
+
+    Weights are not among them: gradients are those of the weights themselves.
+    """
     copies: dict[int, tuple[Tensor, Tensor]] = {}
     steps = []
     for step in segment.steps:
         state = list(step.state)
         for index, name in enumerate(step.layer.state):
-            if name in step.layer.mutated:
+            if name in step.layer.mutated and not state[index].requires_grad:
                 buffer = state[index]
                 state[index] = copies.setdefault(id(buffer), (buffer, buffer.clone()))[1]
         steps.append(replace(step, state=state))
     return list(copies.values()), Segment(segment.device, steps)
+
+
+def _written_weights(segment: Segment) -> list[Tensor]:
+    """The weights that forward writes to, as an embedding with a largest norm does."""
+    found = {
+        id(tensor): tensor
+        for step in segment.steps
+        for name, tensor in zip(step.layer.state, step.state, strict=True)
+        if name in step.layer.mutated and tensor.requires_grad
+    }
+    return list(found.values())
+
+
+@torch.no_grad()
+def _write(targets: list[Tensor], values: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, values)

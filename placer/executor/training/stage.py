@@ -297,7 +297,9 @@ class Stage:
         """Run a segment over the inputs of a slot, with a graph for the backward pass."""
         slot.leaves = {key: slot.static(key).detach().requires_grad_() for key in slot.entering}
         leaves = {key: leaf for key, leaf in slot.leaves.items() if isinstance(key, str)}
-        batch = _Entered(slot.inputs, leaves, self.trail)
+        # A write to what has no gradient yet may give it one, with a graph: the next pass finds none of that.
+        inputs = dict(zip(slot.inputs, detached(list(slot.inputs.values())), strict=True))
+        batch = _Entered(inputs, leaves, self.trail)
         slot.deferred.clear()
         with autocast.uncached(self.device):
             with segment.deferring(slot.deferred):

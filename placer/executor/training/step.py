@@ -52,6 +52,9 @@ class Flow(Protocol):
     def assignment(self) -> Assignment | None:
         """The devices of the layers; None before the first ``update_flow``."""
 
+    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Keep what an optimizer has for parameters where these are, from now on."""
+
     def recomputed(self) -> frozenset[torch.device]:
         """The devices that run forwards once more in their backward passes."""
 
@@ -120,6 +123,7 @@ class TrainStep:
                 another size than the batch.
         """
         batch = self._taken(inputs, target, chunks)
+        self.flow.follow(self.update.optimizer)
         keep, self.flow.gradients_wait = self.flow.gradients_wait, False
         with nothing_held():
             loss = self._computed(*batch, keep)
@@ -272,11 +276,15 @@ class TrainStep:
             return None if _hooked(known.weights) else known
         self._pipelines.keep_only(lambda other: other != key and flow.holds(other[0]))
         graph, places = flow.layers(capture)
-        if graph.passes_numbers_on or _hooked(Weights.of(graph)) or (len(sizes) > 1 and _in_turn(graph, places)):
+        if graph.passes_numbers_on or _hooked(Weights.of(graph)):
+            return None
+        if len(sizes) > 1 and _in_turn(graph, places, flow.deferred_batch_norm):
             return None
         if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
-            return self._pipeline(tensors, inputs, goals, target, _equal_sizes(len(sizes), sum(sizes)))
+            equal = _equal_sizes(len(sizes), sum(sizes))
+            _tell_of(equal, sizes)
+            return self._pipeline(tensors, inputs, goals, target, equal)
         recipe = Recipe(
             self.loss_fn,
             capture.exported.outputs,
@@ -353,15 +361,25 @@ def _hooked(weights: Weights) -> bool:
     return name is not None and _told(f"parameter {name!r} has hooks, which a pipeline would not run")
 
 
-def _in_turn(graph: LayerGraph, places: list[torch.device]) -> bool:
+def _in_turn(graph: LayerGraph, places: list[torch.device], gathered: bool) -> bool:
     """Whether a micro-batch would find in a buffer what later ones left; says so."""
-    name = taken_in_turn(segments(graph, places, lambda name, _: graph.state[name]))
+    name = taken_in_turn(segments(graph, places, lambda name, _: graph.state[name]), gathered)
     return name is not None and _told(f"buffer {name!r} is changed in one segment and used in another")
 
 
 def _told(why: str) -> bool:
     warnings.warn(f"{why}: micro-batches run one after another", stacklevel=5)
     return True
+
+
+def _tell_of(equal: list[int], sizes: list[int]) -> None:
+    """Say that micro-batches are of other sizes than those asked for."""
+    warnings.warn(
+        f"forward does something else with the {sizes[-1]} samples of the last micro-batch than with {sizes[0]}: "
+        f"micro-batches are {len(equal)} of {equal[0]}, not {len(sizes)}; "
+        f"a batch whose size {len(sizes)} divides keeps them",
+        stacklevel=5,
+    )
 
 
 def _without_gradients(tensors: list[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ class Weights:
     parameters: dict[str, nn.Parameter]
     idle: list[nn.Parameter] = field(default_factory=list)
     _reached: set[int] = field(default_factory=set)
+    _handed: dict[int, ref[Tensor]] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -163,7 +165,9 @@ class Weights:
                         parameter.grad = None
         for place, held in self._held.items():
             with lanes[place]:
-                own = [alias.grad for parameter, alias in held.own if not (keep and _adopt(parameter, alias))]
+                for parameter, alias in held.own:
+                    self._leave_to_holder(parameter, alias)
+                own = [alias.grad for parameter, alias in held.own if not (keep and self._adopt(parameter, alias))]
                 cleared = [gradient for gradient in own if gradient is not None]
                 cleared += [alias.grad for _, alias in held.replicas if alias.grad is not None]
                 if cleared:
@@ -179,14 +183,39 @@ class Weights:
             self._handles.pop().remove()
         for held in self._held.values():
             for parameter, alias in held.own:
-                gradient = alias.grad
-                if id(alias) in self._reached and parameter.grad is not gradient:
-                    parameter.grad = gradient
+                if id(alias) in self._reached and not self._has(parameter, alias):
+                    self._hand(parameter, alias)
         for held in self._held.values():
             for parameter, alias in held.replicas:
                 if id(alias) in self._reached and alias.grad is not None:
                     gradient = devices.copy(alias.grad, devices.location(parameter))
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _has(self, parameter: nn.Parameter, alias: Tensor) -> bool:
+        """Whether the parameter's gradient is the one that it was handed, in the place where passes leave it."""
+        known = self._handed.get(id(alias))
+        return known is not None and parameter.grad is not None and parameter.grad is known()
+
+    def _hand(self, parameter: nn.Parameter, alias: Tensor) -> None:
+        assert alias.grad is not None
+        parameter.grad = handed = alias.grad.detach()
+        self._handed[id(alias)] = ref(handed)
+
+    def _leave_to_holder(self, parameter: nn.Parameter, alias: Tensor) -> None:
+        """A gradient that somebody keeps, who took it from its parameter, gets memory of its own."""
+        if not self._has(parameter, alias):
+            known = self._handed.pop(id(alias), None)
+            kept = None if known is None else known()
+            if kept is not None:
+                kept.data = kept.clone()
+
+    def _adopt(self, parameter: nn.Parameter, alias: Tensor) -> bool:
+        """Bring the gradient that a parameter has into its place; False where it has none."""
+        if alias.grad is None or parameter.grad is None:
+            return False
+        if not self._has(parameter, alias):
+            alias.grad.copy_(parameter.grad)
+        return True
 
     def drop(self) -> None:
         """Leave no parameter with a gradient: a batch failed on its way."""
@@ -196,12 +225,3 @@ class Weights:
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     return any(not isinstance(hook, devices.Onlooker) for hooks in _HOOKS(parameter) for hook in (hooks or {}).values())
-
-
-def _adopt(parameter: nn.Parameter, alias: Tensor) -> bool:
-    """Bring the gradient that a parameter has into its place; False where it has none."""
-    if alias.grad is None or parameter.grad is None:
-        return False
-    if parameter.grad is not alias.grad:
-        alias.grad.copy_(parameter.grad)
-    return True

@@ -43,6 +43,41 @@ def test_chunks_equal_an_unsplit_run_of_the_same_micro_batches(chunks: int, trai
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
 
 
+class _OfOneSize(nn.Module):
+    """Its graph holds for the batch size of the example alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x) / float(x.shape[0]))
+        return result
+
+
+def test_results_of_a_model_whose_graph_holds_for_one_size_are_joined() -> None:
+    model, reference = twins(_OfOneSize, training=False)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        result = flow(X, chunks=2)
+    assert not flow.not_captured_because
+    torch.testing.assert_close(result.cpu(), torch.cat([reference(part) for part in X.chunk(2)]))
+
+
+def test_a_step_says_that_a_smaller_last_micro_batch_would_have_another_graph() -> None:
+    model, reference = twins(_OfOneSize)
+    inputs, target = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        step = flow.train_step(nn.functional.mse_loss)
+        with pytest.warns(UserWarning, match="2 of 4, not 3; a batch whose size 3 divides keeps them"):
+            loss = step(inputs, target, chunks=3)
+    expected = [nn.functional.mse_loss(reference(x), y) for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True)]
+    torch.testing.assert_close(loss.cpu(), torch.stack(expected).mean())
+
+
 def test_a_batch_smaller_than_chunks_makes_fewer_micro_batches() -> None:
     model, reference = twins(Model, training=False)
     with logical_devices(2):

@@ -263,3 +263,71 @@ def test_an_error_of_the_model_leaves_the_flow_usable() -> None:
         with pytest.raises(Exception, match=r"shape|size|dim"):
             flow(X[:, :3])
         _unharmed(flow, reference)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_model_that_somebody_else_moved_is_where_it_belongs_in_the_next_call(chunks: int) -> None:
+    model, reference = twins(lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), training=False)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    with logical_devices(3), torch.no_grad():
+        one, other = DataFlow(model), DataFlow(model)
+        one.layer_gpus.update({"0": 0, "1": 1, "2": 1})
+        other.layer_gpus.update({"0": 2, "1": 2, "2": 2})
+        for flow in (one, other, one):
+            flow.update_flow()
+        for flow in (one, one, other, other, one):
+            torch.testing.assert_close(flow(x, chunks=chunks).cpu(), reference(x))
+        model.to("cpu:2")
+        torch.testing.assert_close(one(x, chunks=chunks).cpu(), reference(x))
+
+
+class _TakesTokens(nn.Module):
+    """Makes something of the dtype that its weights have; its inputs say nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return self.last(x + torch.arange(4, dtype=x.dtype, device=x.device))
+
+
+def test_a_model_of_another_dtype_is_captured_anew() -> None:
+    model, reference = twins(_TakesTokens, training=False, dtype=torch.float32)
+    tokens = torch.arange(6).reshape(2, 3)
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model)
+        flow.layer_gpus.update(embedding=0, last=1)
+        flow.update_flow()
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            flow.to(dtype)
+            torch.testing.assert_close(flow(tokens).cpu(), reference.to(dtype)(tokens))
+
+
+class _HasConstants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.root = nn.Linear(4, 5), nn.Linear(5, 3), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor([1.0, 2.0, 3.0], dtype=x.dtype, device=x.device)
+        return self.last(self.first(x) * self.root) * scale
+
+
+def test_inference_mode_around_moves_and_the_first_call_is_no_obstacle_to_training() -> None:
+    model, reference = twins(_HasConstants, training=False)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus["last"] = 1
+        with torch.inference_mode():
+            flow.update_flow()
+            assert flow(x).is_inference()
+        flow(x).sum().backward()
+        reference(x).sum().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+        with torch.inference_mode():
+            flow.undo()
+    model(x).sum().backward()

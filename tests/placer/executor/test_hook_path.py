@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from placer import DataFlow
 from placer.errors import CaptureError
 from placer.graph import capture
+from placer.graph.handed import Exchange
 from placer.graph.structure import flatten
 from placer.testing import logical_devices
 
@@ -465,3 +466,72 @@ def test_a_table_that_an_object_makes_at_first_is_real_and_the_model_is_captured
         assert flow.not_captured_because == ""
         table: Any = model.state
         torch.testing.assert_close(table.latest.cpu(), torch.linspace(0, 1, 4, dtype=X.dtype))
+
+
+class _Splits(_Base):
+    """Refused for its branch; it gives a module on another device a whole and a part of it, which that writes to."""
+
+    def __init__(self, whole_first: bool = False) -> None:
+        super().__init__()
+        self.third, self.whole_first = _WritesToAPart(), whole_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        if y.sum() > 1e9:
+            y = -y
+        part = y[:, :2]
+        z = self.third(y, part) if self.whole_first else self.third(part=part, whole=y)
+        result: Tensor = z + y
+        return result
+
+
+class _WritesToAPart(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, whole: Tensor, part: Tensor) -> Tensor:
+        part.mul_(2)
+        whole.add_(1)
+        return super().forward(whole)
+
+
+class _Mapped(_Base):
+    """Calls a module on another device for each sample by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if y.sum() > 1e9:
+            y = -y
+        result: Tensor = self.third(torch.func.vmap(self.second)(y))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("make", "elsewhere"),
+    [(_Splits, "third"), (lambda: _Splits(whole_first=True), "third"), (_Mapped, "second")],
+    ids=["part", "whole", "vmap"],
+)
+def test_what_a_module_on_another_device_is_given_is_to_it_what_it_is_here(
+    make: Callable[[], nn.Module], elsewhere: str
+) -> None:
+    model, whole = twins(make)
+    expected = step(whole, whole, [X], {})
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus |= dict.fromkeys(flow.layer_gpus, 0) | {elsewhere: 1}
+        flow.update_flow()
+        assert_same(step(flow, model, [X], {}), expected)
+    assert flow.not_captured_because
+
+
+def test_parts_of_a_whole_that_are_far_apart_are_moved_by_themselves() -> None:
+    table = torch.zeros(100, 2)
+    moved: list[int] = []
+
+    def other(tensor: Tensor) -> Tensor:
+        moved.append(tensor.numel())
+        return tensor.clone()
+
+    one, two = Exchange(other).made((table[0], table[9]))
+    assert moved == [2, 2]
+    assert one.untyped_storage()._cdata != two.untyped_storage()._cdata

@@ -54,8 +54,8 @@ class _Behind(_Twice):
 MODELS = pytest.mark.parametrize("make", [_Twice, _Before, _Behind])
 
 
-def _placed(model: nn.Module) -> DataFlow:
-    flow = DataFlow(model)
+def _placed(model: nn.Module, **options: bool) -> DataFlow:
+    flow = DataFlow(model, **options)
     flow.layer_gpus.update(first=0, centre=0, last=1)
     flow.update_flow()
     return flow
@@ -102,7 +102,8 @@ def test_calls_and_streams_take_micro_batches_in_turn(make: type[nn.Module], str
     torch.testing.assert_close(model.centre.mean.cpu(), whole.centre.mean)
 
 
-def test_statistics_of_normalisations_hold_nobody_up() -> None:
+@pytest.mark.parametrize("deferred", [True, False])
+def test_statistics_that_follow_whole_batches_hold_nobody_up(deferred: bool) -> None:
     class Normalised(_Twice):
         def __init__(self) -> None:
             super().__init__()
@@ -110,8 +111,9 @@ def test_statistics_of_normalisations_hold_nobody_up() -> None:
 
     model, _ = twins(Normalised)
     inputs, target = torch.randn(2, 8, 4, dtype=torch.float64)
-    with logical_devices(2), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step = _placed(model).train_step(functional.mse_loss)
+    with logical_devices(2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step = _placed(model, deferred_batch_norm=deferred).train_step(functional.mse_loss)
         step(inputs, target, chunks=4)
-    assert len(step.pipelines) == 1
+    assert len(step.pipelines) == deferred
+    assert len(told) == (not deferred)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from placer import DataFlow
+from placer import DataFlow, devices
 from placer.errors import InputError, StageError
 from placer.testing import logical_devices
 
@@ -185,3 +186,66 @@ def test_the_latest_eight_shapes_are_kept() -> None:
         loss = step(inputs, None)
         torch.testing.assert_close(loss, model(inputs).square().mean().detach())
     assert len(step.pipelines) == 8
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_what_the_optimizer_keeps_goes_where_the_layers_go(kind: type[torch.optim.Optimizer]) -> None:
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    torch.manual_seed(0)
+    model = Scaled().double()
+    whole = copy.deepcopy(model)
+    x, y = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    ours, theirs = (kind(each.parameters(), lr=0.1, **options) for each in (model, whole))  # type: ignore[call-arg]
+
+    def check(run: Callable[[], object]) -> None:
+        run()
+        theirs.zero_grad()
+        functional.mse_loss(whole(x), y).backward()
+        theirs.step()
+        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one.detach().cpu(), other.detach())
+
+    def by_hand() -> None:
+        ours.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        ours.step()
+
+    with logical_devices(3):
+        check(by_hand)  # so that there is something to bring along
+        flow = DataFlow(model)
+        flow.layer_gpus.update(first=0, act=0, middle=1, last=2)
+        flow.update_flow()
+        step = flow.train_step(functional.mse_loss, ours)
+        check(lambda: step(x, y))
+        flow.layer_gpus.update(first=2, middle=0, last=1)
+        flow.update_flow()
+        check(lambda: step(x, y))
+        flow.undo()
+        check(by_hand)
+
+
+def test_gradients_that_somebody_keeps_are_not_written_to_by_later_steps() -> None:
+    model = Scaled().double()
+    whole = copy.deepcopy(model)
+    x, *targets = torch.randn(3, 4, 4, dtype=torch.float64)
+    kept, expected = [], []
+    with logical_devices(3):
+        flow = DataFlow(model)
+        flow.layer_gpus.update(first=0, act=0, middle=1, last=2)
+        flow.update_flow()
+        step = flow.train_step(functional.mse_loss)
+        for target in (*targets, targets[0]):
+            model.zero_grad(set_to_none=True)
+            step(x, target[:, :2])
+            kept.append([parameter.grad for parameter in model.parameters()])
+            whole.zero_grad(set_to_none=True)
+            functional.mse_loss(whole(x), target[:, :2]).backward()
+            expected.append([parameter.grad for parameter in whole.parameters()])
+        before = [devices.addresses([g for g in kept[-1] if g is not None])]
+        kept[-1].clear()
+        model.zero_grad(set_to_none=True)
+        step(x, targets[0][:, :2])
+        assert [devices.addresses([parameter.grad for parameter in model.parameters()])] == before  # nobody keeps those
+    for ours, theirs in zip(kept[:2], expected[:2], strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.cpu(), other)
