@@ -22,7 +22,7 @@ from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
 from placer.distributed.reach import Flows
 from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.tree import Names, plant
-from placer.distributed.weights import Sharing, Weights
+from placer.distributed.weights import Sharing, Weights, keep_owners, owners_of
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.graph import arguments
@@ -94,9 +94,10 @@ def build(
     found = _seats(cut, graph, placed, loss_fn is not None, group)
     with _together(group):  # all of them have a device before any of them waits for the others there
         device = _local(found[dist.get_rank(group)])
+    owners = _owners(model, group)
     with _together(group):
         shape = _shape(exported, graph, placed, example_inputs)
-        return _assemble(model, exported, graph, cut, placed, loss_fn, sharing, found, shape, device, group)
+        return _assemble(model, exported, graph, cut, placed, loss_fn, sharing, found, shape, device, group, owners)
 
 
 def _refuse_no_group(group: object) -> None:
@@ -225,13 +226,17 @@ def _assemble(
     shape: Shape,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    owners: Mapping[str, int],
 ) -> Pipeline:
     ranks = [next(rank for rank, seat in enumerate(seated) if seat.device == name) for name in cut.devices]
     position = ranks.index(dist.get_rank(group))
     _warm_up(device, group)
     everywhere = tuple(rank if group is None else dist.get_global_rank(group, rank) for rank in ranks)
     names = Names.of(model)
+    sharing = sharing.with_owners(owners, everywhere)
     weights = Weights(graph, sharing, position, everywhere, device, group, names.transient)
+    if not weights.empty:
+        keep_owners(model, {name: everywhere[users[0]] for name, users in sharing.users.items()})
     training = loss_fn is not None
     flows = Flows.of(graph, exported.module.graph) if training else Flows({})
     modules = {
@@ -285,6 +290,19 @@ def _seats(
         raise PlacementError(f"{error}{placed.idle(cut.devices)}") from error
     refuse_missing_gpus(found_seats, [count for _, count, *_ in everyone])
     return found_seats
+
+
+def _owners(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]:
+    """Whom the model's tensors belong to since earlier pipelines of it, as far as any of the processes knows."""
+    found: dict[str, int] = {}
+    for known in _gathered(owners_of(model), group):
+        for name, rank in known.items():
+            if found.setdefault(name, rank) != rank:
+                raise InputError(
+                    f"{name!r} belongs to process {found[name]} since an earlier pipeline of this model, and to "
+                    f"process {rank} since another one: load full_state_dict() into a new model"
+                )
+    return found
 
 
 def _gathered(here: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -5,12 +5,16 @@ hold copies: before a step the owner sends its data, after it they send their gr
 optimizer knows the owner's alone.
 
     owner   ──data──▶  copy          step          owner  ◀──gradient──  copy
+
+What belonged to a process in the first pipeline of a model does so in later ones, wherever its layers are there: only
+that process has what training made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,19 @@ from placer.errors import InputError, PlacementError
 from placer.executor.state.apply import relocate
 from placer.graph.layers import LayerGraph
 
+_owners: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+"""Of models that pipelines were built of: the global rank of the process that each tensor belongs to."""
+
+
+def owners_of(model: nn.Module) -> dict[str, int]:
+    """The global ranks of those whom its tensors belong to, by name, as far as this process knows of any."""
+    return dict(_owners.get(model, {}))
+
+
+def keep_owners(model: nn.Module, owners: Mapping[str, int]) -> None:
+    """Note whom the tensors of a model belong to from now on."""
+    _owners[model] = {**owners, **_owners.get(model, {})}
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -29,9 +46,15 @@ class Sharing:
 
     Attributes:
         users: name -> the positions in the line of devices that use it, the owner first.
+        changed: what the model changes while it runs.
+        unused: what no layer uses; it belongs to the first device.
+        kept: what belongs to a device that does not use it first, since it did before.
     """
 
     users: Mapping[str, tuple[int, ...]]
+    changed: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, graph: LayerGraph, cut: Line, chunks: int) -> Sharing:
@@ -69,7 +92,39 @@ class Sharing:
                     f"devices run layers between them, so that {chunks} micro-batches would change it in another "
                     f"order; place those on {cut.devices[there[name][0]]} too, or give chunks=1"
                 )
-        return cls({name: positions or (0,) for name, positions in there.items()})
+        unused = frozenset(name for name, positions in there.items() if not positions)
+        return cls({name: positions or (0,) for name, positions in there.items()}, frozenset(mutated), unused)
+
+    def with_owners(self, known: Mapping[str, int], ranks: Sequence[int]) -> Sharing:
+        """The same, but for what belongs to somebody else since an earlier pipeline of the model.
+
+        Args:
+            known: the global rank of the owner of each tensor, by name.
+            ranks: of each position.
+
+        Raises:
+            InputError: an owner is not part of the pipeline, or has a buffer that layers elsewhere change.
+        """
+        users, kept = dict(self.users), set()
+        for name, used in self.users.items():
+            rank = known.get(name, ranks[used[0]])
+            if rank == ranks[used[0]]:
+                continue
+            way_out = "place its layers there, or load full_state_dict() into a new model"
+            if rank not in ranks:
+                raise InputError(
+                    f"{name!r} belongs to process {rank} since an earlier pipeline of this model, and that has no part "
+                    f"in this one: {way_out}"
+                )
+            if name in self.changed and name not in self.unused:
+                raise InputError(
+                    f"{name!r} changes while the model runs, and belongs to process {rank} since an earlier pipeline "
+                    f"of this model: {way_out}"
+                )
+            owner = ranks.index(rank)
+            users[name] = (owner, *(position for position in used if position != owner and name not in self.unused))
+            kept.add(name)
+        return replace(self, users=users, kept=frozenset(kept))
 
     def owned(self, position: int) -> list[str]:
         """What belongs to a device."""
@@ -113,7 +168,9 @@ class Weights:
         self.empty = any(graph.state[name].is_meta for name in self.own)
         self._unset = {name: self.own[name]._version for name in self.own if graph.state[name].is_meta and name in lost}
         self._shared = {
-            name: users for name, users in sharing.shared().items() if isinstance(graph.state[name], nn.Parameter)
+            name: users
+            for name, users in sharing.shared().items()
+            if isinstance(graph.state[name], nn.Parameter) or name in sharing.kept
         }
         self.copies = {
             name: _copy(graph.state[name], device)
@@ -217,7 +274,7 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
         return _like(tensor, device)
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     copied.copy_(tensor.detach())
-    return nn.Parameter(copied, tensor.requires_grad)
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
 def is_hooked(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ import ranked_oddities as oddities
 import ranked_training as training
 import torch
 from rank_pool import RankPool
-from ranked import joined, split_step, split_step_held_to_its_layout, unsplit_step
+from ranked import joined, split_step, split_step_held_to_its_layout, unsplit_pass, unsplit_step
 
 from placer.graph.capture import capture
 
@@ -191,3 +191,37 @@ def test_what_has_as_many_rows_as_samples_by_chance_is_no_batch(ranks: RankPool)
     check(ranks, oddities.mixed, places, 2, "1f1b")
     _, told, *_ = ranks.run(training.results, oddities.mixed, places)
     assert "output [1] has no batch dimension" in told and "give build(..., chunks=1)" in told
+
+
+_TRAINED = {"stem": "cpu:0", "norm": "cpu:0", "aux": "cpu:0", "body": "cpu:1", "head": "cpu:1"}
+
+
+@pytest.mark.parametrize("moved", [{}, {"norm": "cpu:1"}, {"stem": "cpu:1", "norm": "cpu:0"}, {"body": "cpu:0"}])
+def test_evaluation_on_a_map_of_its_own_has_the_weights_as_they_are_trained(
+    ranks: RankPool, moved: dict[str, str]
+) -> None:
+    others = _TRAINED | moved
+    if others["stem"] == "cpu:1":  # the line of devices begins with the other one
+        others |= {"norm": "cpu:1", "body": "cpu:0", "head": "cpu:0"}
+    parts = [part for part in ranks.run(training.evaluated_elsewhere, models.auxiliary, _TRAINED, others) if part]
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = models.auxiliary()
+    optimizer = training.OPTIMIZERS["sgd"](model.parameters())
+    expected = []
+    for _ in range(2):
+        model.train()
+        for _ in range(2):
+            optimizer.zero_grad()
+            unsplit_pass(model, inputs, target, loss_fn, 2)
+            optimizer.step()
+        with torch.no_grad():
+            expected.append(model.eval()(inputs))
+    (made,) = [results for results, _ in parts if results]
+    torch.testing.assert_close(made, expected)
+    (weights,) = [weights for _, weights in parts if weights]
+    torch.testing.assert_close(weights, dict(model.state_dict()))
+
+
+def test_a_buffer_that_training_changes_elsewhere_is_refused(ranks: RankPool) -> None:
+    told = ranks.run(training.trained_elsewhere, models.auxiliary, _TRAINED, _TRAINED | {"norm": "cpu:1"})
+    assert "'norm.running_mean' changes while the model runs, and belongs to process 0 since an earlier" in str(told[0])
