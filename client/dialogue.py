@@ -50,7 +50,7 @@ class Health(BaseModel, frozen=True):
     version: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dialogue(Sender):
     """The exchanges with one service.
 

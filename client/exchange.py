@@ -77,17 +77,19 @@ Outcome = httpx.Response | httpx.RequestError
 Exchange = Generator[Call | Pause, Outcome | None, T]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sender:
     """Sends calls to one service, and again while that may help.
 
     Attributes:
         url: of the service, for messages.
         retries: how often a call is repeated after it failed on the way, or was answered 429 or 503.
+        answered: whether the service has answered before; so if nobody does, it is starting again.
     """
 
     url: str
     retries: int
+    answered: bool = False
 
     def send(self, call: Call) -> Exchange[httpx.Response]:
         """Send a call, repeat it while that may help, and return its reply if it is a good one.
@@ -98,10 +100,11 @@ class Sender:
             TimeoutExceeded: it did not answer in time.
             ServerError: it cannot answer.
         """
-        there = call.accepted
+        there = call.accepted or self.answered
         for attempt in range(self.most_retries(True) + 1):
             outcome = yield call
             assert outcome is not None
+            self.answered = self.answered or isinstance(outcome, httpx.Response)
             if isinstance(outcome, httpx.Response) and outcome.is_success:
                 if is_whole(outcome):
                     return outcome

@@ -90,6 +90,9 @@ def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
         raise InputError(f"{spec!r} names no {kind}; write package.module:callable, as in placer.zoo.resnet:resnet50")
+    if module_name.endswith(".py") or "/" in module_name or os.sep in module_name:
+        path = module_name.removesuffix(".py").removeprefix("./").replace(os.sep, "/").strip("/").replace("/", ".")
+        raise InputError(f"{module_name!r} is a path; write the module as it is imported from here: {path}:{name}")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -136,6 +139,8 @@ def _tensor(text: str) -> Tensor:
         shape = [int(size) for size in sizes.split("x")]
     except ValueError:
         shape = []
+    if shape and min(shape) > 0 and not isinstance(dtype, torch.dtype):
+        raise InputError(f"input {text!r}: no dtype of torch is {type_name!r}; give float32, bfloat16, int64, ...")
     if not shape or min(shape) < 1 or not isinstance(dtype, torch.dtype):
         raise InputError(f"{text!r} is no input; write SHAPE or SHAPE:dtype, as in 8x3x224x224 or 2x16:int64")
     try:

@@ -50,7 +50,7 @@ def limited(cluster: Cluster, limits: list[str]) -> Cluster:
     for device in devices:
         if device["name"] in usable:
             device.update(memory_bytes=usable[device["name"]], reserve_bytes=0)
-    return Cluster.model_validate({"devices": devices, "links": cluster.links})
+    return Cluster(devices=tuple(Device(**device) for device in devices), links=cluster.links)
 
 
 def check_words(training: bool, limits: Sequence[str], pairs: Sequence[str], *asked: Any) -> None:

@@ -46,7 +46,7 @@ def emit(subject: Answer, output: str | None, as_json: bool) -> None:
         try:
             write_text(Path(output), subject.to_json() + "\n")
         except InputError:
-            print_json(subject)  # what may have taken minutes to find is not lost with a folder that is not there
+            print_json(subject)  # what may have taken minutes to find is not lost with a full disk
             raise
     if as_json or output == "-" or (output is None and not sys.stdout.isatty()):
         print_json(subject)

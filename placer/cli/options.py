@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from placer.errors import InputError
+
+
+def _in_a_folder(output: str | None) -> str | None:
+    """Before minutes go into what is to be written there."""
+    if output is not None and output != "-" and not Path(output).parent.is_dir():
+        raise InputError(f"cannot write {output}: there is no folder {Path(output).parent}")
+    return output
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="package.module:callable, as placer.zoo.resnet:resnet50")]
 Arguments = Annotated[
@@ -40,7 +51,10 @@ CacheFolder = Annotated[
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="measure everything anew, and keep nothing")]
 Output = Annotated[
-    str | None, typer.Option("--output", "-o", metavar="FILE", help="write the JSON to this file; - for stdout")
+    str | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", callback=_in_a_folder, help="write the JSON to this file; - for stdout"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on a terminal too")]
 ObjectiveOption = Annotated[

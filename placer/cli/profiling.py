@@ -162,8 +162,6 @@ def _names(output: str | None, sizes: Sequence[int], as_json: bool) -> list[str 
     if output is None or output == "-" or as_json:
         raise InputError("--batch-sizes writes a file for each: give -o profile.json for profile-4.json and so on")
     path = Path(output)
-    if not path.parent.is_dir():
-        raise InputError(f"cannot write {output}: there is no folder {path.parent}")
     return [str(path.with_name(f"{path.stem}-{size}{path.suffix}")) for size in sizes]
 
 

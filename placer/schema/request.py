@@ -145,7 +145,7 @@ class PlacementRequest(Wire):
             self._check_times(profile, cluster)
         self._check_sizes()
         if (self.bottleneck_ms is None) == (self.objective == "devices"):
-            needs = "needs one" if self.objective == "devices" else "takes none"
+            needs = "needs one (--bottleneck MS)" if self.objective == "devices" else "takes none"
             raise ValueError(f"bottleneck_ms is {self.bottleneck_ms}: objective {self.objective!r} {needs}")
         return self
 

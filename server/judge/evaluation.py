@@ -117,7 +117,9 @@ def _best(request: PlacementRequest, stored: Sequence[Stored]) -> Placement | No
 def compare(request: PlacementRequest, maps: Mapping[str, Map]) -> Comparison:
     """Judge maps by one request and list where they differ."""
     if len(maps) < 2:
-        raise InputError(f"{len(maps)} map is given; a comparison needs two or more: ?id=, or maps in the body")
+        raise InputError(
+            f"{len(maps)} map is given; a comparison needs two or more: ?id= of several placements, or maps in the body"
+        )
     evaluations = [judge(request, where) for where in maps.values()]
     values = [
         (one.objective_value, name)

@@ -133,7 +133,7 @@ def _strange_origin(origin: bytes) -> Problem:
 
 def _no_key(given: bool) -> Problem:
     what = "the key that was given is not known" if given else "no key was given"
-    detail = f"{what}; send 'Authorization: Bearer KEY'"
+    detail = f"{what}; send 'Authorization: Bearer KEY', as clients do that are given one in PLACER_KEY"
     return Problem(401, "no-key", "A key is needed", detail, headers={"WWW-Authenticate": 'Bearer realm="placer"'})
 
 

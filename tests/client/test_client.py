@@ -218,6 +218,13 @@ def test_a_service_that_starts_again_is_waited_for_half_a_minute(ask, request_, 
     assert ask(Script(httpx.ReadError("killed"), *away, (200, DONE)), "place", request_).status == "optimal"
 
 
+def test_a_service_that_answered_an_earlier_call_is_waited_for_too(request_, pauses):
+    away = [httpx.ConnectError("refused")] * (exchange.AWAY_RETRIES + 3)
+    with Client(URL, transport=httpx.MockTransport(Script((200, DONE), *away, (200, DONE)))) as client:
+        assert [client.place(request_).status for _ in range(2)] == ["optimal"] * 2
+    assert 12 < sum(pauses) < 26
+
+
 def test_a_service_that_was_never_there_is_not_waited_for(ask, request_, pauses):
     with pytest.raises(UnreachableError, match="tried 5 times"):
         ask(Script(httpx.ConnectError("refused")), "place", request_)

@@ -112,7 +112,7 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
             ["--objective", "speed"],
             "objective: should be 'throughput', 'step', 'latency', 'memory' or 'devices', not 'speed'",
         ),
-        (["--objective", "devices"], "bottleneck_ms is None: objective 'devices' needs one"),
+        (["--objective", "devices"], "bottleneck_ms is None: objective 'devices' needs one (--bottleneck MS)"),
         (["--schedule", "fast"], "schedule: should be 'auto', 'fill-drain'"),
         (["--memory", "much"], "'much' is no size"),
         (["--pin", "net1"], "'net1' names no layer and device"),
@@ -143,7 +143,8 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         (["collections:OrderedDict", "-i", "2x3"], "made an OrderedDict; it must make a torch.nn.Module"),
         (["placer.zoo.toy:__name__", "-i", "2x3"], "is a str; name a callable"),
         (["placer.zoo.toy:ToyModel", "-i", "2xten"], "'2xten' is no input; write SHAPE or SHAPE:dtype"),
-        (["placer.zoo.toy:ToyModel", "-i", "2x10:float33"], "'2x10:float33' is no input"),
+        (["placer.zoo.toy:ToyModel", "-i", "2x10:bf16"], "input '2x10:bf16': no dtype of torch is 'bf16'"),
+        (["./zoo/toy.py:ToyModel", "-i", "2x10"], "is a path; write the module as it is imported from here: zoo.toy:"),
         (["placer.zoo.toy:ToyModel", "-i", "2x10:float8_e5m2"], "torch draws no float8_e5m2"),
         (["placer.zoo.toy:ToyModel", "-i", "1000000000x1000000"], "takes 3.6 PiB, which is not here; give a smaller"),
         (["placer.zoo.toy:ToyModel", "-i", f"{'9' * 20}x10"], "which is not here; give a smaller micro-batch"),
@@ -160,7 +161,7 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         (["placer.zoo.toy:ToyModel", "-i", "2x11"], "the model fails on the example inputs"),
         (
             ["placer.zoo.toy:ToyModel", "-i", "2x10", "-o", "/no/such/folder/x"],
-            "cannot write /no/such/folder/x: No such",
+            "cannot write /no/such/folder/x: there is no folder /no/such/folder",
         ),
     ],
 )

@@ -106,11 +106,11 @@ def test_solve_writes_the_placement_to_a_file(run: Run, chain_file: Path, tmp_pa
 
 
 def test_a_file_that_cannot_be_written_is_exit_code_2_and_the_placement_is_still_printed(
-    run: Run, chain_file: Path
+    run: Run, chain_file: Path, tmp_path: Path
 ) -> None:
-    answer = run("solve", chain_file, "-o", "/no/such/folder/x", terminal=True)
+    answer = run("solve", chain_file, "-o", tmp_path, terminal=True)
     assert (answer.code, answer.placement.status) == (2, "optimal")
-    assert "cannot write /no/such/folder/x" in answer.err
+    assert f"cannot write {tmp_path}: Is a directory" in answer.err
 
 
 def test_pins_and_bans_are_respected(run: Run, chain_file: Path) -> None:
@@ -161,6 +161,12 @@ def test_the_cluster_of_a_profile_can_be_given_and_what_has_none_is_told(
     assert {load.limit_bytes for load in Placement.model_validate_json(placement.read_text()).devices} == {3 * MIB}
     answer = run("solve", chain_file, "--cluster", placement)
     assert (answer.code, "placement.json holds a placement; a cluster is needed" in answer.err) == (2, True)
+
+
+def test_a_limit_beyond_all_memory_is_named(run: Run, chain_file: Path) -> None:
+    answer = run("solve", chain_file, "--memory", "2000PiB")
+    assert answer.code == 2
+    assert "memory_bytes: should be less than or equal to 1152921504606846976, not 2251799813685248000" in answer.err
 
 
 def test_infeasible_is_exit_code_3_with_the_reason_and_the_answer(run: Run, chain_file: Path) -> None:
