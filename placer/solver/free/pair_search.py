@@ -148,6 +148,8 @@ class PairSearch:
         others = [device for device in range(len(loads)) if device != busiest]
         self._random.shuffle(others)
         most_ms = loads[busiest] * (1 - BETTER)
+        if most_ms >= loads[busiest]:  # of zero there is nothing less
+            return None
         for other in others:
             key = (busiest, other, _held(devices, busiest), _held(devices, other))
             if key in self._in_vain or self._ended:

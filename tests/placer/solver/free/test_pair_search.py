@@ -55,6 +55,13 @@ def test_what_no_pair_makes_better_is_found_from_other_placements(chain):
     assert costs.evaluate(problem, found).objective_value == 13.0
 
 
+def test_devices_that_take_no_time_are_not_divided_for_ever(chain):
+    problem = Problem.from_request(chain([0.0] * 6, devices=2, constraints=FREE))
+    start = [0, 1, 0, 1, 1, 0]
+    found = pair_search.improved(problem, reduced(problem), start, lambda work: False)
+    assert costs.allowed(problem, found) and costs.evaluate(problem, found).objective_value == 0.0
+
+
 def test_a_search_that_is_over_returns_its_start(chain):
     problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=FREE))
     found = pair_search.improved(problem, reduced(problem), [0] * 8, lambda work: True)
