@@ -66,7 +66,7 @@ def writing(path: Path) -> Iterator[None]:
 def write_text(path: Path, text: str) -> None:
     """Write a file, or say why it cannot be."""
     with writing(path):
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 def people() -> Console:
@@ -90,7 +90,8 @@ def print_json(subject: Answer | Cluster) -> None:
 def read(file: str) -> str:
     """The text of a file, or of stdin for ``-``."""
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text()
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")  # which editors on Windows begin a file with
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {file}: {getattr(error, 'strerror', error)}") from error
 

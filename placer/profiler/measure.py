@@ -141,4 +141,13 @@ def _blaming(layer: Layer, graph: LayerGraph, device: torch.device) -> Iterator[
                 f"what it writes {written}, beside what it keeps; "
                 f"cut the model finer or take a smaller batch ({lines[0]})"
             ) from error
-        raise ProfilingError(f"layer {layer.name!r} failed on {device}: {type(error).__name__}: {lines[0]}") from error
+        raise ProfilingError(
+            f"layer {layer.name!r} failed on {device}: {type(error).__name__}: {lines[0]}{_given(layer, graph)}"
+        ) from error
+
+
+def _given(layer: Layer, graph: LayerGraph) -> str:
+    """For a message: the example inputs that a layer reads, which may be what it fails on; capture sees no kernels."""
+    read = [graph.values[name] for name in graph.inputs if name in layer.reads and graph.values[name].dtype is not None]
+    told = [f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}" for value in read]
+    return f"; it reads the example inputs: {', '.join(told)}" if told else ""

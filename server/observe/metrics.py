@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -13,6 +14,12 @@ log = logging.getLogger("placer_server")
 
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 """Asked for every few seconds, and not logged."""
+
+UNKNOWN = "unknown"
+"""The route of all paths that the service does not have: they are without number, and counters are not."""
+
+LONGEST_PATH = 200
+"""Of a path that the service does not have, so many characters are logged."""
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 
@@ -87,11 +94,17 @@ class Measured:
             await self._app(scope, receive, noting)
         finally:
             method = scope["method"] if scope["method"] in METHODS else "other"
-            route = getattr(scope.get("route"), "path", "unknown")
+            route = getattr(scope.get("route"), "path", UNKNOWN)
             seconds = time.perf_counter() - started
             self._metrics.requests.labels(method, route, str(status)).inc()
             self._metrics.request_seconds.labels(route).observe(seconds)
             if route not in QUIET and log.isEnabledFor(logging.INFO):
-                about = {"method": method, "route": route, "status": status, "ms": round(1e3 * seconds, 1)}
+                shown = _asked(scope) if route == UNKNOWN else route
+                about = {"method": method, "route": shown, "status": status, "ms": round(1e3 * seconds, 1)}
                 client = scope.get("placer.client", "")
                 log.info("%s %s %d %.1f ms", *about.values(), extra={**about, "client": client})
+
+
+def _asked(scope: Scope) -> str:
+    """For a log line: the path that was asked for, without anything that could look like a line of its own."""
+    return quote(scope["path"][:LONGEST_PATH])

@@ -220,7 +220,8 @@ def test_a_request_id_of_the_client_is_kept_if_it_is_a_plain_word(serve, given, 
     assert (reply.headers["X-Request-Id"] == given) == kept
 
 
-def test_a_line_of_the_json_log_has_the_request(serve, request_body):
+def logged_lines(of_requests):
+    """The lines of the JSON log while requests are made."""
     lines = []
 
     class Lines(logging.Handler):
@@ -232,13 +233,27 @@ def test_a_line_of_the_json_log_has_the_request(serve, request_body):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        serve().post(PLACEMENTS, json=request_body(), headers={"X-Request-Id": "abc"})
+        of_requests()
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+    return lines
+
+
+def test_a_line_of_the_json_log_has_the_request(serve, request_body):
+    client, asked = serve(), {"json": request_body(), "headers": {"X-Request-Id": "abc"}}
+    lines = logged_lines(lambda: client.post(PLACEMENTS, **asked))
     (line,) = [line for line in lines if line.get("route") == PLACEMENTS]
     assert (line["request_id"], line["method"], line["status"], line["level"]) == ("abc", "POST", 200, "info")
     assert line["ms"] > 0
+
+
+def test_a_path_that_there_is_not_is_logged_and_makes_no_line_or_counter_of_its_own(serve):
+    client = serve()
+    lines = logged_lines(lambda: client.get("/v2/no%0Athing" + "g" * 300))
+    (line,) = [line for line in lines if line.get("status") == 404]
+    assert line["route"].startswith("/v2/no%0Athingg") and len(line["route"]) < 210
+    assert "no%0Athing" not in client.get("/metrics").text and 'route="unknown"' in client.get("/metrics").text
 
 
 def test_clients_are_told_apart_by_their_keys_in_the_queue(tmp_path, serve, solvers, request_body):

@@ -85,6 +85,14 @@ def test_solve_reads_stdin(run: Run, chain_file: Path) -> None:
     assert run("solve", stdin=chain_file.read_text()).placement.status == "optimal"
 
 
+def test_json_may_begin_as_editors_on_windows_begin_it(run: Run, chain_file: Path, tmp_path: Path) -> None:
+    text, marked = chain_file.read_text(), tmp_path / "marked.json"
+    marked.write_text(text, encoding="utf-8-sig")
+    assert marked.read_bytes()[:3] == b"\xef\xbb\xbf"
+    assert run("solve", str(marked)).placement.status == "optimal"
+    assert run("solve", "-", stdin=marked.read_text(encoding="utf-8")).placement.status == "optimal"
+
+
 def test_solve_answers_a_whole_request_as_it_stands(run: Run) -> None:
     request = PlacementRequest(profile=chain([1.0, 1.0]), objective="memory")
     assert run("solve", "-", stdin=request.model_dump_json()).placement.objective == "memory"

@@ -317,6 +317,11 @@ def test_a_failing_layer_is_named() -> None:
         quick_profile(found, torch.full((2, 16), 50))
 
 
+def test_example_inputs_that_a_failing_layer_reads_are_told() -> None:
+    with pytest.raises(ProfilingError, match=r"same dtype.*reads the example inputs: int64 of shape \(2, 4\)$"):
+        quick_profile(nn.Linear(4, 4), torch.ones(2, 4, dtype=torch.int64))
+
+
 def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
     class Huge(nn.Module):
         def __init__(self) -> None:
