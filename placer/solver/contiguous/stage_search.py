@@ -32,6 +32,8 @@ FIRST, TIMES = 2.5, 4.0
 STEP = 0.01
 """Thresholds of a sweep are this share of the best known apart, at the least."""
 
+CLOSER = 0.004
+"""The same of thresholds that ideals are asked for, which are quick to fail."""
 
 MOST_TRIES = 2
 """So many thresholds of which ideals are too many are tried in a row."""
@@ -71,6 +73,7 @@ def few_ideals(search: Search) -> None:
         if chain is None:
             search.too_many, tries = threshold, tries + 1
         elif chain.devices is None:
+            tries = 0
             search.prove(search.nothing_below() if threshold == search.better() else threshold)
             if len(nodes.nodes) == 1:
                 return  # no ideals are needed to tell so; more orders find better thresholds sooner
@@ -85,7 +88,7 @@ def _worth_chains(search: Search, threshold: float) -> bool:
     """Whether ideals may tell more about a threshold than is known."""
     if search.best is None or not search.open() or not ideals.applies(search.problem):
         return False
-    return search.bound < threshold < search.too_many * (1 - STEP)
+    return search.bound < threshold < search.too_many * (1 - CLOSER)
 
 
 def sweep(search: Search, *, parts: bool = True) -> None:
