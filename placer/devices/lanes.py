@@ -7,6 +7,7 @@ mark = lane.mark()         stands for all that was issued so far
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
 from functools import cache
 from time import perf_counter
@@ -24,6 +25,17 @@ Mark = Any
 """A point in a lane; on a CPU stand-in, where what was issued is done: None, or the time in s if that is asked for."""
 
 
+class _Before(threading.local):
+    """Where a thread was when it entered a lane, as threads may share one.
+
+    Attributes:
+        entered: its device and stream then, the last one last.
+    """
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[int, torch.cuda.Stream]] = []
+
+
 class Lane:
     """One queue of work on one device; a CUDA stream, or nothing.
 
@@ -37,12 +49,14 @@ class Lane:
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device) if caller else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._before: list[tuple[int, torch.cuda.Stream]] = []
+        self._before = _Before()
 
     def __enter__(self) -> Lane:
         # As torch.cuda.stream does it, at a fifth of the host's time: a step enters lanes hundreds of times.
         if self._stream is not None:
-            self._before.append((torch.cuda.current_device(), torch.cuda.current_stream(self._stream.device_index)))
+            self._before.entered.append(
+                (torch.cuda.current_device(), torch.cuda.current_stream(self._stream.device_index))
+            )
             torch.cuda.set_stream(self._stream)
         return self
 
@@ -50,7 +64,7 @@ class Lane:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._stream is not None:
-            device, stream = self._before.pop()
+            device, stream = self._before.entered.pop()
             torch.cuda.set_stream(stream)
             torch.cuda.set_device(device)
 

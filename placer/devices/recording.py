@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,12 @@ import torch
 
 from placer.devices.caching import Request
 from placer.devices.fitting import Rooms, fit
+
+_RECORDING = threading.RLock()
+"""One recording at a time: all are made on one stream."""
+
+_ERRORS = "thread_local"
+"""What breaks a recording off: what its own thread may not do. Others go on, such as one that pins batches."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +189,8 @@ def _captured(
     for generator in drawn_from:
         graph.register_generator_state(generator)
     try:
-        with _uncollected(), warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
+        recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_ERRORS)
+        with _uncollected(), warnings.catch_warnings(), recording:
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
             before = torch.cuda.memory_reserved(stream.device)
             _take_rooms(stream, rooms)
@@ -237,7 +245,7 @@ def _end_allocating(device: torch.device, pool: Any) -> None:
 @contextmanager
 def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """Give the stream to record on; what cannot be recorded is said so, and leaves the device as it was."""
-    with torch.cuda.device(device):  # a capture fails while another device is current
+    with _RECORDING, torch.cuda.device(device):  # a capture fails while another device is current
         stream, before = recorder(device).stream, torch.cuda.current_stream(device)
         try:
             yield stream

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -27,8 +26,6 @@ _NONE = object()
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _DEEPEST = 3
 """So many objects inside one another are looked into: a module's configuration may have one for each of its parts."""
-_TRACING = threading.RLock()
-"""Whoever notes attributes stands on classes, which all threads share."""
 
 
 class Notes:
@@ -111,22 +108,21 @@ def own(holder: Any) -> dict[str, Any]:
 def noted(model: nn.Module) -> Iterator[Notes]:
     """Note which attributes code reads and writes; those of torch's own modules and classes are left out."""
     notes = Notes(model)
-    with _TRACING:
-        before: dict[tuple[type, str], Any] = {}
-        try:
-            places = {(type(notes.holders[key]), name) for key, name in notes.noted}
-            for cls, name, default in [(*place, _default(*place)) for place in places]:  # all before any is another
-                was = vars(cls).get(name, _NONE)
-                with suppress(Exception):  # a class may allow nothing else in its place, and say so as it likes
-                    setattr(cls, name, _Noting(name, default, notes))
-                    before[cls, name] = was
-            yield notes
-        finally:
-            for (cls, name), was in before.items():
-                if was is not _NONE:
-                    setattr(cls, name, was)
-                elif name in vars(cls):
-                    delattr(cls, name)
+    before: dict[tuple[type, str], Any] = {}
+    try:
+        places = {(type(notes.holders[key]), name) for key, name in notes.noted}
+        for cls, name, default in [(*place, _default(*place)) for place in places]:  # all before any is another
+            was = vars(cls).get(name, _NONE)
+            with suppress(Exception):  # a class may allow nothing else in its place, and say so as it likes
+                setattr(cls, name, _Noting(name, default, notes))
+                before[cls, name] = was
+        yield notes
+    finally:
+        for (cls, name), was in before.items():
+            if was is not _NONE:
+                setattr(cls, name, was)
+            elif name in vars(cls):
+                delattr(cls, name)
 
 
 def _names(holder: Any) -> set[str]:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
+from placer.graph.alone import alone
 from placer.graph.footprint import differs_later
 from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
@@ -123,6 +125,7 @@ class _Flat(nn.Module):
         return (*leaves, *made)
 
 
+@alone
 def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exported:
     """Capture the module in its present mode (train or eval).
 
@@ -138,12 +141,12 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors, inputs = flatten_inputs(args, kwargs)
     device = capture_device(module, tensors)
     batch = batch_size(tensors)
-    with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
-        examples = tuple(_distinct(example(tensor, device) for tensor in tensors))
-        with chance.given_back() as drawn:
-            graph_module, outputs, left, counted = _export(module, inputs, tensors, examples, batch)
-    if drawn:
-        raise CaptureError(f"forward {' and '.join(drawn)}, and a graph would keep what came of it")
+    traced = _traced(module, device, inputs, tensors, batch)
+    if traced.drawn and threading.active_count() > 1:  # it may have been another thread that drew
+        traced = _traced(module, device, inputs, tensors, batch, among_threads=True)
+    graph_module, counted = traced.module, traced.counted
+    if traced.drawn:
+        raise CaptureError(f"forward {' and '.join(traced.drawn)}, and a graph would keep what came of it")
     if counted and differs_later(module, args, kwargs, counted):
         names = ", ".join(sorted({repr(one.name) for one in counted}))
         raise CaptureError(f"forward sets {names} and does something else in later calls, which a graph would not")
@@ -151,11 +154,49 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     _refuse_shapes_from_values(graph_module.graph)
     inline_regions(graph_module)
     if nested.has_bodies(graph_module):
-        notes.read_all()
+        traced.notes.read_all()
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
     symbol = _batch_symbol(graph_module.graph)
-    return Exported(graph_module, inputs, outputs, device, symbol, batch, tuple(checkpointed), notes.only_read(), left)
+    checkpointed, read = tuple(traced.checkpointed), traced.notes.only_read()
+    return Exported(graph_module, inputs, traced.outputs, device, symbol, batch, checkpointed, read, traced.left)
+
+
+class _Traced(NamedTuple):
+    """A graph as torch.export makes it, and what was seen meanwhile.
+
+    Attributes:
+        module: the graph.
+        outputs: structure of the result.
+        left: what forward leaves in its inputs.
+        counted: the attributes that it sets.
+        drawn: the host's generators that were drawn from, in words.
+        checkpointed: the modules that run under checkpoints.
+        notes: the attributes that were read and written.
+    """
+
+    module: fx.GraphModule
+    outputs: Structure
+    left: Left | None
+    counted: set[Counted]
+    drawn: list[str]
+    checkpointed: list[str]
+    notes: attributes.Notes
+
+
+def _traced(
+    module: nn.Module,
+    device: torch.device,
+    inputs: Structure,
+    tensors: Sequence[Any],
+    batch: int,
+    among_threads: bool = False,
+) -> _Traced:
+    with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
+        examples = tuple(_distinct(example(tensor, device) for tensor in tensors))
+        with chance.given_back(among_threads) as drawn:
+            found = _export(module, inputs, tensors, examples, batch)
+    return _Traced(*found, drawn, checkpointed, notes)
 
 
 def batch_size(tensors: Sequence[Any]) -> int:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer.errors import CaptureError, kind_of
 from placer.graph import chance, checkpoints
+from placer.graph.alone import alone
 from placer.graph.attributes import own
 from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import named_state
@@ -38,6 +39,7 @@ _LATER = 10_000
 """How many calls later a model is looked at once more; what it does at first may last as long as a warm-up."""
 
 
+@alone
 def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """A hash of what the model does with these inputs, in its present mode.
 
@@ -61,6 +63,7 @@ def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return None
 
 
+@alone
 def differs_later(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counted: Iterable[Counted]) -> bool:
     """Whether the model does something else in its next call, or in a far later one, for what it counts itself.
 

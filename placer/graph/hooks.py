@@ -18,6 +18,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OF_EVERY_MODULE = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
 """Those that ``torch.nn.modules.module.register_module_forward_hook`` and its like put on every module there is."""
 
+_OURS = frozenset({"placer.graph.checkpoints", "placer.graph.footprint"})
+"""Where hooks on every module come from that keep to the modules of one model."""
+
 
 def refuse_hooks(module: nn.Module) -> None:
     """Raise a CaptureError if a module has hooks whose effects outside the graph would be lost."""
@@ -34,8 +37,10 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 def on_every_module() -> bool:
-    """Whether there are hooks on all modules of this process."""
-    return any(_OF_EVERY_MODULE)
+    """Whether there are hooks on all modules of this process, beside those by which another thread is looking now."""
+    return any(
+        getattr(hook, "__module__", "") not in _OURS for hooks in _OF_EVERY_MODULE for hook in tuple(hooks.values())
+    )
 
 
 def modes(module: nn.Module) -> list[tuple[bool, bool]]:

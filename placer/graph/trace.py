@@ -23,6 +23,7 @@ from placer.errors import CaptureError
 from placer.graph import arguments, chance
 from placer.graph import granularity as granularities
 from placer.graph.alignment import Alignment
+from placer.graph.alone import alone
 from placer.graph.attributes import is_torchs
 from placer.graph.export import batch_size
 from placer.graph.granularity import Granularity, Opened
@@ -56,6 +57,7 @@ class _Draft:
     extras: dict[str, Tensor] = field(default_factory=dict)
 
 
+@alone
 def trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity, reason: str
 ) -> LayerGraph:

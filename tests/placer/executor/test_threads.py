@@ -1,8 +1,10 @@
-"""One flow that several threads call at once, as a server does, answers each as the unsplit model would."""
+"""Flows that several threads call at once, as a server does, answer each as the unsplit model would."""
 
 from __future__ import annotations
 
+import copy
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from splitting import twins
 from torch import Tensor, nn
+from torch.nn import functional
 
 from placer import DataFlow
 
@@ -84,3 +87,76 @@ def test_every_thread_has_the_results_of_its_own_batches(make: type[nn.Module], 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_thread_has_the_results_of_its_own_batches_on_gpus(way: str) -> None:
     _assert_all_are_served(_Net, way, [f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))])
+
+
+def _serve(model: nn.Module, devices: list[str]) -> str:
+    """A flow of a model of this thread's own, called in all ways; why it was not captured."""
+    whole = copy.deepcopy(model)
+    flow = DataFlow(model, device_ids=devices)
+    flow.layer_gpus.update(first=devices[0], middle=devices[-1], last=devices[0])
+    flow.update_flow()
+    for way in WAYS:
+        for _ in range(3):
+            x = torch.randn(6, 8, dtype=torch.float64)
+            with torch.no_grad():
+                torch.testing.assert_close(WAYS[way](flow, x).cpu(), whole(x))
+    step = flow.train_step(functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for _ in range(3):
+        x, goal = torch.randn(6, 8, dtype=torch.float64), torch.zeros(6, 3, dtype=torch.float64)
+        theirs.zero_grad()
+        loss = functional.mse_loss(whole(x), goal)
+        loss.backward()
+        theirs.step()
+        torch.testing.assert_close(step(x, goal, chunks=2).cpu(), loss.detach())
+    return flow.not_captured_because
+
+
+def _assert_each_is_served(devices: list[str]) -> None:
+    models = [_Net().double() for _ in range(THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        served = [pool.submit(_serve, model, devices) for model in models]
+        assert [done.result(timeout=120) for done in served] == [""] * THREADS
+
+
+@pytest.mark.usefixtures("often")
+def test_flows_of_their_own_in_threads_are_captured_and_right() -> None:
+    """Others draw random numbers meanwhile, which is no fault of the model's."""
+    _assert_each_is_served(["cpu:0", "cpu:1"])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("often", "exact")
+def test_flows_of_their_own_in_threads_are_captured_and_right_on_gpus() -> None:
+    _assert_each_is_served([f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("exact")
+def test_steps_are_recorded_while_a_loader_pins_batches_in_a_thread() -> None:
+    device = torch.device("cuda", 0)
+    model, whole = twins(_Net)
+    whole.to(device)
+    flow = DataFlow(model, device_ids=[device])
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss)
+    over = threading.Event()
+
+    def pin() -> int:
+        size = 0
+        while not over.is_set():
+            size += 1
+            torch.empty(100_000 * size).pin_memory().to(device, non_blocking=True)  # each size anew: nothing is cached
+        return size
+
+    with ThreadPoolExecutor(1) as pool:
+        pinned = pool.submit(pin)
+        try:
+            for rows in (4, 6, 8):
+                x, goal = torch.randn(rows, 8, dtype=torch.float64), torch.zeros(rows, 3, dtype=torch.float64)
+                expected = functional.mse_loss(whole(x.to(device)), goal.to(device)).detach()
+                torch.testing.assert_close(step(x, goal, chunks=2), expected)
+        finally:
+            over.set()
+        assert pinned.result(timeout=60) > 1
+    assert {stage.not_recorded_because for pipeline in step.pipelines for stage in pipeline.stages} == {""}
