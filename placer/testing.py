@@ -129,6 +129,8 @@ class _Tags:
 
     def device(self, tensor: Tensor) -> torch.device:
         """Where the tensor is; the host is ``cpu`` without an index."""
+        if tensor.is_meta:
+            return torch.device("meta")
         index = self.get(tensor)
         return torch.device("cpu") if index < 0 else torch.device("cpu", index)
 

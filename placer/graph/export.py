@@ -213,7 +213,11 @@ def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
     for item in examples:
         again = isinstance(item, Tensor) and (id(item) in seen or item._is_view())
         seen.add(id(item))
-        yield item.detach().clone().requires_grad_(item.requires_grad) if again else item
+        if not again:
+            yield item
+        else:
+            copy = item.detach().clone()
+            yield copy.requires_grad_() if item.requires_grad else copy  # a transform of torch.func allows no such call
 
 
 def _export(

@@ -249,3 +249,13 @@ def test_lazy_parameters_are_no_obstacle() -> None:
     with logical_devices(2):
         lazy = nn.LazyLinear(2)
         assert lazy.weight.device == torch.device("cpu")
+
+
+def test_tensors_without_data_say_so_and_are_not_moved() -> None:
+    with logical_devices(2):
+        assert torch.empty(2, device="meta").device == torch.device("meta")
+        with torch.device("meta"):
+            layer = nn.Linear(2, 2)
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            layer.to("cpu:1")
+        assert layer.to_empty(device="cpu:1").weight.device == torch.device("cpu:1")

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ class TrainStep:
         refuse_sum(loss_fn)
         if schedule not in SCHEDULES:
             raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
-        _refuse_other_models(update.optimizer, flow.module)
+        self._of_inputs = _steps_inputs_alone(update, flow.module)
         self.flow = flow
         self.loss_fn = loss_fn
         self.update = update
@@ -101,6 +102,7 @@ class TrainStep:
         self.compile = compile
         self._pipelines = _no_pipelines()
         self._placed: Any = None
+        self._others = _Others(update, flow.module)
 
     def __call__(self, inputs: Any, target: Any, chunks: int | None = None, update: bool = True) -> Tensor:
         """Train on one batch; afterwards every parameter's ``grad`` is that of the mean loss.
@@ -130,6 +132,9 @@ class TrainStep:
             self.flow.gradients_wait = not update
             if update:
                 self.update(self.flow.module)
+                self._others.wait_no_longer()
+            else:
+                _waiting.add(self.flow)
             return loss
 
     def _computed(
@@ -139,6 +144,9 @@ class TrainStep:
         pipeline = None
         try:
             pipeline = self._ready(tensors, inputs, goals, target, sizes)
+            self._others.look(pipeline)
+            if not keep:
+                self._others.drop_gradients()
             if pipeline is None:
                 return self._through_hooks(tensors, inputs, goals, target, sizes, keep)
             return pipeline.run(tensors, goals, keep, self.update.scale(pipeline.stages[-1].device))
@@ -206,6 +214,7 @@ class TrainStep:
         size = batch_size(tensors)
         _refuse_no_batch(inputs, tensors, size)
         refuse_other_batch(goals, size)
+        self._refuse_nothing_stepped([*tensors, *goals])
         if not torch.is_grad_enabled():
             tensors, goals = _without_gradients(tensors), _without_gradients(goals)
         return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
@@ -237,6 +246,15 @@ class TrainStep:
     def not_compiled_because(self) -> dict[str, str]:
         """For each segment that runs without torch.compile though it was asked for: why."""
         return {place: why for item in self._pipelines.values() for place, why in item.not_compiled_because.items()}
+
+    def _refuse_nothing_stepped(self, given: list[Any]) -> None:
+        """An optimizer of none of the model's parameters steps what the batch is made of, or nothing."""
+        if self._of_inputs and not any(isinstance(one, Tensor) and one.requires_grad for one in given):
+            raise InputError(
+                f"the optimizer holds no parameter of this {type(self.flow.module).__name__}, and no input requires a "
+                "gradient, so a step would change nothing; make it from flow.parameters(), or give an input that is, "
+                "or is made of, what it holds"
+            )
 
     def _refuse(self) -> None:
         flow = self.flow
@@ -351,6 +369,58 @@ class TrainStep:
         return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
 
 
+_waiting: WeakSet[Any] = WeakSet()
+"""The flows whose gradients have waited for a step."""
+
+
+class _Others:
+    """The parameters that an optimizer steps and the model does not have: another flow's, or an input.
+
+    A step begins for them as ``optimizer.zero_grad()`` does, which knows of no model.
+
+    Args:
+        update: with the optimizer.
+        model: the flow's.
+    """
+
+    def __init__(self, update: Update, model: nn.Module) -> None:
+        self._update, self._model = update, model
+        self._parameters: list[Tensor] = []
+        self._seen: Any = None
+
+    def look(self, pipeline: TrainingPipeline | None) -> None:
+        """Find them, where the model or the optimizer may have others than at the last look.
+
+        Args:
+            pipeline: what a batch goes through, made anew for a model that is changed; None where it runs through
+                hooks.
+        """
+        stepped = self._update.parameters()
+        seen = pipeline and ref(pipeline), len(stepped)
+        if pipeline is None or seen != self._seen:
+            own = {id(parameter) for parameter in self._model.parameters()}
+            self._parameters, self._seen = [one for one in stepped if id(one) not in own], seen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": None}
+
+    def drop_gradients(self) -> None:
+        """Let the gradients of earlier steps go, but for those that wait for this one."""
+        if not self._parameters:
+            return
+        wait = {id(one) for flow in _waiting if flow.gradients_wait for one in flow.module.parameters()}
+        for parameter in self._parameters:
+            if id(parameter) not in wait:
+                parameter.grad = None
+
+    def wait_no_longer(self) -> None:
+        """Flows whose parameters were stepped beside the model's begin anew."""
+        stepped = {id(parameter) for parameter in self._parameters}
+        for flow in [*_waiting] if stepped else ():
+            if any(id(parameter) in stepped for parameter in flow.module.parameters()):
+                flow.gradients_wait = False
+
+
 def _no_pipelines() -> LatestShapes[TrainingPipeline]:
     return LatestShapes(lambda pipeline: pipeline.lanes)
 
@@ -406,16 +476,21 @@ def _kinds(goals: list[Any]) -> Hashable:
     return tuple((goal.shape, goal.dtype) if isinstance(goal, Tensor) else None for goal in goals)
 
 
-def _refuse_other_models(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    groups = getattr(optimizer, "param_groups", None)
-    if groups is None:
-        return
-    own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+def _steps_inputs_alone(update: Update, model: nn.Module) -> bool:
+    """Whether an optimizer holds no parameter of a model, which is frozen: a prompt, say.
+
+    Raises:
+        InputError: it holds none of a model that is not.
+    """
+    stepped, own = update.parameters(), {id(parameter): parameter for parameter in model.parameters()}
+    if not stepped or any(id(parameter) in own for parameter in stepped):
+        return False
+    if any(parameter.requires_grad for parameter in own.values()):
         raise InputError(
             f"the optimizer holds no parameter of this {type(model).__name__}, so a step would change nothing; "
             "make it from flow.parameters()"
         )
+    return True
 
 
 def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:

@@ -48,6 +48,11 @@ class Update:
                 "LBFGS evaluates the loss several times a step, over all parameters in one vector on one device; "
                 "give an optimizer that steps by gradients alone, such as AdamW"
             )
+        if isinstance(self.optimizer, torch.optim.SparseAdam):
+            raise InputError(
+                "SparseAdam takes sparse gradients, and those of a training step are dense; give another optimizer, "
+                "such as SGD or Adagrad, or call the flow, loss.backward() and optimizer.step() yourself"
+            )
         if self.scaler is not None and self.optimizer is None:
             raise InputError("a scaler skips and unscales the optimizer's steps: give train_step the optimizer too")
         if self.scaler is not None and not all(callable(getattr(self.scaler, name, None)) for name in _OF_SCALERS):
@@ -68,6 +73,11 @@ class Update:
             )
         if given is not None and not callable(getattr(given, "step", None)):
             raise InputError(f"optimizer is {given!r}; give a torch.optim.Optimizer")
+
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer steps; none where there is none, or it does not say so."""
+        groups = getattr(self.optimizer, "param_groups", ())
+        return [parameter for group in groups for parameter in group["params"]]
 
     def scale(self, device: torch.device) -> Tensor | None:
         """What the loss is multiplied by before its gradient is taken; None for 1.

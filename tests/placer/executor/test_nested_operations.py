@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -304,6 +305,16 @@ def test_graphs_are_told_apart_by_what_the_operations_inside_do() -> None:
 
     one, again, other = (capture(make(), X.float()).hash for make in (ChoosesModules, ChoosesModules, Other))
     assert one == again != other
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.jacrev, torch.func.hessian])
+def test_the_first_call_of_a_flow_may_be_in_a_transform(transform: Callable[..., Any]) -> None:
+    model, reference = twins(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+    flow.layer_gpus["2"] = "cpu:1"
+    flow.update_flow()
+    x = torch.randn(2, 3, dtype=torch.float64)
+    torch.testing.assert_close(transform(flow)(x), transform(reference)(x))
 
 
 def test_after_a_failure_inside_torch_func_other_work_goes_on() -> None:
