@@ -17,7 +17,7 @@ from placer.devices.memory import (
     peak_bytes,
     release_cache,
 )
-from placer.devices.moving import copy, fill, is_transformed, location, move, same, staged, write
+from placer.devices.moving import copy, fill, has_tangents, is_transformed, location, move, same, staged, write
 from placer.devices.names import (
     CPU,
     DeviceLike,
@@ -77,6 +77,7 @@ __all__ = [
     "fitting_rooms",
     "fragmented_bytes",
     "has_detour",
+    "has_tangents",
     "host_buffer",
     "host_name",
     "is_transformed",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from placer.devices.names import CPU, synchronise
 from placer.devices.routes import HOST, has_detour
@@ -29,7 +30,8 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     source = location(tensor)
     if same(source, device):
         return tensor
-    if torch.is_grad_enabled() and (tensor.requires_grad or is_transformed(tensor)):
+    differentiable = torch.is_grad_enabled() and (tensor.requires_grad or is_transformed(tensor))
+    if differentiable or has_tangents():
         moved: Tensor = _Move.apply(tensor, source, device)  # type: ignore[no-untyped-call]
         return moved
     return copy(tensor, device)
@@ -38,6 +40,11 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 def is_transformed(tensor: Tensor) -> bool:
     """Whether it stands for another one inside ``torch.func``, as ``vmap`` has it; such a one hides its gradient."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have tangents now, inside ``torch.autograd.forward_ad.dual_level()``."""
+    return int(getattr(forward_ad, "_current_level", -1)) >= 0
 
 
 def copy(tensor: Tensor, device: torch.device) -> Tensor:
@@ -109,3 +116,7 @@ class _Move(torch.autograd.Function):
         if registries:
             registries[-1].expect(gradients[0], ctx.target)
         return move(gradients[0], ctx.source), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return move(tangents[0], ctx.target)

@@ -269,7 +269,8 @@ class DataFlow(PipelinedRuns):
 
     def _can_be_streamed(self, weights: list[int]) -> bool:
         """Whether micro-batches follow one another, none leaves a trace, and the map stays for a while."""
-        return len(weights) > 1 and not (torch.is_grad_enabled() or self.module.training or self.enable_clone)
+        kept = torch.is_grad_enabled() or devices.has_tangents() or self.module.training
+        return len(weights) > 1 and not (kept or self.enable_clone)
 
     def _planned(self, captures: list[Capture]) -> list[tuple[LayerGraph, list[Segment]]]:
         """The segments of each micro-batch, whose state is in place."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch.autograd import forward_ad
 
 from placer import DataFlow, PlacementRequest, capture, profile, solve
 from placer.executor.training.pipeline import Order
@@ -305,6 +306,28 @@ def test_graphs_are_told_apart_by_what_the_operations_inside_do() -> None:
 
     one, again, other = (capture(make(), X.float()).hash for make in (ChoosesModules, ChoosesModules, Other))
     assert one == again != other
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_tangents_pass_from_device_to_device(training: bool, chunks: int, gradients: bool) -> None:
+    model, reference = twins(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), training)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    tangent = torch.randn_like(x)
+    expected = torch.func.jvp(reference, (x,), (tangent,))
+    with logical_devices(3), torch.set_grad_enabled(gradients):
+        flow = DataFlow(model)
+        flow.layer_gpus.update({"0": 1, "1": 1, "2": 2})
+        flow.update_flow()
+        for _ in range(2):
+            with forward_ad.dual_level():
+                found = forward_ad.unpack_dual(flow(forward_ad.make_dual(x, tangent), chunks=chunks))
+                for one, other in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one.detach().cpu(), other.detach())
+        if chunks == 1:
+            for one, other in zip(torch.func.jvp(flow, (x,), (tangent,)), expected, strict=True):
+                torch.testing.assert_close(one.detach().cpu(), other.detach())
 
 
 @pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.jacrev, torch.func.hessian])
