@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from threading import RLock
+from collections.abc import Mapping, MutableMapping, Sequence
+from threading import Lock, RLock
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
 from placer.devices import DeviceLike
@@ -78,7 +79,7 @@ class DataFlow(PipelinedRuns):
             as the order needs where there are other segments than so many. Free to be edited.
         gradients_wait: whether the next training step adds to the gradients that are there.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
-        lock: held by the thread whose call or stream runs.
+        lock: held by the thread whose call or stream runs; one for all flows of the model.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class DataFlow(PipelinedRuns):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.lock = RLock()
         if not isinstance(module, nn.Module):
             raise InputError(f"DataFlow takes an nn.Module, not {type(module).__name__}")
         self.module = module
+        self.lock = _lock_of(module)
         self._devices = devices.resolve(device_ids)
         self.device_ids = [device.index for device in self._devices]
         self.output_device = self._devices[0] if output_device is None else self._device(output_device)
@@ -419,7 +420,7 @@ class DataFlow(PipelinedRuns):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.lock = RLock()
+        self.lock = _lock_of(self.module)
         self._optimizers = WeakSet()  # steps that were copied along bring theirs
         self._program = Program(self.module)
         self._hooks = HookPath(self.module)
@@ -427,6 +428,16 @@ class DataFlow(PipelinedRuns):
         self._repeated = RepeatedCalls(self._streams)
         self._plans = {}
         self._clones = Clones(self.module, self._devices) if self.enable_clone else None
+
+
+_locks: MutableMapping[nn.Module, RLock] = WeakIdKeyDictionary()
+_choosing_lock = Lock()
+
+
+def _lock_of(module: nn.Module) -> RLock:
+    """The lock of a model: all flows of it move the same state."""
+    with _choosing_lock:
+        return _locks.setdefault(module, RLock())
 
 
 def _placement(given: Placement | Mapping[str, Any]) -> Placement:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 
 import pytest
 import torch
@@ -123,6 +124,43 @@ def _assert_each_is_served(devices: list[str]) -> None:
 def test_flows_of_their_own_in_threads_are_captured_and_right() -> None:
     """Others draw random numbers meanwhile, which is no fault of the model's."""
     _assert_each_is_served(["cpu:0", "cpu:1"])
+
+
+class _Counts(_Branches):
+    """Knows how many threads were in it at once, at the most."""
+
+    def __init__(self, inside: list[int]) -> None:
+        super().__init__()
+        self._inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._inside.append(self._inside[-1] + 1)
+        try:
+            sleep(0.001)
+            return super().forward(x)
+        finally:
+            self._inside.append(self._inside[-1] - 1)
+
+
+@pytest.mark.usefixtures("often")
+def test_flows_of_one_model_take_turns_as_each_moves_its_weights() -> None:
+    inside = [0]
+    model, whole = _Counts(inside).double().eval(), _Branches().double().eval()
+    whole.load_state_dict(model.state_dict())
+
+    def serve(place: str, other: str) -> None:
+        flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+        flow.layer_gpus.update(first=place, middle=other, last=place)
+        flow.update_flow()
+        with torch.no_grad():
+            for _ in range(CALLS):
+                x = torch.randn(6, 8, dtype=torch.float64)
+                torch.testing.assert_close(flow(x).cpu(), whole(x))
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(serve, *places) for places in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))]:
+            done.result(timeout=120)
+    assert len(inside) >= 4 * CALLS and max(inside) == 1
 
 
 @pytest.mark.gpu
