@@ -63,7 +63,6 @@ def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return None
 
 
-@alone
 def differs_later(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counted: Iterable[Counted]) -> bool:
     """Whether the model does something else in its next call, or in a far later one, for what it counts itself.
 

@@ -395,11 +395,11 @@ class _Others:
             pipeline: what a batch goes through, made anew for a model that is changed; None where it runs through
                 hooks.
         """
-        stepped = self._update.parameters()
-        seen = pipeline and ref(pipeline), len(stepped)
+        seen = pipeline and ref(pipeline), self._update.count
         if pipeline is None or seen != self._seen:
             own = {id(parameter) for parameter in self._model.parameters()}
-            self._parameters, self._seen = [one for one in stepped if id(one) not in own], seen
+            self._parameters = [one for one in self._update.parameters() if id(one) not in own]
+            self._seen = seen
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_seen": None}

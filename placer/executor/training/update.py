@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -74,10 +74,19 @@ class Update:
         if given is not None and not callable(getattr(given, "step", None)):
             raise InputError(f"optimizer is {given!r}; give a torch.optim.Optimizer")
 
+    @property
+    def count(self) -> int:
+        """How many parameters the optimizer steps; every step asks, so none is looked at."""
+        return sum(len(group["params"]) for group in self._groups)
+
     def parameters(self) -> list[Tensor]:
         """What the optimizer steps; none where there is none, or it does not say so."""
-        groups = getattr(self.optimizer, "param_groups", ())
-        return [parameter for group in groups for parameter in group["params"]]
+        return [parameter for group in self._groups for parameter in group["params"]]
+
+    @property
+    def _groups(self) -> Sequence[Mapping[str, Any]]:
+        groups: Sequence[Mapping[str, Any]] = getattr(self.optimizer, "param_groups", ())
+        return groups
 
     def scale(self, device: torch.device) -> Tensor | None:
         """What the loss is multiplied by before its gradient is taken; None for 1.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu_cases import without_dropout
 from model_list import LANGUAGE, SMALL, VISION, Case, converted
 from splitting import assert_same, scatter_layers, step, twins
 from torch import Tensor, nn
@@ -38,21 +39,6 @@ def devices() -> int:
     return count
 
 
-def _without_dropout(model: nn.Module) -> nn.Module:
-    """Every device has a random number generator of its own, so random draws cannot be compared."""
-    for module in model.modules():
-        if type(module).__name__ == "StochasticDepth":
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        if isinstance(module, nn.RNNBase):
-            module.dropout = 0.0
-    return model
-
-
 def _on_gpu(nest: object, device: str = "cuda:0") -> object:
     if isinstance(nest, Tensor):
         return nest.to(device)
@@ -68,7 +54,7 @@ def _on_gpu(nest: object, device: str = "cuda:0") -> object:
 def test_split_equals_unsplit(case: Case, training: bool, devices: int) -> None:
     if case.name.startswith("lstm") and not training:
         torch.backends.cudnn.enabled = False  # cuDNN has no backward pass of an LSTM in eval mode, unsplit either
-    model, reference = twins(lambda: _without_dropout(case.make()), training)
+    model, reference = twins(lambda: without_dropout(case.make()), training)
     args, kwargs = _on_gpu(converted(case.inputs(training), torch.float64))
     whole = step(reference.cuda(), reference, args, kwargs)
     initial = {name: tensor.detach().clone() for name, tensor in named_state(model).items()}

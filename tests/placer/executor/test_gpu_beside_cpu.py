@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cases import training_case, without_dropout
 from model_list import LANGUAGE, SMALL, Case, converted
-from small_models import tokens_loss
 from splitting import assert_same, step, twins
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from placer import DataFlow
 from placer.executor.training.pipeline import Order
 from placer.graph.layers import named_state
-from placer.zoo import gpt, resnet18, unet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
@@ -26,17 +24,6 @@ CHUNKS = 4
 
 SINGLE = ("Llama", "Mixtral", "T5")
 """These normalise in float32 whatever their dtype, which CPU and GPU do in different orders."""
-
-
-def _without_dropout(model: nn.Module) -> nn.Module:
-    """Every device has a random number generator of its own, so random draws cannot be compared."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-    return model
 
 
 def _scattered(model: nn.Module, how: str, **options: Any) -> DataFlow:
@@ -56,7 +43,7 @@ def _scattered(model: nn.Module, how: str, **options: Any) -> DataFlow:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("case", [case for case in (*SMALL, *LANGUAGE) if "lstm" not in case.name], ids=str)
 def test_split_equals_unsplit(case: Case, training: bool) -> None:
-    model, reference = twins(lambda: _without_dropout(case.make()), training)
+    model, reference = twins(lambda: without_dropout(case.make()), training)
     args, kwargs = converted(case.inputs(training), torch.float64)
     whole = step(reference, reference, args, kwargs)
     initial = {name: tensor.detach().clone() for name, tensor in named_state(model).items()}
@@ -71,19 +58,6 @@ def test_split_equals_unsplit(case: Case, training: bool) -> None:
         assert_same(split, whole, atol=within, rtol=10 * within)
 
 
-def _case(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
-    """A model in double precision, a batch, its target and the loss."""
-    torch.manual_seed(0)
-    if name == "resnet18":
-        images, classes = torch.randn(8, 3, 64, 64).double(), torch.randint(1000, (8,))
-        return resnet18().double(), images, classes, functional.cross_entropy
-    if name == "unet":
-        images, classes = torch.randn(8, 3, 64, 64).double(), torch.randint(2, (8, 64, 64))
-        return unet(width=8).double(), images, classes, functional.cross_entropy
-    model = gpt(layers=4, width=32, heads=4, context=16, vocabulary=64, tied=True).double()
-    return model, torch.randint(64, (8, 16)), torch.randint(64, (8, 16)), tokens_loss
-
-
 NAMES = pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
 MAPS = pytest.mark.parametrize("how", ["gpu first", "cpu first", "in turn"])
 
@@ -92,7 +66,7 @@ MAPS = pytest.mark.parametrize("how", ["gpu first", "cpu first", "in turn"])
 @MAPS
 @NAMES
 def test_three_steps_equal_the_unsplit_models(name: str, how: str, schedule: Order) -> None:
-    model, inputs, target, loss_fn = _case(name)
+    model, inputs, target, loss_fn = training_case(name, 8)
     whole = copy.deepcopy(model)
     ours = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     theirs = torch.optim.SGD(whole.parameters(), lr=0.01, momentum=0.9)
@@ -114,7 +88,7 @@ def test_three_steps_equal_the_unsplit_models(name: str, how: str, schedule: Ord
 @MAPS
 @NAMES
 def test_streams_and_calls_in_micro_batches_equal_the_unsplit_model(name: str, how: str) -> None:
-    model, inputs, _, _ = _case(name)
+    model, inputs, _, _ = training_case(name, 8)
     whole = copy.deepcopy(model).eval()
     flow = _scattered(model.eval(), how)
     with torch.no_grad():
@@ -130,7 +104,7 @@ def test_streams_and_calls_in_micro_batches_equal_the_unsplit_model(name: str, h
 
 @NAMES
 def test_clones_are_on_both(name: str) -> None:
-    model, inputs, _, _ = _case(name)
+    model, inputs, _, _ = training_case(name, 8)
     whole = copy.deepcopy(model).eval()
     flow = _scattered(model.eval(), "gpu first", enable_clone=True)
     with torch.no_grad():

@@ -7,30 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import tokens_loss
+from gpu_cases import training_case
 from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
 from placer.executor.training.pipeline import Order
-from placer.zoo import gpt, resnet18, unet
 
 pytestmark = pytest.mark.usefixtures("exact")
 
 CHUNKS = 8
-
-
-def _case(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
-    """A model in double precision, a batch, its target and the loss."""
-    torch.manual_seed(0)
-    if name == "resnet18":
-        images, classes = torch.randn(16, 3, 64, 64).double(), torch.randint(1000, (16,))
-        return resnet18().double(), images, classes, functional.cross_entropy
-    if name == "unet":
-        images, classes = torch.randn(16, 3, 64, 64).double(), torch.randint(2, (16, 64, 64))
-        return unet(width=8).double(), images, classes, functional.cross_entropy
-    model = gpt(layers=4, width=32, heads=4, context=16, vocabulary=64, tied=True).double()
-    return model, torch.randint(64, (16, 16)), torch.randint(64, (16, 16)), tokens_loss
 
 
 def _spread(flow: DataFlow) -> None:
@@ -62,7 +48,7 @@ def _assert_same_state(model: nn.Module, whole: nn.Module) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
 def test_three_recorded_steps_equal_the_unsplit_models(name: str, schedule: Order) -> None:
-    model, inputs, target, loss_fn = _case(name)
+    model, inputs, target, loss_fn = training_case(name, 16)
     whole = copy.deepcopy(model).cuda(0)
     ours = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     theirs = torch.optim.SGD(whole.parameters(), lr=0.01, momentum=0.9)
@@ -103,7 +89,7 @@ def test_dropout_differs_between_micro_batches_and_steps_under_replay() -> None:
 def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(name: str, schedule: Order) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices: gradients are sent")
-    model, inputs, target, loss_fn = _case(name)
+    model, inputs, target, loss_fn = training_case(name, 16)
     flow = DataFlow(model)
     _spread(flow)
     step = flow.train_step(loss_fn, None, schedule)
@@ -162,7 +148,7 @@ def test_steps_that_overlap_since_one_device_is_late_equal_the_unsplit_models(
     name: str, schedule: Order, late: int
 ) -> None:
     count = torch.cuda.device_count()
-    model, inputs, target, loss_fn = _case(name)
+    model, inputs, target, loss_fn = training_case(name, 16)
     batches = [(inputs.roll(turn, 0).cuda(0), target.roll(turn, 0).cuda(0)) for turn in range(6)]
     whole = copy.deepcopy(model).cuda(0)
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, whole))
