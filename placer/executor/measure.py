@@ -54,6 +54,7 @@ def measure_step(
     if pipeline is None:
         raise _not_captured(step.flow)
     with _unchanged(pipeline.graph, pipeline.lanes):
+        pipeline.prepare(tensors, goals)
         for _ in range(WARM_UPS):
             pipeline.run(tensors, goals)
         rows = _traced([pipeline], pipeline.courier, [], lambda: pipeline.run(tensors, goals))

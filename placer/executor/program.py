@@ -22,6 +22,7 @@ from placer.graph.structure import Structure
 
 _FEW_CALLS = 10
 _OFTEN = 3
+_KNOWN_SHAPES = 1000
 
 
 @dataclass(eq=False)
@@ -113,7 +114,7 @@ class Program:
                     return None
                 try:
                     refuse_hooks(self.module)
-                    fitting = Capture(export(self.module, *inputs.unflatten(tensors)))
+                    fitting = Capture(export(self.module, *inputs.unflatten(tensors), free=_free(known, tensors)))
                 except CaptureError as error:
                     self._second[mode] = isinstance(error, KeptError) and mode not in self._second
                     self.refused[mode] = str(error)
@@ -121,6 +122,8 @@ class Program:
                 self.refused.pop(mode, None)
                 known.append(fitting)
                 self._attributes.add(fitting.exported.attributes)
+            if len(self._seen) >= _KNOWN_SHAPES:  # a cache that grows by a token a call has a shape for each
+                self._seen.clear()
             self._seen[key] = fitting
         return self._seen[key]
 
@@ -168,6 +171,15 @@ class Program:
         if key not in capture.graphs:
             capture.graphs[key] = layer_graph(capture.exported, self.module, granularity)
         return capture.graphs[key]
+
+
+def _free(known: Sequence[Capture], tensors: Sequence[Any]) -> list[set[int]]:
+    """For each input, the dimensions that were of several sizes so far: who gives two lengths will give more."""
+    free: list[set[int]] = [set() for _ in tensors]
+    for capture in known:
+        for dims, more in zip(free, capture.exported.other_sizes(tensors), strict=True):
+            dims |= more
+    return free
 
 
 def shapes(tensors: Sequence[Any]) -> Hashable:

@@ -193,7 +193,7 @@ class Builder:
 
     def _is_batch(self, size: int | torch.SymInt) -> bool:
         if self._exported.batch_symbol is None:
-            return size == self._exported.batch_size
+            return isinstance(size, int) and size == self._exported.batch_size
         return isinstance(size, torch.SymInt) and size.node.expr == self._exported.batch_symbol
 
     def _layer(self, draft: _Draft) -> Layer:

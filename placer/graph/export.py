@@ -12,10 +12,10 @@ import operator
 import os
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,6 +37,9 @@ _DROPOUTS = {f"aten::{kind}dropout{end}" for kind in ("", "alpha_", "feature_", 
 
 _LIBRARIES = tuple(str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 """Where code that is not the model's own lies."""
+
+_Sizes: TypeAlias = dict[int, Any] | None
+"""The dimensions of a tensor whose sizes a graph leaves open."""
 
 PREFIX = "module."
 """The user's model is the attribute ``module`` of what is exported."""
@@ -73,6 +76,12 @@ class Exported:
         """One for each tensor of the inputs."""
         return [node for node in self.module.graph.nodes if node.op == "placeholder"]
 
+    def other_sizes(self, tensors: Sequence[Any]) -> list[set[int]]:
+        """For each input the dimensions that are not of one size, here and in these tensors or by the graph itself."""
+        return [
+            _other_sizes(node.meta["val"], tensor) for node, tensor in zip(self.placeholders, tensors, strict=True)
+        ]
+
     def covers(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph holds for inputs of these shapes and dtypes."""
         for node, tensor in zip(self.placeholders, tensors, strict=True):
@@ -89,6 +98,13 @@ class Exported:
         except (AssertionError, RuntimeError):
             return False
         return True
+
+
+def _other_sizes(example: Any, tensor: Any) -> set[int]:
+    if not isinstance(tensor, Tensor) or example.dim() != tensor.dim():
+        return set()
+    pairs = enumerate(zip(example.shape, tensor.shape, strict=True))
+    return {dim for dim, (known, size) in pairs if not isinstance(known, int) or known != size}
 
 
 class _Flat(nn.Module):
@@ -126,13 +142,17 @@ class _Flat(nn.Module):
 
 
 @alone
-def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exported:
+def export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: Sequence[Collection[int]] = ()
+) -> Exported:
     """Capture the module in its present mode (train or eval).
 
     Args:
         module: any module, its state on any devices.
         args: example positional arguments.
         kwargs: example keyword arguments.
+        free: for each tensor in them, the dimensions whose size is to be left open where the model allows it, as that
+            of the batch always is.
 
     Raises:
         CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph would not run.
@@ -141,9 +161,10 @@ def export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors, inputs = flatten_inputs(args, kwargs)
     device = capture_device(module, tensors)
     batch = batch_size(tensors)
-    traced = _traced(module, device, inputs, tensors, batch)
+    open_sizes = _open_sizes(tensors, batch, free)
+    traced = _traced(module, device, inputs, tensors, open_sizes)
     if traced.drawn and threading.active_count() > 1:  # it may have been another thread that drew
-        traced = _traced(module, device, inputs, tensors, batch, among_threads=True)
+        traced = _traced(module, device, inputs, tensors, open_sizes, among_threads=True)
     graph_module, counted = traced.module, traced.counted
     if traced.drawn:
         raise CaptureError(f"forward {' and '.join(traced.drawn)}, and a graph would keep what came of it")
@@ -189,13 +210,13 @@ def _traced(
     device: torch.device,
     inputs: Structure,
     tensors: Sequence[Any],
-    batch: int,
+    open_sizes: Sequence[Sequence[_Sizes]],
     among_threads: bool = False,
 ) -> _Traced:
     with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
         examples = tuple(_distinct(example(tensor, device) for tensor in tensors))
         with chance.given_back(among_threads) as drawn:
-            found = _export(module, inputs, tensors, examples, batch)
+            found = _export(module, inputs, tensors, examples, open_sizes)
     return _Traced(*found, drawn, checkpointed, notes)
 
 
@@ -221,19 +242,21 @@ def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
 
 
 def _export(
-    module: nn.Module, inputs: Structure, tensors: Sequence[Any], examples: tuple[Any, ...], batch: int
+    module: nn.Module,
+    inputs: Structure,
+    tensors: Sequence[Any],
+    examples: tuple[Any, ...],
+    open_sizes: Sequence[Sequence[_Sizes]],
 ) -> tuple[fx.GraphModule, Structure, Left | None, set[Counted]]:
     failure: Exception | None = None
     copied: set[int] = set()
-    ways = [True, False] if batch > 1 else [False]
+    ways = list(open_sizes)
     while ways:
-        dynamic = ways[0]
         structures: list[tuple[Structure, Left | None]] = []
         flat = _Flat(module, inputs, structures, copied)
-        shapes = [_dynamic(tensor, batch) if dynamic else None for tensor in examples]
         try:
             with put_back(module):  # torch.export gives each module a copy of a list that two of them share
-                program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(shapes),))
+                program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(ways[0]),))
         except Exception as error:  # whatever the model's own code may raise while it is traced
             failure = failure or error
             ways = [] if "data-dependent" in str(error).lower() else ways[1:]  # where no fixed shape would help
@@ -285,10 +308,18 @@ def _refuse_generators(module: fx.GraphModule) -> None:
             raise CaptureError("forward draws from a torch.Generator of its own, which a graph would not seed")
 
 
-def _dynamic(tensor: Any, batch: int) -> dict[int, Any] | None:
-    if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] == batch:
-        return {0: torch.export.Dim.AUTO}
-    return None
+def _open_sizes(tensors: Sequence[Any], batch: int, free: Sequence[Collection[int]]) -> list[list[_Sizes]]:
+    """Which sizes a graph is to leave open, for each tensor; then what to try where the model allows no such graph."""
+    batched = [{0} if _is_batched(tensor, batch) else set[int]() for tensor in tensors]
+    ways = [batched, [set[int]() for _ in tensors]]
+    if free:
+        ways.insert(0, [{*dims, *more} for dims, more in zip(batched, free, strict=True)])
+    different = [way for number, way in enumerate(ways) if way not in ways[:number]]
+    return [[dict.fromkeys(sorted(dims), torch.export.Dim.AUTO) or None for dims in way] for way in different]
+
+
+def _is_batched(tensor: Any, batch: int) -> bool:
+    return batch > 1 and isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.shape[0] == batch
 
 
 def _reason(error: Exception) -> str:

@@ -13,10 +13,11 @@ import torch
 
 from placer.errors import StageError
 from placer.executor.inference.stream import Known, Streams, inference
-from placer.executor.program import Capture
+from placer.executor.program import Capture, shapes
 from placer.graph import autocast
 
-_Call: TypeAlias = tuple[tuple[Capture, ...], tuple[int, ...], Hashable]
+_KNOWN_CALLS = 1000
+_Call: TypeAlias = tuple[tuple[Capture, ...], tuple[Hashable, ...], tuple[int, ...], Hashable]
 
 
 class RepeatedCalls:
@@ -54,7 +55,7 @@ class RepeatedCalls:
         Returns:
             The flattened results of each. None if the call is not recorded, or the model is another now.
         """
-        call = _call(captures, weights)
+        call = _call(captures, parts, weights)
         if call in self._refused or call not in self._seen:
             return None
         try:
@@ -78,10 +79,12 @@ class RepeatedCalls:
             and is not tried again: there was no memory for the recordings, or a layer failed, which an eager run names
             better.
         """
-        call = _call(captures, weights)
+        call = _call(captures, parts, weights)
         if call in self._refused:
             return None
         if call not in self._seen:
+            if len(self._seen) >= _KNOWN_CALLS:
+                self._seen.clear()
             self._seen.add(call)
             return None
         try:
@@ -99,6 +102,6 @@ class RepeatedCalls:
             return None
 
 
-def _call(captures: Sequence[Capture], weights: Sequence[int]) -> _Call:
+def _call(captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]) -> _Call:
     """What tells a call from others."""
-    return tuple(captures), tuple(weights), autocast.state()
+    return tuple(captures), tuple(map(shapes, parts)), tuple(weights), autocast.state()

@@ -29,7 +29,7 @@ def crossings(stages: Sequence[Stage]) -> list[Transfer]:
     Args:
         stages: all, with slots; what lies in the first slot of each is overwritten.
     """
-    if any(stage.device.type != "cuda" or stage.not_recorded_because for stage in stages):
+    if any(not stage.is_recorded for stage in stages):
         return []
     return found(stages, _copy_ms)
 

@@ -91,6 +91,7 @@ class TrainingPipeline:
     Attributes:
         trace: a list that collects every pass of the next batches; None, as it is at first, to collect none.
         is_prepared: whether its passes are ready, as they are once a batch has gone through.
+        is_recorded: whether they were recorded, too, where they can be.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class TrainingPipeline:
         self._buffers = [item for item in state.values() if not isinstance(item, nn.Parameter)]
         self._pointers = devices.addresses(self._buffers)
         self.is_prepared = False
+        self.is_recorded = False
         self._scaled = False
 
     def is_stale(self) -> bool:
@@ -148,7 +150,8 @@ class TrainingPipeline:
         Returns:
             The mean loss, a number on the last stage's device, without the scale.
         """
-        self.prepare(batch, targets)
+        if not self.is_prepared:
+            self.prepare(batch, targets)
         self._kept.save()
         try:
             self._run(batch, targets, keep, scale)
@@ -270,24 +273,34 @@ class TrainingPipeline:
             room=self.plan.in_flight,
         )
 
-    def prepare(self, batch: Sequence[Any], targets: Sequence[Any]) -> None:
-        """Make every stage's slots from a batch, once, and record them; buffers and random numbers stay."""
-        if self.is_prepared:
+    def prepare(self, batch: Sequence[Any], targets: Sequence[Any], record: bool = True) -> None:
+        """Make every stage's slots from a batch, once, and record them; buffers and random numbers stay.
+
+        Args:
+            batch: the flattened inputs.
+            targets: the flattened target.
+            record: False leaves passes that are not recorded yet as they are: issued operation by operation.
+        """
+        if self.is_prepared and (self.is_recorded or not record):
             return
         parts, goals = ([*map(detached, cut(each, self.sizes))] for each in (batch, targets))
         self._kept.save()
         try:
-            self._open(parts, goals)
+            if not self.is_prepared:
+                self._open(parts, goals)
+            if record:
+                self._record()
         except BaseException:
             for stage in self.stages:  # the next batch begins anew
                 stage.close_slots()
+            self.is_prepared = False
             raise
         finally:
             self._kept.restore()
-        self.is_prepared = True
+        self.is_prepared, self.is_recorded = True, record
 
     def _open(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
-        """Give every stage its slots, one stage's results to the next, and record their passes."""
+        """Give every stage its slots, and one stage's results to the next."""
         shares = [size / sum(self.sizes) for size in self.sizes]
         last = self.chunks - 1
         uneven = self.sizes[last] != self.sizes[0]
@@ -301,9 +314,13 @@ class TrainingPipeline:
             with self._naming(index, "first", last):
                 known |= stage.open_tail(last, known, goals[last], shares[last])
         drop_unreached(self.stages)
+
+    def _record(self) -> None:
+        """Record the passes of every stage, compiled where that was asked for, and order them by what they take."""
         for index, stage in enumerate(self.stages):
             with self._naming(index, "recorded", 0):
                 devices.synchronise(stage.device)
+                stage.release()
                 if self.recipe.compile is not None:
                     compile_stage(stage, self.recipe.compile)
                 stage.record()

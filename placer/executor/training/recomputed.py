@@ -40,7 +40,7 @@ class RecomputedStage(Stage):
 
     def begin(self) -> None:
         """New random numbers for a batch."""
-        if self.device.type == "cuda" and not self.not_recorded_because:
+        if self.is_recorded:
             for chance in self._chances.values():
                 chance.seed()
 

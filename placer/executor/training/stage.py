@@ -84,7 +84,8 @@ class Stage:
         tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
         unreached: of what it reads, the values that the loss does not depend on.
         awaited: by value that is read elsewhere: the stages that send a gradient of it.
-        not_recorded_because: why the passes are no CUDA graphs; empty where they are, or no GPU is.
+        is_recorded: whether the passes are CUDA graphs.
+        not_recorded_because: why they cannot be; empty where they are, or may get so, or no GPU is.
         reuses: whether a backward pass may leave its results where the forward pass works, so that they must be read
             before the slot's next forward pass runs.
         compiled: what torch.compile gained; empty where it does not run.
@@ -112,6 +113,7 @@ class Stage:
         self.tail: dict[int, Slot] = {}
         self.reach = reach
         self.gathers = gather is not nullcontext
+        self.is_recorded = False
         self.not_recorded_because = ""
         self.reuses = False
         self.compiled = ""
@@ -150,7 +152,8 @@ class Stage:
 
     def close_slots(self) -> None:
         """Let go of the slots; they are made anew before the next batch."""
-        self.slots, self.tail, self.not_recorded_because, self._shared_memory = [], {}, "", None
+        self.slots, self.tail, self._shared_memory = [], {}, None
+        self.is_recorded, self.not_recorded_because = False, ""
 
     def _opened(
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
@@ -219,7 +222,7 @@ class Stage:
     def release(self) -> None:
         """Let go of what passes that ran left in the slots, after a failure; recorded passes keep theirs."""
         self._accumulation.drop()
-        if self.device.type == "cuda" and not self.not_recorded_because:
+        if self.is_recorded:
             return
         for slot in (*self.slots, *self.tail.values()):
             slot.leaves, slot.outputs, slot.roots, slot.input_gradients = {}, {}, [], {}
@@ -244,6 +247,7 @@ class Stage:
                 self._recorded(slot, rooms, warm=True)
             for slot in self.tail.values():
                 self._recorded(slot, (), warm=False)
+            self.is_recorded = True
         except devices.NotRecordable as error:
             self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
             for other in every:
@@ -271,7 +275,7 @@ class Stage:
 
     def pass_ms(self) -> tuple[float, float, float]:
         """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is done at once."""
-        if self.device.type != "cuda" or self.not_recorded_because:
+        if not self.is_recorded:
             return 1.0, 1.0, 1.0
         slot = self.slots[0]
         times = devices.queued_ms([slot.forward, slot.backward, slot.weights], self.device, 3)

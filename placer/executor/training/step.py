@@ -17,7 +17,7 @@ from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.pipeline import cut, micro_batch_sizes
-from placer.executor.program import Capture
+from placer.executor.program import Capture, shapes
 from placer.executor.segments import segments, taken_in_turn
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.statistics import refuse_uncaptured
@@ -158,13 +158,17 @@ class TrainStep:
     def _ready(
         self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int]
     ) -> TrainingPipeline | None:
-        """As ``_pipeline``, its passes made; without those of other shapes, where there is no memory for both."""
+        """As ``_pipeline``, its passes made; without those of other shapes, where there is no memory for both.
+
+        A shape beside others is recorded when it comes for the second time.
+        """
         pipeline = self._pipeline(tensors, inputs, goals, target, sizes)
         others = len(self._pipelines) - 1
         try:
             if pipeline is not None:
                 with nothing_held():
-                    pipeline.prepare(tensors, goals)
+                    # Recording pays where a shape comes back: the first is taken to, others when they have.
+                    pipeline.prepare(tensors, goals, record=pipeline.is_prepared or not others)
             return pipeline
         except torch.OutOfMemoryError as error:
             if not others:
@@ -288,7 +292,7 @@ class TrainStep:
         asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (*tensors, *goals))
         room = _room(flow) if self.schedule == "interleaved" else ()
         ways = flow.deferred_batch_norm, recompute, room
-        key = (capture, tuple(sizes), target.key, _kinds(goals), asked, *ways)
+        key = (capture, shapes(parts[0]), tuple(sizes), target.key, _kinds(goals), asked, *ways)
         known = self._pipelines.used(key)
         if known is not None and not known.is_stale():
             return None if _hooked(known.weights) else known

@@ -304,7 +304,7 @@ def test_a_model_that_fills_a_cache_in_its_first_call_is_captured_in_its_second(
 def test_a_model_that_keeps_a_tensor_in_every_call_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[object] = []
     export = program.export
-    monkeypatch.setattr(program, "export", lambda *given: looks.append(given) or export(*given))
+    monkeypatch.setattr(program, "export", lambda *given, **free: looks.append(given) or export(*given, **free))
     model, _ = twins(KeepsItsState)
     flow = DataFlow(model, ["cpu:0", "cpu:1"])
     flow.update_flow()

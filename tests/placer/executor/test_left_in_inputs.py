@@ -113,7 +113,7 @@ def test_the_caller_finds_what_the_unsplit_model_leaves(name: str, kind: str, ch
 def test_an_empty_cache_for_each_call_has_the_model_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     export = program.export
-    monkeypatch.setattr(program, "export", lambda *given: (made.append(given), export(*given))[1])
+    monkeypatch.setattr(program, "export", lambda *given, **free: (made.append(given), export(*given, **free))[1])
     with logical_devices(2), torch.no_grad():
         flow = DataFlow(Decodes().double().eval())
         flow.update_flow()

@@ -117,7 +117,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were captured since."""
     made: list[nn.Module] = []
     export = program.export
-    monkeypatch.setattr(program, "export", lambda module, *given: (made.append(module), export(module, *given))[1])
+    monkeypatch.setattr(program, "export", lambda module, *given, **free: (made.append(module), export(module, *given, **free))[1])
     return made
 
 

@@ -1,0 +1,236 @@
+"""Inputs of many shapes: what was of two sizes is left open, so that a third needs no capture of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from splitting import assert_same, scatter_layers, step, twins
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.executor import program
+from placer.testing import logical_devices
+from placer.zoo import gpt
+
+
+class Attends(nn.Module):
+    """Causal attention over a sequence of any length, with a mask that is made from it."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        length = ids.shape[1]
+        queries, keys, values = self.qkv(x).chunk(3, -1)
+        scores = queries @ keys.mT / length**0.5
+        hidden = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
+        mixed = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values
+        return self.head(self.norm(x + mixed))
+
+
+class Images(nn.Module):
+    """Convolutions and a skip over images of any height and width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.up = nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down = torch.relu(self.norm(self.down(x)))
+        up = functional.interpolate(self.up(down), size=x.shape[-2:])
+        return self.head(torch.cat([up, functional.interpolate(down, size=x.shape[-2:])]).mean((2, 3)))
+
+
+class Branches(nn.Module):
+    """Does something else with long inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.long(x).sum(1) if x.shape[1] > 8 else self.short(x).mean(1)
+        return result
+
+
+class OfOneLength(nn.Module):
+    """Asks for its length as a number, so that each one has a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x) / float(x.shape[1])).sum(1)
+        return result
+
+
+def _ids(length: int, batch: int = 3) -> Tensor:
+    return torch.randint(20, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@contextmanager
+def _captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Collects a note for every capture."""
+    made: list[Any] = []
+    export = program.export
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "export", lambda *given, **free: (made.append(given), export(*given, **free))[1])
+        yield made
+
+
+def _assert_all_equal(make: Any, inputs: list[Tensor], training: bool = True, **options: Any) -> None:
+    """Each in turn gives what the unsplit model gives: results, gradients, buffers."""
+    model, reference = twins(make, training)
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        for x in inputs:
+            split = step(flow, model, (x,), options)
+            assert flow.not_captured_because == ""
+            assert_same(split, step(reference, reference, (x,), {}))
+
+
+def test_a_third_length_has_the_model_captured_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _captures(monkeypatch) as made:
+        _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 6, 12, 3, 2, 40, 5)])
+    assert len(made) == 2
+
+
+def test_a_batch_as_large_as_a_length_is_told_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _captures(monkeypatch) as made:
+        _assert_all_equal(Attends, [_ids(3), _ids(6, 6), _ids(6, 2), _ids(3, 5)])
+    assert len(made) == 2
+
+
+def test_a_length_and_a_batch_of_one_have_graphs_of_their_own() -> None:
+    """torch takes a size of one for fixed: what is added to it may be spread over it."""
+    _assert_all_equal(Attends, [_ids(5), _ids(6), _ids(1), _ids(7), _ids(7, 1), _ids(1, 1), _ids(8, 1), _ids(9, 1)])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_images_of_any_height_and_width(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [(8, 8), (12, 8), (12, 10), (9, 15), (16, 4)]
+    with _captures(monkeypatch) as made:
+        _assert_all_equal(Images, [_floats(2, 3, *size) for size in sizes], training)
+    assert len(made) == 3  # the second is of another height alone
+
+
+def test_what_a_model_does_with_long_inputs_alone_is_captured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _captures(monkeypatch) as made:
+        _assert_all_equal(Branches, [_floats(3, length, 4) for length in (4, 5, 9, 6, 12, 7, 20, 8)])
+    assert len(made) == 3
+
+
+def test_a_model_that_holds_for_one_length_is_captured_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _captures(monkeypatch) as made:
+        _assert_all_equal(OfOneLength, [_floats(3, length, 4) for length in (4, 5, 6, 5, 4)])
+    assert len(made) == 3
+
+
+def test_micro_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = twins(Attends)
+    with logical_devices(3), _captures(monkeypatch) as made:
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        for length in (5, 7, 6, 12):
+            torch.testing.assert_close(flow(_ids(length, 7), chunks=3).cpu(), reference(_ids(length, 7)))
+    assert len(made) == 2
+
+
+def test_calls_and_streams_of_many_lengths() -> None:
+    model, reference = twins(Attends, training=False)
+    lengths = (5, 7, 6, 12, 6, 7, 6)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        for length in lengths:
+            torch.testing.assert_close(flow(_ids(length, 6), chunks=2).cpu(), reference(_ids(length, 6)))
+        streamed = list(flow.stream([_ids(length) for length in lengths]))
+    for length, result in zip(lengths, streamed, strict=True):
+        torch.testing.assert_close(result.cpu(), reference(_ids(length)))
+
+
+@pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
+def test_training_steps_of_many_lengths(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_fn(scores: Tensor, ids: Tensor) -> Tensor:
+        return functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+    model, reference = twins(Attends)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.5)
+    with logical_devices(3), _captures(monkeypatch) as made:
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        train = flow.train_step(loss_fn, torch.optim.SGD(model.parameters(), lr=0.5), schedule=schedule)
+        for length in (5, 7, 6, 7, 12, 5):
+            ids = _ids(length, 6)
+            loss = train(ids, ids, chunks=3)
+            theirs.zero_grad()
+            expected = loss_fn(reference(ids), ids)
+            expected.backward()
+            theirs.step()
+            torch.testing.assert_close(loss.cpu(), expected.detach())
+        found = {name: weight.detach().cpu() for name, weight in model.named_parameters()}
+    assert len(made) == 2
+    for name, weight in reference.named_parameters():
+        torch.testing.assert_close(found[name], weight.detach())
+
+
+class Cached(nn.Module):
+    """Attention over all that came before, which lies in a list that the caller keeps."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, past: list[Tensor]) -> Tensor:
+        for number, layer in enumerate((self.first, self.second)):
+            new = layer(x)
+            if number < len(past):
+                past[number] = torch.cat([past[number], new], 1)
+            else:
+                past.append(new)
+            x = x + (new @ past[number].mT).softmax(-1) @ past[number]
+        result: Tensor = self.head(x)
+        return result
+
+
+def test_a_cache_that_grows_by_a_token_a_call_has_the_model_captured_three_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, reference = twins(Cached, training=False)
+    tokens = [_floats(2, length, 8) for length in (4, 1, 1, 1, 1, 1, 1)]
+    with logical_devices(3), torch.no_grad(), _captures(monkeypatch) as made:
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        ours: list[Tensor] = []
+        theirs: list[Tensor] = []
+        for token in tokens:
+            torch.testing.assert_close(flow(token, ours).cpu(), reference(token, theirs))
+        torch.testing.assert_close([kept.cpu() for kept in ours], theirs)
+    assert len(made) == 3
+
+
+def test_a_gpt_trains_on_lengths_up_to_its_context() -> None:
+    def make() -> nn.Module:
+        return gpt(layers=2, width=16, heads=2, vocabulary=20, context=16, tied=True)
+
+    _assert_all_equal(make, [_ids(length) for length in (16, 9, 12, 4)])
