@@ -114,7 +114,8 @@ class Program:
                     return None
                 try:
                     refuse_hooks(self.module)
-                    fitting = Capture(export(self.module, *inputs.unflatten(tensors), free=_free(known, tensors)))
+                    args, kwargs = inputs.unflatten(tensors)
+                    fitting = Capture(export(self.module, args, kwargs, _free(known, tensors)))
                 except CaptureError as error:
                     self._second[mode] = isinstance(error, KeptError) and mode not in self._second
                     self.refused[mode] = str(error)

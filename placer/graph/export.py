@@ -78,9 +78,7 @@ class Exported:
 
     def other_sizes(self, tensors: Sequence[Any]) -> list[set[int]]:
         """For each input the dimensions that are not of one size, here and in these tensors or by the graph itself."""
-        return [
-            _other_sizes(node.meta["val"], tensor) for node, tensor in zip(self.placeholders, tensors, strict=True)
-        ]
+        return [_other_sizes(node.meta["val"], tensor) for node, tensor in zip(self.placeholders, tensors, strict=True)]
 
     def covers(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph holds for inputs of these shapes and dtypes."""

@@ -11,12 +11,12 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
+from counted_captures import count_captures
 from splitting import assert_same, assert_split_equals_unsplit, scatter_layers, step, twins
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from placer import DataFlow, capture, profile
-from placer.executor import program
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
@@ -302,9 +302,7 @@ def test_a_model_that_fills_a_cache_in_its_first_call_is_captured_in_its_second(
 
 
 def test_a_model_that_keeps_a_tensor_in_every_call_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[object] = []
-    export = program.export
-    monkeypatch.setattr(program, "export", lambda *given, **free: looks.append(given) or export(*given, **free))
+    looks = count_captures(monkeypatch)
     model, _ = twins(KeepsItsState)
     flow = DataFlow(model, ["cpu:0", "cpu:1"])
     flow.update_flow()

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from counted_captures import count_captures
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from placer import DataFlow
-from placer.executor import program
 from placer.graph.structure import flatten
 from placer.testing import logical_devices
 
@@ -111,9 +111,7 @@ def test_the_caller_finds_what_the_unsplit_model_leaves(name: str, kind: str, ch
 
 
 def test_an_empty_cache_for_each_call_has_the_model_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    export = program.export
-    monkeypatch.setattr(program, "export", lambda *given, **free: (made.append(given), export(*given, **free))[1])
+    made = count_captures(monkeypatch)
     with logical_devices(2), torch.no_grad():
         flow = DataFlow(Decodes().double().eval())
         flow.update_flow()

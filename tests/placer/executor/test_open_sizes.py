@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from counted_captures import count_captures
 from splitting import assert_same, scatter_layers, step, twins
 from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
-from placer.executor import program
 from placer.testing import logical_devices
 from placer.zoo import gpt
 
@@ -86,16 +84,6 @@ def _floats(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@contextmanager
-def _captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Collects a note for every capture."""
-    made: list[Any] = []
-    export = program.export
-    with monkeypatch.context() as patched:
-        patched.setattr(program, "export", lambda *given, **free: (made.append(given), export(*given, **free))[1])
-        yield made
-
-
 def _assert_all_equal(make: Any, inputs: list[Tensor], training: bool = True, **options: Any) -> None:
     """Each in turn gives what the unsplit model gives: results, gradients, buffers."""
     model, reference = twins(make, training)
@@ -109,14 +97,14 @@ def _assert_all_equal(make: Any, inputs: list[Tensor], training: bool = True, **
 
 
 def test_a_third_length_has_the_model_captured_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _captures(monkeypatch) as made:
-        _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 6, 12, 3, 2, 40, 5)])
+    made = count_captures(monkeypatch)
+    _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 6, 12, 3, 2, 40, 5)])
     assert len(made) == 2
 
 
 def test_a_batch_as_large_as_a_length_is_told_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _captures(monkeypatch) as made:
-        _assert_all_equal(Attends, [_ids(3), _ids(6, 6), _ids(6, 2), _ids(3, 5)])
+    made = count_captures(monkeypatch)
+    _assert_all_equal(Attends, [_ids(3), _ids(6, 6), _ids(6, 2), _ids(3, 5)])
     assert len(made) == 2
 
 
@@ -128,26 +116,27 @@ def test_a_length_and_a_batch_of_one_have_graphs_of_their_own() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_images_of_any_height_and_width(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [(8, 8), (12, 8), (12, 10), (9, 15), (16, 4)]
-    with _captures(monkeypatch) as made:
-        _assert_all_equal(Images, [_floats(2, 3, *size) for size in sizes], training)
+    made = count_captures(monkeypatch)
+    _assert_all_equal(Images, [_floats(2, 3, *size) for size in sizes], training)
     assert len(made) == 3  # the second is of another height alone
 
 
 def test_what_a_model_does_with_long_inputs_alone_is_captured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _captures(monkeypatch) as made:
-        _assert_all_equal(Branches, [_floats(3, length, 4) for length in (4, 5, 9, 6, 12, 7, 20, 8)])
+    made = count_captures(monkeypatch)
+    _assert_all_equal(Branches, [_floats(3, length, 4) for length in (4, 5, 9, 6, 12, 7, 20, 8)])
     assert len(made) == 3
 
 
 def test_a_model_that_holds_for_one_length_is_captured_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _captures(monkeypatch) as made:
-        _assert_all_equal(OfOneLength, [_floats(3, length, 4) for length in (4, 5, 6, 5, 4)])
+    made = count_captures(monkeypatch)
+    _assert_all_equal(OfOneLength, [_floats(3, length, 4) for length in (4, 5, 6, 5, 4)])
     assert len(made) == 3
 
 
 def test_micro_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = twins(Attends)
-    with logical_devices(3), _captures(monkeypatch) as made:
+    made = count_captures(monkeypatch)
+    with logical_devices(3):
         flow = DataFlow(model, fine_grained=True)
         scatter_layers(flow, 3)
         for length in (5, 7, 6, 12):
@@ -175,7 +164,8 @@ def test_training_steps_of_many_lengths(schedule: Any, monkeypatch: pytest.Monke
 
     model, reference = twins(Attends)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.5)
-    with logical_devices(3), _captures(monkeypatch) as made:
+    made = count_captures(monkeypatch)
+    with logical_devices(3):
         flow = DataFlow(model, fine_grained=True)
         scatter_layers(flow, 3)
         train = flow.train_step(loss_fn, torch.optim.SGD(model.parameters(), lr=0.5), schedule=schedule)
@@ -218,7 +208,8 @@ def test_a_cache_that_grows_by_a_token_a_call_has_the_model_captured_three_times
 ) -> None:
     model, reference = twins(Cached, training=False)
     tokens = [_floats(2, length, 8) for length in (4, 1, 1, 1, 1, 1, 1)]
-    with logical_devices(3), torch.no_grad(), _captures(monkeypatch) as made:
+    made = count_captures(monkeypatch)
+    with logical_devices(3), torch.no_grad():
         flow = DataFlow(model)
         scatter_layers(flow, 3)
         ours: list[Tensor] = []

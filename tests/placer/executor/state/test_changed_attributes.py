@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from counted_captures import count_captures
 from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
-from placer.executor import program
 from placer.executor.program import Capture
 from placer.graph import attributes
 from placer.testing import logical_devices
@@ -115,10 +115,7 @@ def _batch() -> Tensor:
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were captured since."""
-    made: list[nn.Module] = []
-    export = program.export
-    monkeypatch.setattr(program, "export", lambda module, *given, **free: (made.append(module), export(module, *given, **free))[1])
-    return made
+    return count_captures(monkeypatch)
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())

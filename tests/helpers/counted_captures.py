@@ -1,0 +1,23 @@
+"""How often a test has a model captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from placer.executor import program
+
+
+def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """From now on collects the model of each capture, until the test is over."""
+    made: list[nn.Module] = []
+    export = program.export
+
+    def counted(module: nn.Module, *given: Any) -> Any:
+        made.append(module)
+        return export(module, *given)
+
+    monkeypatch.setattr(program, "export", counted)
+    return made
