@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer.executor.pipeline import join, run
 from placer.executor.segments import MicroBatch, Segment
@@ -44,6 +45,24 @@ def call_captured(
     return [
         [batch.read(name, target) for name in graph.outputs] for (graph, _), batch in zip(plans, batches, strict=True)
     ]
+
+
+@contextmanager
+def calls_instead(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """A call of the module is one of something else, for a while; its ``forward`` is what it was.
+
+    Args:
+        module: any.
+        call: what takes its arguments; it may run the module by its ``_call_impl``.
+    """
+    own, name = module.__dict__, "_compiled_call_impl"  # where ``module.compile()`` puts its own
+    was = {name: own[name]} if name in own else {}
+    own[name] = call
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(was)
 
 
 def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], outputs: Structure) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from threading import Lock, RLock
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from placer import devices
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError, kind_of
-from placer.executor.calls import call_captured, joined, joined_by_size
+from placer.executor.calls import call_captured, calls_instead, joined, joined_by_size
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.faults import nothing_held
 from placer.executor.hooked import HookPath
@@ -148,7 +149,7 @@ class DataFlow(PipelinedRuns):
         Raises:
             PlacementError: the placement has no layers, or names layers or devices that are not there, or there is no
                 room. Nothing has moved then.
-            InputError: ``optimizer`` is none.
+            InputError: ``optimizer`` is none, or the flow is applied at the moment.
         """
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(f"optimizer is {optimizer!r}; give the torch.optim.Optimizer whose state is to move")
@@ -162,6 +163,7 @@ class DataFlow(PipelinedRuns):
         self._devices = list(dict.fromkeys([*self._devices, *places.values()]))
         self.device_ids = [device.index for device in self._devices]
         with self.lock:
+            self._hooks.refuse_standing()
             if self._clones is None:
                 if optimizer is not None:
                     self._optimizers.discard(optimizer)  # so that what it was given meanwhile is brought, too
@@ -174,8 +176,13 @@ class DataFlow(PipelinedRuns):
             self._forget_plans()
 
     def undo(self) -> None:
-        """Bring every parameter, gradient, buffer and flag back to where it was before the flow was made."""
+        """Bring every parameter, gradient, buffer and flag back to where it was before the flow was made.
+
+        Raises:
+            InputError: the flow is applied at the moment.
+        """
         with self.lock:
+            self._hooks.refuse_standing()
             self._hooks.leave()
             self._home.restore(self.module, self._optimizers)
             self._assignment = None
@@ -233,7 +240,8 @@ class DataFlow(PipelinedRuns):
         batch = batch_size(tensors)
         parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
-        with nothing_held(), self.lock:  # also while it runs: a GPU that records for one thread does nothing for others
+        # The lock also while it runs: a GPU that records for one thread does nothing for others.
+        with nothing_held(), self.lock, self._hooks.paused():
             captures, results = self._run_recorded(parts, inputs, weights)
             if captures is None:
                 return self._run_hooked((args, kwargs), parts, inputs, weights)
@@ -246,6 +254,39 @@ class DataFlow(PipelinedRuns):
         if exported.left is not None:
             exported.left.give_back((args, kwargs), tensors, left)
         return result
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """The model itself runs as it is placed, for a while: its call as the flow's, other methods through hooks.
+
+            with flow.applied() as model:
+                ids = model.generate(ids, max_new_tokens=20)
+
+        In this thread; other threads' calls of the flow wait until it is over. Operations of the caller's own code are
+        aligned meanwhile, too: tensors of two devices are brought to one. A call is one micro-batch.
+
+        Returns:
+            The model.
+
+        Raises:
+            CaptureError: a module was compiled by torch.jit, which allows no hooks.
+            InputError: the flow has clones, of which the model's own methods know nothing.
+        """
+        if self._assignment is None:
+            yield self.module
+            return
+        if self._clones is not None:
+            raise InputError("the model's own methods know no clones: make the flow without enable_clone")
+        with self.lock:
+            self._bring_back()
+            with self._hooks.standing(self._assignment), calls_instead(self.module, self._called):
+                yield self.module
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call of the model is while the flow is applied to it."""
+        if self._hooks.runs or not devices.observed():  # the flow itself runs it, or captures it
+            return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self(*args, chunks=1, **kwargs)
 
     def _run_recorded(
         self, parts: list[list[Any]], inputs: Structure, weights: list[int]

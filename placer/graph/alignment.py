@@ -7,7 +7,8 @@ devices runs where its parameters are, else where the latest module ran.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,16 @@ class Alignment(TorchFunctionMode):
         self.place: torch.device | None = None
         self.is_on = False
         self._observer = observer
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self, is_paused: bool = True) -> Iterator[None]:
+        """In it operations are not aligned; or, with False, they are again."""
+        was, self._is_paused = self._is_paused, is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = was
 
     def __enter__(self) -> Alignment:
         self.is_on = True
@@ -65,7 +76,9 @@ class Alignment(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, say: what it is given is aligned
+        if (
+            self._is_paused or torch.compiler.is_dynamo_compiling()
+        ):  # a branch of torch.cond, say: what it is given is aligned
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name not in _KEEPS_ITS_PLACE:
@@ -77,7 +90,7 @@ class Alignment(TorchFunctionMode):
 
     def aligned(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What an ``autograd.Function`` is given, all of it on one device: it may keep it for its backward pass."""
-        return self._aligned("", args, kwargs)
+        return (args, kwargs) if self._is_paused else self._aligned("", args, kwargs)
 
     def _aligned(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         position = lengths_of(name, args)
@@ -241,6 +254,12 @@ class Arrivals:
             )
         ]
         self._inside: list[Exchange] = []
+        self._again: set[nn.Module] = set()
+
+    @property
+    def stays(self) -> bool:
+        """Whether a backward pass will run modules again."""
+        return bool(self._again)
 
     def enter(self, device: torch.device) -> Exchange:
         """A module on this device is entered; what moves the tensors that it is given."""
@@ -255,7 +274,8 @@ class Arrivals:
 
     def stay(self, modules: Iterable[nn.Module]) -> None:
         """Be there in the backward pass too, when a checkpoint runs these modules again."""
-        for module in modules:
+        for module in set(modules) - self._again:
+            self._again.add(module)
             self._handles += Again.of(module, self._alignment)
 
     def remove(self) -> None:

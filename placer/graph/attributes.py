@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 _NONE = object()
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})  # this one module.compile() adds
 _DEEPEST = 3
 """So many objects inside one another are looked into: a module's configuration may have one for each of its parts."""
 

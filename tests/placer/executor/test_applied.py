@@ -1,0 +1,243 @@
+"""``flow.applied()``: methods of a model other than forward, and its parts, run where its layers are."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from counted_captures import count_captures
+from model_list import CASES
+from splitting import TOLERANCE, scatter_layers, twins
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from placer import DataFlow
+from placer.errors import CaptureError, InputError
+from placer.testing import logical_devices
+
+X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(4, 8)
+
+
+class Autoencoder(nn.Module):
+    """Its parts are used by methods of their own, and by operations between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Linear(8, 6), nn.Tanh())
+        self.mean, self.spread = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.up = nn.Linear(3, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.down(x)
+        return self.mean(h), self.spread(h)
+
+    def decode(self, z: Tensor) -> Tensor:
+        result: Tensor = self.up(z) * self.scale
+        return result
+
+    def loss(self, x: Tensor) -> Tensor:
+        mean, spread = self.encode(x)
+        return functional.mse_loss(self.decode(mean + spread.exp()), x) + (mean * spread).mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x)[0])
+
+
+class Asks(Autoencoder):
+    """Cannot be captured."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class RunsAgain(Autoencoder):
+    """Under a checkpoint whose backward pass runs modules once more."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = checkpoint(self.down, x, use_reentrant=True)
+        return self.mean(h), self.spread(h)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: None if parameter.grad is None else parameter.grad.cpu().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _assert_close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("make", [Autoencoder, Asks, RunsAgain])
+@pytest.mark.parametrize("seed", range(4))
+def test_methods_and_their_gradients_equal_those_of_the_unsplit_model(make: type[Autoencoder], seed: int) -> None:
+    model, reference = twins(make)
+    x = X.clone().requires_grad_()
+    expected = reference.loss(x)
+    expected.backward()
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3, seed)
+        with flow.applied() as applied:
+            assert applied is model
+            y = X.clone().requires_grad_()
+            result = applied.loss(y)
+            result.backward()
+        _assert_close(result.detach().cpu(), expected.detach())
+        _assert_close(_gradients(model), _gradients(reference))
+        _assert_close(y.grad, x.grad)
+
+
+@pytest.mark.parametrize("make", [Autoencoder, Asks, RunsAgain])
+def test_a_backward_pass_may_come_after_it(make: type[Autoencoder]) -> None:
+    model, reference = twins(make)
+    x = X.clone().requires_grad_()
+    reference.loss(x).backward()
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        with flow.applied():
+            result = model.loss(X.clone().requires_grad_())
+        result.backward()
+        _assert_close(_gradients(model), _gradients(reference))
+
+
+@pytest.mark.parametrize("make", [Autoencoder, Asks])
+def test_a_call_of_the_model_is_one_of_the_flow(make: type[Autoencoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = twins(make)
+    made = count_captures(monkeypatch)
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        expected = reference(X)
+        with flow.applied():
+            _assert_close(model(X).cpu(), expected)
+            _assert_close(flow(X).cpu(), expected)
+            _assert_close(model(X).cpu(), expected)
+        _assert_close(flow(X).cpu(), expected)
+        assert (flow.not_captured_because == "") == (make is Autoencoder)
+    assert len(made) == 1
+
+
+def test_steps_and_streams_run_inside_as_they_do_outside() -> None:
+    model, reference = twins(Autoencoder)
+    expected = functional.mse_loss(reference(X), X)
+    expected.backward()
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        with flow.applied(), flow.applied():  # twice is once
+            loss = flow.train_step(functional.mse_loss)(X, X, chunks=2)
+            streamed = list(flow.stream([X, X, X]))
+        _assert_close(loss.cpu(), expected.detach())
+        _assert_close(_gradients(model), _gradients(reference))
+        _assert_close([one.cpu() for one in streamed], [reference(X).detach()] * 3)
+
+
+def test_afterwards_nothing_is_left_also_if_it_fails() -> None:
+    model, _ = twins(Asks)
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        with pytest.raises(KeyError), flow.applied():
+            model.encode(X)
+            raise KeyError
+        assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+        assert "_compiled_call_impl" not in vars(model)
+        flow.undo()
+        _assert_close(model(X), copy.deepcopy(model)(X))
+
+
+def test_a_copy_that_is_made_inside_runs_by_itself() -> None:
+    model, reference = twins(Autoencoder)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    scatter_layers(flow, 2)
+    with flow.applied():
+        twin = copy.deepcopy(model)
+        _assert_close(twin(X), reference(X))
+    _assert_close(twin(X), reference(X))
+    assert not any(child._forward_hooks for child in model.modules())
+
+
+def test_before_it_is_placed_the_model_is_as_it_was() -> None:
+    model, reference = twins(Autoencoder)
+    with DataFlow(model, ["cpu:0", "cpu:1"]).applied() as applied:
+        _assert_close(applied.loss(X), reference.loss(X))
+
+
+def test_layers_do_not_move_meanwhile() -> None:
+    model, _ = twins(Autoencoder)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.update_flow()
+    with flow.applied():
+        for change in (flow.update_flow, flow.undo):
+            with pytest.raises(InputError, match=r"leave `with flow.applied\(\):` first"):
+                change()
+    flow.update_flow()
+
+
+def test_clones_and_scripts_are_refused() -> None:
+    flow = DataFlow(Autoencoder(), ["cpu:0", "cpu:1"], enable_clone=True)
+    flow.update_flow()
+    with pytest.raises(InputError, match="enable_clone"), flow.applied():
+        pass
+    flow = DataFlow(nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2)), ["cpu:0", "cpu:1"])
+    flow.update_flow()
+    with pytest.raises(CaptureError, match=r"compiled by torch\.jit"), flow.applied():
+        pass
+
+
+@pytest.mark.parametrize("make", [Autoencoder, Asks])
+def test_other_threads_wait_for_the_end(make: type[Autoencoder]) -> None:
+    model, reference = twins(make)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(down=0, mean=1, up=0)
+    flow.update_flow()
+    found: list[Tensor] = []
+    other = threading.Thread(target=lambda: found.append(flow(X)))
+    with flow.applied():
+        other.start()
+        other.join(0.2)
+        assert not found
+        _assert_close(model(X), reference(X))
+    other.join(60)
+    _assert_close(found, [reference(X)])
+
+
+def _generating(name: str) -> tuple[Any, Any]:
+    return twins(CASES[name].make, training=False)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration"])
+def test_generate_gives_what_it_gives_unsplit(name: str) -> None:
+    model, reference = _generating(name)
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        ids = torch.randint(2, 50, (2, 5), generator=torch.Generator().manual_seed(1))
+        for ways in ({}, {"num_beams": 3}, {"do_sample": True}):
+            torch.manual_seed(0)
+            expected = reference.generate(ids, max_new_tokens=5, pad_token_id=0, **ways)
+            with flow.applied():
+                torch.manual_seed(0)
+                found = model.generate(ids, max_new_tokens=5, pad_token_id=0, **ways)
+            assert found.tolist() == expected.tolist()
+        assert flow.not_captured_because == ""
+
+
+def test_generating_has_a_model_captured_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the prompt, for a token after it, and for one after a cache of any length; a second prompt needs one more."""
+    model, _ = _generating("LlamaForCausalLM")
+    flow = DataFlow(model, ["cpu:0", "cpu:1"], fine_grained=True)
+    scatter_layers(flow, 2)
+    made = count_captures(monkeypatch)
+    with flow.applied():
+        for length, captures in ((5, 3), (5, 3), (7, 4), (6, 4)):
+            model.generate(torch.arange(2, 2 + length).repeat(2, 1), max_new_tokens=4, pad_token_id=0)
+            assert len(made) == captures
