@@ -331,7 +331,7 @@ class DataFlow(PipelinedRuns):
             self._places = self._places_now()
 
     def _places_now(self) -> list[torch.device]:
-        return [*map(devices.location, self.module.parameters()), *map(devices.location, self.module.buffers())]
+        return [*map(devices.location, self._program.state())]
 
     def _run_hooked(self, nest: Any, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
         """Through hooks: micro-batches one after another."""

@@ -75,7 +75,7 @@ class HookPath:
         """
         if self._standing is not None:
             alignment, arrivals = self._standing
-            with alignment.paused(False), self._again(arrivals):
+            with alignment.resumed(), self._again(arrivals):
                 yield
             return
         refuse_scripts(self._module, "the model runs through hooks")

@@ -61,6 +61,10 @@ class Program:
         # A number in its place: it would be hashed for every micro-batch, hundreds of modules long.
         return autocast.state(), self._modes.setdefault(census.modes, len(self._modes))
 
+    def state(self) -> list[Tensor]:
+        """The model's parameters and buffers, as of the last look, or of one now if there was none."""
+        return (self._census or self._look()).state
+
     def captures(self, parts: Sequence[Sequence[Any]], inputs: Structure) -> list[Capture] | None:
         """The captures that cover the micro-batches of one call; the model is looked at once for all of them.
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import utils as functorch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from placer import devices
 from placer.graph.handed import Exchange
 from placer.graph.packed import lengths_of
-from placer.graph.structure import flatten
+from placer.graph.structure import CONSTANTS, flatten
 
 _KEEPS_ITS_PLACE = {
     "to",
@@ -34,6 +34,9 @@ _KEEPS_ITS_PLACE = {
     "requires_grad_",
     "register_hook",
 }
+
+_AT_A_GLANCE = frozenset(CONSTANTS)
+"""What holds no tensor."""
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """Called after every function with (function, args, kwargs, result)."""
@@ -52,27 +55,54 @@ class Alignment(TorchFunctionMode):
         self.place: torch.device | None = None
         self.is_on = False
         self._observer = observer
-        self._is_paused = False
+        self._is_paused = self._is_there = False
 
     @contextmanager
-    def paused(self, is_paused: bool = True) -> Iterator[None]:
-        """In it operations are not aligned; or, with False, they are again."""
-        was, self._is_paused = self._is_paused, is_paused
+    def paused(self) -> Iterator[None]:
+        """In it operations are not aligned; where no other mode was entered since, they do not pass by here at all."""
+        is_latest = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
+        was, self._is_paused = self._is_paused, True
+        if is_latest:
+            self._leave()
         try:
             yield
         finally:
+            if is_latest:
+                self._enter()
             self._is_paused = was
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """In it, inside ``paused``, they are."""
+        is_away = not self._is_there
+        was, self._is_paused = self._is_paused, False
+        if is_away:
+            self._enter()
+        try:
+            yield
+        finally:
+            if is_away:
+                self._leave()
+            self._is_paused = was
+
+    def _enter(self) -> None:
+        self._is_there = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self, *error: Any) -> None:
+        self._is_there = False
+        super().__exit__(*(error or (None, None, None)))  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Alignment:
         self.is_on = True
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._enter()
         _custom_functions.begin(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
         _custom_functions.end()
         self.is_on = False
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._leave(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,6 +128,8 @@ class Alignment(TorchFunctionMode):
             lengths = devices.move(args[position], devices.HOST)
             rest, kwargs = self._aligned("", (*args[:position], *args[position + 1 :]), kwargs)
             return (*rest[:position], lengths, *rest[position:]), kwargs
+        if _are_together(args, kwargs):
+            return args, kwargs
         tensors, structure = flatten((args, kwargs))
         tensors = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
         places = [devices.location(tensor) for tensor in tensors]
@@ -121,6 +153,18 @@ class Alignment(TorchFunctionMode):
         if self.place is not None and any(devices.same(place, self.place) for place in places):
             return self.place
         return next((place for tensor, place in zip(tensors, places, strict=True) if tensor.dim()), places[0])
+
+
+def _are_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is seen at a glance, as of most operations, that all tensors are on one device."""
+    places = []
+    for given in (args, kwargs.values()):
+        for one in given:
+            if isinstance(one, Tensor):
+                places.append(devices.location(one))
+            elif type(one) not in _AT_A_GLANCE:
+                return False
+    return all(devices.same(place, places[0]) for place in places)
 
 
 class _CustomFunctions:

@@ -47,6 +47,7 @@ class Census:
 
     Attributes:
         members: its modules, their code, parameters and buffers, the same objects as long as none was replaced.
+        state: its parameters and buffers; those of a module that is used twice are listed twice.
         dtypes: of its parameters and buffers, which ``model.to`` changes in the same objects.
         modes: of every module, whether it trains, and whether it has hooks that a captured graph would not run; at the
             end, whether all have.
@@ -57,7 +58,7 @@ class Census:
     def __init__(self, module: nn.Module) -> None:
         modules = _modules(module)
         self.members = _members(modules)
-        self._state = [item for item in self.members if isinstance(item, Tensor)]
+        self.state = [item for item in self.members if isinstance(item, Tensor)]
         self.dtypes = self._now_dtypes()
         self.modes = tuple(modes(module))
         self._modules = modules
@@ -96,7 +97,7 @@ class Census:
         return known and are_same(self.members, later.members)
 
     def _now_dtypes(self) -> list[torch.dtype]:
-        return [*map(_dtype, self._state)]
+        return [*map(_dtype, self.state)]
 
     def _now_training(self) -> list[bool]:
         return [*map(_trains, self._fields)]
