@@ -22,6 +22,7 @@ def call_captured(
     parts: Sequence[Sequence[Any]],
     target: torch.device,
     deferred_batch_norm: bool,
+    returned: int | None = None,
 ) -> list[list[Any]]:
     """Run every micro-batch through its segments.
 
@@ -30,6 +31,8 @@ def call_captured(
         parts: the flattened inputs of each.
         target: where results go.
         deferred_batch_norm: whether running statistics follow the whole batch.
+        returned: how many of the outputs the model returns; those behind them, which it leaves in its inputs, stay
+            where they were made. If None all are brought to where results go.
 
     Returns:
         The flattened results of each.
@@ -42,9 +45,11 @@ def call_captured(
         statistics.commit()
     else:
         run(pipeline, batches)
-    return [
-        [batch.read(name, target) for name in graph.outputs] for (graph, _), batch in zip(plans, batches, strict=True)
-    ]
+    results = []
+    for (graph, _), batch in zip(plans, batches, strict=True):
+        stay = set() if returned is None else {*graph.outputs[returned:]}
+        results.append([batch.made(name) if name in stay else batch.read(name, target) for name in graph.outputs])
+    return results
 
 
 @contextmanager

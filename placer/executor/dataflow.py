@@ -248,7 +248,9 @@ class DataFlow(PipelinedRuns):
             plans = self._planned(captures) if results is None else [self._plan(captures[0])]
             if results is None:
                 deferred = self.deferred_batch_norm and self.module.training
-                results = call_captured(plans, parts, self.output_device, deferred)
+                # While the flow is applied, what is left in a cache stays with the layers that will read it.
+                returned = len(captures[0].exported.outputs.paths) if self._hooks.stand else None
+                results = call_captured(plans, parts, self.output_device, deferred, returned)
         exported = captures[0].exported
         result, left = joined(results, plans[0][0], weights, exported)
         if exported.left is not None:

@@ -97,9 +97,14 @@ class HookPath:
         """In it operations are left as they are: those of a captured graph have all they need where they run."""
         return nullcontext() if self._standing is None else self._standing[0].paused()
 
+    @property
+    def stand(self) -> bool:
+        """Whether this is in ``standing``."""
+        return self._standing is not None
+
     def refuse_standing(self) -> None:
         """Raise an InputError in ``standing``, whose hooks know where modules were when it began."""
-        if self._standing is not None:
+        if self.stand:
             raise InputError("layers move only when the flow is not applied: leave `with flow.applied():` first")
 
     def leave(self) -> None:

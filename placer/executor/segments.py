@@ -105,6 +105,10 @@ class MicroBatch:
         value = self._made[name]
         return self._on(name, value, device) if isinstance(value, Tensor) else value
 
+    def made(self, name: str) -> Any:
+        """The value where it was made."""
+        return self._made[name]
+
     def state(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
         """State that belongs to another device, on this one; a gradient flows back to where it belongs."""
         return self._on(f"state {name}", tensor, device)

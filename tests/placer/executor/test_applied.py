@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from placer import DataFlow
+from placer import DataFlow, devices
 from placer.errors import CaptureError, InputError
 from placer.testing import logical_devices
 
@@ -229,6 +229,21 @@ def test_generate_gives_what_it_gives_unsplit(name: str) -> None:
                 found = model.generate(ids, max_new_tokens=5, pad_token_id=0, **ways)
             assert found.tolist() == expected.tolist()
         assert flow.not_captured_because == ""
+
+
+def test_a_cache_stays_with_the_layers_that_fill_it() -> None:
+    """Else half of it would be sent to and fro for every token."""
+    model, _ = _generating("LlamaForCausalLM")
+    with logical_devices(2):
+        flow = DataFlow(model, fine_grained=True)
+        flow.layer_gpus.update({name: int("layers.1" in name) for name in flow.layer_gpus})
+        flow.update_flow()
+        with flow.applied():
+            made = model.generate(
+                torch.ones(2, 5, dtype=torch.int64), max_new_tokens=4, pad_token_id=0, return_dict_in_generate=True
+            )
+        places = [devices.location(layer.keys) for layer in made.past_key_values.layers]
+        assert places == [torch.device("cpu", 0), torch.device("cpu", 1)]
 
 
 def test_generating_has_a_model_captured_three_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,31 @@ def _assert_same_state(model: nn.Module, whole: nn.Module) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_steps_of_many_lengths_are_recorded_when_a_length_comes_back(schedule: Order, recompute: bool) -> None:
+    model, inputs, target, loss_fn = training_case("tied gpt", 16)
+    whole = copy.deepcopy(model).cuda(0)
+    ours = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.01, momentum=0.9)
+    flow = DataFlow(model)
+    _spread(flow)
+    if recompute:
+        flow.recompute = ["cuda:0"]
+    step = flow.train_step(loss_fn, ours, schedule)
+    came: set[int] = set()
+    for length in (16, 9, 9, 12, 16, 9, 5, 12, 12, 5):
+        loss = step(inputs[:, :length], target[:, :length], chunks=CHUNKS)
+        expected = _unsplit_step(whole, theirs, loss_fn, inputs[:, :length].cuda(0), target[:, :length].cuda(0))
+        torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
+        recorded = {stage.is_recorded for stage in step.pipelines[-1].stages}
+        assert recorded == {not came or length in came}
+        came.add(length)
+    assert step.not_recorded_because == {}
+    _assert_same_state(model, whole)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
 def test_three_recorded_steps_equal_the_unsplit_models(name: str, schedule: Order) -> None:
