@@ -119,6 +119,7 @@ class DataFlow(PipelinedRuns):
         self._program = Program(module)
         self._assignment: Assignment | None = None
         self._places: list[torch.device] = []
+        self._settled: set[str] = set()
         self._plans: dict[Capture, tuple[LayerGraph, list[Segment]]] = {}
         self._hooks = HookPath(module)
         self._streams = Streams(self)
@@ -330,6 +331,7 @@ class DataFlow(PipelinedRuns):
         if self._clones is None and self._assignment is not None and self._places != self._places_now():
             move_state(self.module, self._assignment.of_state, self._optimizers)
             self._plans.clear()
+            self._settled.clear()
             self._places = self._places_now()
 
     def _places_now(self) -> list[torch.device]:
@@ -382,7 +384,10 @@ class DataFlow(PipelinedRuns):
         graph = self._program.graph(capture, self._granularity)
         graph, places = stage_by_stage(graph, self._assignment.of_layers(graph))
         if self._clones is None:
-            settle(graph, places, self._optimizers)
+            if self._places != self._places_now():  # by somebody else: nothing is known to be in place
+                self._plans.clear()
+                self._settled.clear()
+            settle(graph, places, self._optimizers, self._settled)
             self._places = self._places_now()
         return graph, places
 
@@ -404,6 +409,7 @@ class DataFlow(PipelinedRuns):
 
     def _forget_plans(self) -> None:
         self._plans.clear()
+        self._settled.clear()
         self._places = self._places_now()
         self._streams.clear()
         self._repeated = RepeatedCalls(self._streams)

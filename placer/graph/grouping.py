@@ -87,6 +87,10 @@ def _units(operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int])
                 readers = [reader for reader in _readers_of_written(node, roots) if reader in units]
             if readers:
                 units[node] = min((units[reader] for reader in readers), key=began.__getitem__)
+    for node in operations:  # a write that is read by nobody goes with those who read before it, which are known now
+        readers = [] if node in units else [one for one in _readers_of_written(node, roots) if one in units]
+        if readers:
+            units[node] = min((units[reader] for reader in readers), key=began.__getitem__)
     for node in operations:  # parts of a list stay with what makes it: tensors alone pass between layers
         if node.target is getitem:
             units.update((node, units[maker]) for maker in node.all_input_nodes[:1] if maker in units)

@@ -81,20 +81,25 @@ def move_state(
         _compact_rnn_weights(module)
 
 
-def settle(graph: LayerGraph, places: Sequence[torch.device], optimizers: Collection[torch.optim.Optimizer]) -> None:
+def settle(
+    graph: LayerGraph,
+    places: Sequence[torch.device],
+    optimizers: Collection[torch.optim.Optimizer],
+    settled: set[str],
+) -> None:
     """Move state whose layer was not known before the capture (a root's own parameters) to its first layer.
 
     Args:
         graph: the layers.
         places: the device of each.
         optimizers: those that may hold state for the parameters.
+        settled: names of what stays, as another graph of the model has it where it is; this graph's are added.
     """
-    seen: set[str] = set()
     for layer, place in zip(graph.layers, places, strict=True):
         for name in layer.state:
-            if name in seen or name in graph.constants:
+            if name in settled or name in graph.constants:
                 continue
-            seen.add(name)
+            settled.add(name)
             if not devices.same(devices.location(graph.state[name]), place):
                 relocate(graph.state[name], place, optimizers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import sleep
@@ -167,6 +168,46 @@ def test_flows_of_one_model_take_turns_as_each_moves_its_weights() -> None:
 @pytest.mark.usefixtures("often", "exact")
 def test_flows_of_their_own_in_threads_are_captured_and_right_on_gpus() -> None:
     _assert_each_is_served([f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))])
+
+
+class _Synchronises(_Net):
+    """The host waits to see whether there is an inverse."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ torch.linalg.inv(torch.eye(8, dtype=x.dtype, device=x.device) + x.T @ x))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("often", "exact")
+@pytest.mark.parametrize("make", [_Net, _Synchronises])
+def test_a_thread_may_wait_for_a_device_while_another_one_records(make: type[_Net]) -> None:
+    """It was told that it called a synchronizing operation; what may not be recorded is told all the same."""
+    model, whole = twins(make)
+    whole.cuda(0)
+    flow = DataFlow(model)
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss)
+    over = threading.Event()
+
+    def wait() -> int:
+        count, here = 0, torch.ones(8, device="cuda:0")
+        while not over.is_set():
+            count += int(here.cpu().sum()) // 8
+        return count
+
+    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        waiting = pool.submit(wait)
+        try:
+            for rows in (4, 6, 6, 8, 8):
+                x, goal = torch.randn(rows, 8, dtype=torch.float64), torch.zeros(rows, 3, dtype=torch.float64)
+                parts = zip(x.cuda(0).chunk(2), goal.cuda(0).chunk(2), strict=True)
+                expected = sum(functional.mse_loss(whole(part), zeros).detach() / 2 for part, zeros in parts)
+                torch.testing.assert_close(step(x, goal, chunks=2), expected)
+        finally:
+            over.set()
+        assert waiting.result(timeout=60) > 1
+    assert bool(step.not_recorded_because) == (make is _Synchronises)
 
 
 @pytest.mark.gpu

@@ -116,3 +116,24 @@ def test_what_several_layers_read_does_not_make_one_layer_of_them(model: nn.Modu
     assert [layer.name for layer in graph.layers] == ["blocks.0", "blocks.1", "blocks.2"]
     x = x.double() if x.is_floating_point() else x
     assert_split_equals_unsplit(lambda: copy.deepcopy(model), (x,), kinds=("fine",))
+
+
+class _Counts(nn.Module):
+    """Each layer adds to a number that the caller keeps for it, once it has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor, counts: list[Tensor]) -> Tensor:
+        for layer, count in zip(self.layers, counts, strict=True):
+            x = layer(x) + torch.ones(3, device=x.device) * count
+            count.add_(1)
+        return x
+
+
+def test_a_write_that_nobody_reads_stays_with_those_who_read_before_it() -> None:
+    """Such writes went to the first layer, which closed a cycle through all; so a decoder with a static cache was one."""
+    counts = [torch.zeros(()) for _ in range(4)]
+    graph = capture(_Counts(), (torch.randn(2, 3), counts), granularity="fine")
+    assert [layer.name for layer in graph.layers] == [f"layers.{number}" for number in range(4)]
