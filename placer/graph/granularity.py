@@ -23,14 +23,12 @@ from torch import Tensor, fx, nn
 
 from placer.errors import InputError
 from placer.graph.layers import tensor_bytes
+from placer.schema.base import MERGED
 
 Granularity = str | int | Collection[str] | Callable[[str, nn.Module], bool]
 
 LARGE_PARAMS, LARGE_TIME, LARGE_ACTIVATIONS = 1 / 4, 1 / 8, 1 / 4
 """A module is opened by ``auto`` while it holds more than one of these shares of the model."""
-
-MERGED = "+"
-"""Joins the names of layers that were merged because they depend on one another both ways."""
 
 
 @dataclass

@@ -18,11 +18,9 @@ import networkx
 import torch
 from torch import fx
 
-from placer.graph.granularity import MERGED, Opened, module_stack
+from placer.graph.granularity import Opened, module_stack
 from placer.graph.nested import transformed
-
-MODEL = "(model)"
-"""The one layer of a model that calls no module."""
+from placer.schema.base import MERGED, WHOLE
 
 _LONGEST_NAME = 400
 _ALIASING_WHEN_IDLE = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
@@ -94,7 +92,7 @@ def _units(operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int])
     for node in operations:  # parts of a list stay with what makes it: tensors alone pass between layers
         if node.target is getitem:
             units.update((node, units[maker]) for maker in node.all_input_nodes[:1] if maker in units)
-    first = next((units[node] for node in operations if node in units), MODEL)
+    first = next((units[node] for node in operations if node in units), WHOLE)
     for node in operations:
         units.setdefault(node, first)
     return units

@@ -32,6 +32,7 @@ from placer.graph.leftovers import put_back
 from placer.graph.packed import LengthsOnHost
 from placer.graph.structure import CONSTANTS, Structure, flatten, flatten_inputs
 from placer.graph.undone import written_back
+from placer.schema.base import WHOLE
 
 
 @dataclass
@@ -217,7 +218,7 @@ class _Watch:
             tensors, structure = flatten(_apart((args, kwargs), self._model))
             name = f"{path}@{number}" if number else path
             reads = [self.name(leaf) for leaf in tensors]
-            draft = _Draft(name or "(model)", path, module, structure, reads, _holds_objects((args, kwargs)))
+            draft = _Draft(name or WHOLE, path, module, structure, reads, _holds_objects((args, kwargs)))
             self._inside.append(draft)
 
         return hook

@@ -13,6 +13,11 @@ from placer.schema.faults import first_fault, nearest
 SCHEMA_VERSION: Literal["1"] = "1"
 """The version of every wire type; a reader refuses one that it does not know."""
 
+MERGED = "+"
+"""Joins the names of layers that were merged because they depend on one another both ways."""
+WHOLE = "(model)"
+"""The one layer of a model that calls no module."""
+
 V = TypeVar("V")
 
 MAX_LAYERS = 100_000

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from torch import nn
 
 from placer.errors import PlacementError
-from placer.graph.granularity import MERGED
 from placer.graph.layers import Layer, LayerGraph
 from placer.schema import Placement
+from placer.schema.base import MERGED, WHOLE
 from placer.schema.faults import first_fault
 
 WRAPPERS = ("module", "_orig_mod")
@@ -100,7 +100,7 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
         names: to look at.
         examples: names for the message.
     """
-    known = {path for path, _ in module.named_modules(remove_duplicate=False)} | {"(model)"}
+    known = {path for path, _ in module.named_modules(remove_duplicate=False)} | {WHOLE}
     for name in names:
         for part in name.split(MERGED):
             if part.partition("@")[0] not in known:

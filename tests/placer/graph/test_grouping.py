@@ -133,7 +133,7 @@ class _Counts(nn.Module):
 
 
 def test_a_write_that_nobody_reads_stays_with_those_who_read_before_it() -> None:
-    """Such writes went to the first layer, which closed a cycle through all; so a decoder with a static cache was one."""
+    """Such writes went to the first layer, which closed a cycle: a decoder with a static cache was one layer."""
     counts = [torch.zeros(()) for _ in range(4)]
     graph = capture(_Counts(), (torch.randn(2, 3), counts), granularity="fine")
     assert [layer.name for layer in graph.layers] == [f"layers.{number}" for number in range(4)]
