@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from placer.graph.build import NUMBERS
 from placer.graph.grouping import storage_roots, written
 from placer.graph.inlining import REGIONS
 from placer.graph.layers import LayerGraph
+from placer.graph.structure import NUMBERS
 
 _DETACH = (torch.ops.aten.detach, torch.ops.aten.detach_)
 

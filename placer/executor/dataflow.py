@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from threading import Lock, RLock
+from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
@@ -298,7 +299,7 @@ class DataFlow(PipelinedRuns):
         captures, results = self._run_ahead(parts, inputs, weights)
         if results is None:
             with torch.inference_mode(False):  # inside it, constants could not be trained with later
-                captures = self._program.captures(parts, inputs)
+                captures = self._program.captures(parts, inputs, needed=self.enable_clone)
         if results is None and captures is not None and self._can_be_streamed(weights):
             results = self._repeated.run(captures, parts, weights)
         return captures, results
@@ -348,11 +349,13 @@ class DataFlow(PipelinedRuns):
         if self.deferred_batch_norm and self.module.training and len(parts) > 1:
             refuse_uncaptured(self.module, self.not_captured_because)
         self._bring_back()
+        began = perf_counter()
         try:
             results, structure, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
         except Exception:
             self._program.doubt_refusal()
             raise
+        self._program.note_passed(perf_counter() - began)
         if len(parts) == 1:
             give_back(nest, after)
         return joined_by_size(results, weights, structure)

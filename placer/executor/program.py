@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +24,18 @@ from placer.graph.structure import Structure
 _FEW_CALLS = 10
 _OFTEN = 3
 _KNOWN_SHAPES = 1000
+_PATIENCE = 5.0
+"""How many times as long as the first capture one with open sizes may take; the first is taken to last a second."""
+_IN_VAIN = 4
+"""So many calls in a row may each have the model captured."""
 
 
 @dataclass(eq=False)
 class Capture:
-    """One capture and the layer graphs that were cut from it, by granularity."""
+    """One capture, how long it took, and the layer graphs that were cut from it, by granularity."""
 
     exported: Exported
+    seconds: float = 0.0
     graphs: dict[Hashable, LayerGraph] = field(default_factory=dict)
 
 
@@ -52,6 +58,12 @@ class Program:
     _changes: int = 0
     _modes: dict[Hashable, int] = field(default_factory=dict)
     _second: dict[Hashable, bool] = field(default_factory=dict)  # whether a mode's second look is still to come
+    _made: int = 0
+    _in_vain: int = 0
+    _passed_s: dict[Hashable, float] = field(default_factory=dict)
+    _passing: Hashable = None
+    _capture_s: float = 0.0
+    _has_told: bool = False
 
     def mode(self) -> Hashable:
         """What the graph depends on beside shapes: which modules train, which have hooks, and the caller's autocast."""
@@ -65,23 +77,25 @@ class Program:
         """The model's parameters and buffers, as of the last look, or of one now if there was none."""
         return (self._census or self._look()).state
 
-    def captures(self, parts: Sequence[Sequence[Any]], inputs: Structure) -> list[Capture] | None:
+    def captures(self, parts: Sequence[Sequence[Any]], inputs: Structure, needed: bool = True) -> list[Capture] | None:
         """The captures that cover the micro-batches of one call; the model is looked at once for all of them.
 
         Args:
             parts: the flattened inputs of each.
             inputs: their structure.
+            needed: whether to capture in any case; else not where call after call would need a capture of its own.
 
         Returns:
-            The capture of each, or None where the model must run through hooks.
+            The capture of each, or None where the model must, or had better, run through hooks.
         """
-        mode = self.mode()
+        mode, before = self.mode(), self._made
         found = []
         for tensors in parts:
-            capture = self._capture(mode, tensors, inputs)
+            capture = self._capture(mode, tensors, inputs, needed)
             if capture is None:
                 return None
             found.append(capture)
+        self._in_vain = self._in_vain + 1 if self._made > before else 0
         return found
 
     def captures_before(self, parts: Sequence[Sequence[Any]], inputs: Structure) -> list[Capture] | None:
@@ -102,13 +116,14 @@ class Program:
         if self._census is None or not (self._census.holds() and self._attributes.hold()):
             return False
         self._looks += 1
+        self._in_vain = 0
         return True
 
     def holds(self, capture: Capture) -> bool:
         """Whether a capture is still of the model as it is."""
         return any(capture in known for known in self._captures.values())
 
-    def _capture(self, mode: Hashable, tensors: Sequence[Any], inputs: Structure) -> Capture | None:
+    def _capture(self, mode: Hashable, tensors: Sequence[Any], inputs: Structure, needed: bool) -> Capture | None:
         key = (mode, inputs.key, shapes(tensors))
         if key not in self._seen:
             known = self._captures.setdefault((mode, inputs.key), [])
@@ -116,10 +131,11 @@ class Program:
             if fitting is None:
                 if mode in self.refused and not self._second.get(mode):
                     return None
+                if not needed and self._had_better_pass(key):
+                    return None
                 try:
                     refuse_hooks(self.module)
-                    args, kwargs = inputs.unflatten(tensors)
-                    fitting = Capture(export(self.module, args, kwargs, _free(known, tensors)))
+                    fitting = self._anew(known, tensors, inputs)
                 except CaptureError as error:
                     self._second[mode] = isinstance(error, KeptError) and mode not in self._second
                     self.refused[mode] = str(error)
@@ -131,6 +147,41 @@ class Program:
                 self._seen.clear()
             self._seen[key] = fitting
         return self._seen[key]
+
+    def _anew(self, known: Sequence[Capture], tensors: Sequence[Any], inputs: Structure) -> Capture:
+        begun = time.monotonic()
+        patience = _PATIENCE * max([1.0, *(capture.seconds for capture in known[:1])])
+        args, kwargs = inputs.unflatten(tensors)
+        exported = export(self.module, args, kwargs, _free(known, tensors), patience)
+        self._made += 1
+        self._capture_s = time.monotonic() - begun
+        return Capture(exported, self._capture_s)
+
+    def _had_better_pass(self, key: Hashable) -> bool:
+        """Whether a call goes through hooks, as the last ones needed a capture each: a counter is given along, say.
+
+        It is captured when its like has spent as long there as a capture takes.
+        """
+        if self._in_vain < _IN_VAIN or self._passed_s.get(key, 0.0) > self._capture_s:
+            return False
+        if len(self._passed_s) >= _KNOWN_SHAPES:
+            self._passed_s.clear()
+        self._passing = key
+        if not self._has_told:
+            warnings.warn(
+                f"the last {_IN_VAIN} calls each had the model captured anew, as numbers or lists in their inputs were "
+                "others, or shapes that a graph cannot leave open: now such calls run through hooks, micro-batches one "
+                "after another, and are captured where the like comes often",
+                stacklevel=6,
+            )
+            self._has_told = True
+        return True
+
+    def note_passed(self, seconds: float) -> None:
+        """A call went through hooks, which took so long."""
+        if self._passing is not None:
+            self._passed_s[self._passing] = self._passed_s.get(self._passing, 0.0) + seconds
+            self._passing = None
 
     def _look(self) -> Census:
         """The model as it is now; what is known of one with another module, parameter, buffer or constant is not."""
@@ -151,6 +202,7 @@ class Program:
         self._seen.clear()
         self.refused.clear()
         self._second.clear()
+        self._passed_s.clear()
         self._attributes = Attributes()
 
     def _tell_of_changes(self) -> None:
@@ -181,6 +233,8 @@ class Program:
 def _free(known: Sequence[Capture], tensors: Sequence[Any]) -> list[set[int]]:
     """For each input, the dimensions that were of several sizes so far: who gives two lengths will give more."""
     free: list[set[int]] = [set() for _ in tensors]
+    if any(capture.exported.is_closed for capture in known):
+        return free
     for capture in known:
         for dims, more in zip(free, capture.exported.other_sizes(tensors), strict=True):
             dims |= more

@@ -20,9 +20,7 @@ from placer.graph.grouping import Group, storage_roots, written
 from placer.graph.inlining import REGIONS
 from placer.graph.layers import Layer, Value, named_state
 from placer.graph.regions import Region, Regions, enter, leave
-
-NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Numbers as they stand in a captured graph; one without a hint was taken from a tensor's values."""
+from placer.graph.structure import NUMBERS
 
 
 @dataclass

@@ -8,12 +8,13 @@ which it stands, so that a layer border may pass through a region.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,7 +31,7 @@ from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import Counted, KeptError, put_back, read_before_written
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
-from placer.graph.tracing import GradientMode, OneDevice, custom_functions
+from placer.graph.tracing import GradientMode, OneDevice, Patience, custom_functions
 
 _DROPOUTS = {f"aten::{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
 """Those that hand on what they were given where they drop nothing."""
@@ -59,6 +60,7 @@ class Exported:
         checkpoints: the modules that ran under ``torch.utils.checkpoint``.
         attributes: the modules and other objects, and names, of the attributes whose values the graph holds.
         left: what forward leaves in what it is given; None where that is nothing new.
+        is_closed: whether more sizes were to be open and could not be, or not in time.
     """
 
     module: fx.GraphModule
@@ -70,6 +72,7 @@ class Exported:
     checkpoints: tuple[str, ...] = ()
     attributes: tuple[tuple[Any, str], ...] = ()
     left: Left | None = None
+    is_closed: bool = False
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -112,12 +115,18 @@ class _Flat(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Structure, outputs: list[tuple[Structure, Left | None]], copied: set[int]
+        self,
+        module: nn.Module,
+        inputs: Structure,
+        outputs: list[tuple[Structure, Left | None]],
+        copied: set[int],
+        patience: float,
     ) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
         self._inputs, self._outputs, self._copied = inputs, outputs, copied
+        self._patience = patience
         self.custom: set[str] = set()
         self.kept: set[str] = set()
         self.counted: set[Counted] = set()
@@ -126,7 +135,8 @@ class _Flat(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         given = [tensor.clone() if place in self._copied else tensor for place, tensor in enumerate(tensors)]
         args, kwargs = self._inputs.unflatten(given)
-        with put_back(self.module) as left, GradientMode() as mode, OneDevice(tensors[0].device if tensors else None):
+        one_device = OneDevice(tensors[0].device if tensors else None)
+        with put_back(self.module) as left, Patience(self._patience), GradientMode() as mode, one_device:
             result = self.module(*args, **kwargs)
             leaves, structure = flatten(result, anew=parts_of_inputs(args, kwargs))
             left.write_buffers()
@@ -141,7 +151,11 @@ class _Flat(nn.Module):
 
 @alone
 def export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: Sequence[Collection[int]] = ()
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    free: Sequence[Collection[int]] = (),
+    patience: float = math.inf,
 ) -> Exported:
     """Capture the module in its present mode (train or eval).
 
@@ -151,18 +165,35 @@ def export(
         kwargs: example keyword arguments.
         free: for each tensor in them, the dimensions whose size is to be left open where the model allows it, as that
             of the batch always is.
+        patience: for how many seconds the model may be traced with these dimensions open; longer, and they are not.
 
     Raises:
         CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph would not run.
     """
     refuse_hooks(module)
+    tensors, _ = flatten_inputs(args, kwargs)
+    first, *others = _open_sizes(tensors, batch_size(tensors), free)
+    if not any(free) or not others:
+        return _exported(module, args, kwargs, [first, *others])
+    try:
+        return _exported(module, args, kwargs, [first], patience)
+    except CaptureError:  # early or late: where a size is a number the model may do what it cannot where it is open
+        return replace(_exported(module, args, kwargs, others), is_closed=True)
+
+
+def _exported(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    open_sizes: Sequence[Sequence[_Sizes]],
+    patience: float = math.inf,
+) -> Exported:
+    """A capture that leaves open the first of these sizes that torch.export allows."""
     tensors, inputs = flatten_inputs(args, kwargs)
-    device = capture_device(module, tensors)
-    batch = batch_size(tensors)
-    open_sizes = _open_sizes(tensors, batch, free)
-    traced = _traced(module, device, inputs, tensors, open_sizes)
+    device, batch = capture_device(module, tensors), batch_size(tensors)
+    traced = _traced(module, device, inputs, tensors, open_sizes, patience)
     if traced.drawn and threading.active_count() > 1:  # it may have been another thread that drew
-        traced = _traced(module, device, inputs, tensors, open_sizes, among_threads=True)
+        traced = _traced(module, device, inputs, tensors, open_sizes, patience, among_threads=True)
     graph_module, counted = traced.module, traced.counted
     if traced.drawn:
         raise CaptureError(f"forward {' and '.join(traced.drawn)}, and a graph would keep what came of it")
@@ -209,12 +240,13 @@ def _traced(
     inputs: Structure,
     tensors: Sequence[Any],
     open_sizes: Sequence[Sequence[_Sizes]],
+    patience: float,
     among_threads: bool = False,
 ) -> _Traced:
     with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
         examples = tuple(_distinct(example(tensor, device) for tensor in tensors))
         with chance.given_back(among_threads) as drawn:
-            found = _export(module, inputs, tensors, examples, open_sizes)
+            found = _export(module, inputs, tensors, examples, open_sizes, patience)
     return _Traced(*found, drawn, checkpointed, notes)
 
 
@@ -245,13 +277,14 @@ def _export(
     tensors: Sequence[Any],
     examples: tuple[Any, ...],
     open_sizes: Sequence[Sequence[_Sizes]],
+    patience: float,
 ) -> tuple[fx.GraphModule, Structure, Left | None, set[Counted]]:
     failure: Exception | None = None
     copied: set[int] = set()
     ways = list(open_sizes)
     while ways:
         structures: list[tuple[Structure, Left | None]] = []
-        flat = _Flat(module, inputs, structures, copied)
+        flat = _Flat(module, inputs, structures, copied, patience)
         try:
             with put_back(module):  # torch.export gives each module a copy of a list that two of them share
                 program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(ways[0]),))

@@ -20,6 +20,7 @@ from torch import fx
 
 from placer.graph.granularity import Opened, module_stack
 from placer.graph.nested import transformed
+from placer.graph.structure import NUMBERS
 from placer.schema.base import MERGED, WHOLE
 
 _LONGEST_NAME = 400
@@ -92,10 +93,16 @@ def _units(operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int])
     for node in operations:  # parts of a list stay with what makes it: tensors alone pass between layers
         if node.target is getitem:
             units.update((node, units[maker]) for maker in node.all_input_nodes[:1] if maker in units)
-    first = next((units[node] for node in operations if node in units), WHOLE)
+    first = next((units[node] for node in operations if node in units and not _is_size(node)), WHOLE)
     for node in operations:
         units.setdefault(node, first)
     return units
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether it is a number that follows from sizes of inputs: where these are not open, the graph has no such."""
+    value = node.meta.get("val")
+    return isinstance(value, NUMBERS) and value.node.has_hint()
 
 
 def _beside(node: fx.Node) -> Iterator[fx.Node]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers as they stand in a captured graph; one without a hint was taken from a tensor's values."""
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _OPAQUE = (nn.Module, type, torch.Generator)
 
@@ -109,7 +110,7 @@ class _Walk:
             self.leaves.append(nest)
             self.paths.append(path)
             return "*", next
-        if isinstance(nest, CONSTANTS):
+        if isinstance(nest, CONSTANTS) and not _has_numbers(nest):
             return (type(nest), repr(nest)), lambda _: nest
         if id(nest) in above or holds_nothing(nest):
             return (type(nest), id(nest)), lambda _: nest
@@ -135,6 +136,13 @@ class _Walk:
             return flat.made[number]
 
         return key, build
+
+
+def _has_numbers(constant: Any) -> bool:
+    """Whether a size or a slice has numbers that depend on a shape."""
+    if isinstance(constant, slice):
+        constant = (constant.start, constant.stop, constant.step)
+    return isinstance(constant, tuple) and any(isinstance(number, NUMBERS) for number in constant)
 
 
 def _has_room(nest: Any, above: tuple[int, ...] = ()) -> bool:
@@ -171,6 +179,8 @@ def parts_of(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any
         return [f".{name}" for name in kind._fields], list(nest), lambda items: kind(*items)
     if isinstance(nest, (tuple, list)):
         return [f"[{index}]" for index in range(len(nest))], list(nest), kind
+    if isinstance(nest, slice):
+        return [".start", ".stop", ".step"], [nest.start, nest.stop, nest.step], lambda items: slice(*items)
     if dataclasses.is_dataclass(nest) and isinstance(nest, dict):  # transformers' ModelOutput is both
         names = list(nest.keys())
         return [f".{name}" for name in names], list(nest.values()), lambda items: kind(**_paired(names, items))

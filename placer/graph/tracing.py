@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,23 @@ class OneDevice(TorchFunctionMode):
             return named
         device = torch.device(named)
         return named if device.type == "meta" or (device.type == "cpu" and device.index is None) else self._device
+
+
+class Patience(TorchFunctionMode):
+    """Ends a trace that takes too long: of sizes that are divided over and over torch proves the same ever slower.
+
+    Args:
+        seconds: how long it may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._end = time.monotonic() + seconds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and time.monotonic() > self._end:  # which looks into torch.cond
+            raise TimeoutError("sizes that are open take too long to trace")
+        return func(*args, **(kwargs or {}))
 
 
 def custom_functions(leaves: Sequence[Any]) -> set[str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
+from placer.executor import program
 from placer.testing import logical_devices
 from placer.zoo import gpt
 
@@ -131,6 +132,121 @@ def test_a_model_that_holds_for_one_length_is_captured_for_each(monkeypatch: pyt
     made = count_captures(monkeypatch)
     _assert_all_equal(OfOneLength, [_floats(3, length, 4) for length in (4, 5, 6, 5, 4)])
     assert len(made) == 3
+
+
+class Rounds(OfOneLength):
+    """A number of its length in a tensor, which says how much is taken: known where the length is a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x)) * int(torch.tensor(x.shape[1] / 2).ceil())
+        return result
+
+
+class Asks(OfOneLength):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        result: Tensor = self.last(y * 2 if torch.tensor(x.shape[1]) > 5 else y).sum(1)
+        return result
+
+
+@pytest.mark.parametrize("make", [Rounds, Asks])
+def test_what_cannot_be_captured_with_an_open_length_is_captured_for_each(make: Any) -> None:
+    """It ran through hooks from the second length on, and with clones not at all."""
+    _assert_all_equal(make, [_floats(3, length, 4) for length in (5, 6, 7, 5)])
+    model, reference = twins(make, training=False)
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model, enable_clone=True)
+        scatter_layers(flow, 2)
+        for length in (5, 6, 7):
+            torch.testing.assert_close(flow(_floats(3, length, 4)).cpu(), reference(_floats(3, length, 4)))
+
+
+class Counts(OfOneLength):
+    """Counts tokens and calls in buffers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tokens", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tokens += x.shape[1]
+        self.calls += 1
+        result: Tensor = self.last(self.first(x)) * self.tokens
+        return result
+
+
+class ScalesLate(OfOneLength):
+    """A parameter of its own is used before the layers for short inputs, and behind them for long ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 8:
+            return self.last(self.first(x)) * self.scale[:2]
+        result: Tensor = self.last(self.first(x) * self.scale)
+        return result
+
+
+@pytest.mark.parametrize("make", [Counts, ScalesLate])
+def test_state_of_the_model_itself_is_found_whatever_length_came_before(make: Any) -> None:
+    _assert_all_equal(make, [_floats(3, length, 4) for length in (5, 12, 5, 6, 12, 20, 5, 7)])
+
+
+class TellsSizes(OfOneLength):
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x)), x.shape, slice(0, x.shape[1]), [x.shape[1] - 1]
+
+
+def test_sizes_that_are_returned_are_those_of_the_call() -> None:
+    """A ``torch.Size`` and a slice were those of the capture, in symbols."""
+    model, reference = twins(TellsSizes)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        for length in (5, 7, 6, 9):
+            found, expected = flow(_floats(3, length, 4)), reference(_floats(3, length, 4))
+            assert found[1:] == expected[1:] and type(found[1]) is torch.Size
+
+
+def test_sizes_that_take_too_long_to_prove_are_not_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch took minutes for a Swin whose height was open, and the next height needed a capture all the same."""
+    monkeypatch.setattr(program, "_PATIENCE", 0.0)
+    made = count_captures(monkeypatch)
+    _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 6, 7)])
+    assert len(made) == 3
+
+
+class Step(OfOneLength):
+    """Takes a list with a number that its caller counts up."""
+
+    def forward(self, x: Tensor, state: list[int]) -> Tensor:
+        state[0] += 1
+        result: Tensor = self.last(self.first(x)) * state[0]
+        return result
+
+
+def test_calls_of_which_none_comes_back_run_through_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a sliding window's cache, which counts tokens: each token had a large model captured anew."""
+    model, reference = twins(Step)
+    made = count_captures(monkeypatch)
+    x = _floats(3, 5, 4)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        ours, theirs = [0], [0]
+        for _ in range(4):
+            torch.testing.assert_close(flow(x, ours).cpu(), reference(x, theirs))
+        with pytest.warns(UserWarning, match="each had the model captured anew"):
+            torch.testing.assert_close(flow(x, ours).cpu(), reference(x, theirs))
+        for _ in range(8):
+            torch.testing.assert_close(flow(x, ours).cpu(), reference(x, theirs))
+        assert (len(made), ours, flow.not_captured_because) == (4, theirs, "")
+        for _ in range(200):  # one that does come back is captured in the end
+            torch.testing.assert_close(flow(x, [20]).cpu(), reference(x, [20]))
+    assert len(made) == 5
 
 
 def test_micro_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
