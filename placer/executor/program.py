@@ -210,6 +210,7 @@ class Program:
         self._changes = self._changes + 1 if self._looks < _FEW_CALLS else 1
         self._looks = 0
         if self._changes == _OFTEN:
+            self._has_told = True
             names = ", ".join(map(repr, dict.fromkeys(self._attributes.changed())))
             warnings.warn(
                 f"{names}: forward reads what changes between calls, and every change has the model captured anew, "
