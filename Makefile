@@ -32,7 +32,7 @@ types: $(VENV)/linked  ## mypy --strict
 walls: $(VENV)/linked  ## who may import whom
 	$(BIN)/lint-imports
 
-tables: $(VENV)/installed-test  ## the tables of README.md are those of benchmarks/results
+tables: $(VENV)/installed-test  ## the tables of both READMEs are those of benchmarks/results
 	$(BIN)/python -m benchmarks tables --check
 
 # In parts: a process that has run thousands of tests takes a fifth longer for each further one. One worker more where

@@ -1,4 +1,7 @@
-"""``python -m benchmarks NAME`` measures; ``python -m benchmarks tables [--check]`` renews README's tables."""
+"""``python -m benchmarks NAME`` measures; ``python -m benchmarks tables [--check]`` renews the tables of results.
+
+These are in ``benchmarks/README.md``, and a few of them in the project's ``README.md``.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ import importlib
 import sys
 from pathlib import Path
 
-from benchmarks import record
+from benchmarks import highlights, record
 
 FOLDER = Path(__file__).parent
-README = FOLDER.parent / "README.md"
+ROOT = FOLDER.parent
 
 
 def main() -> int:
     """Run a benchmark, or make the tables; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", choices=[*_names(), "tables"], help="a benchmark, or tables")
-    parser.add_argument("--check", action="store_true", help="with tables: change nothing, fail where README differs")
+    parser.add_argument("--check", action="store_true", help="with tables: change nothing, fail where they differ")
     asked = parser.parse_args()
     return _tables(asked.check) if asked.name == "tables" else _measure(asked.name)
 
@@ -37,14 +40,17 @@ def _measure(name: str) -> int:
 
 
 def _tables(check: bool) -> int:
-    old = README.read_text()
-    new = record.with_tables(old)
-    if check and new != old:
-        print("README.md differs from benchmarks/results; run: python -m benchmarks tables", file=sys.stderr)
-        return 1
-    if not check:
-        README.write_text(new)
-    return 0
+    renew = {ROOT / "README.md": highlights.renewed, FOLDER / "README.md": record.with_tables}
+    different = {path: new for path, make in renew.items() if (new := make(old := path.read_text())) != old}
+    for path, new in different.items():
+        if check:
+            print(
+                f"{path.relative_to(ROOT)} differs from benchmarks/results; run: python -m benchmarks tables",
+                file=sys.stderr,
+            )
+        else:
+            path.write_text(new)
+    return int(check and bool(different))
 
 
 if __name__ == "__main__":

@@ -223,17 +223,18 @@ def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
 def _cells(entry: Row, figures: Iterable[str], peers: Iterable[str]) -> list[str]:
     unit = entry["unit"]
     met = {True: "yes", False: "no", None: ""}[entry["met"]]
-    value = _shown(entry["value"], unit)
+    value = shown(entry["value"], unit)
     if entry["spread"]:
-        value += f" ({_shown(entry['spread'][0])}-{_shown(entry['spread'][1])})"
-    target = _shown(entry["target"], unit) if entry["target"] is not None else ""
-    others = [_shown(entry["peers"][peer], unit) if peer in entry["peers"] else "" for peer in peers]
+        value += f" ({shown(entry['spread'][0])}-{shown(entry['spread'][1])})"
+    target = shown(entry["target"], unit) if entry["target"] is not None else ""
+    others = [shown(entry["peers"][peer], unit) if peer in entry["peers"] else "" for peer in peers]
     given = entry.get(FIGURES, {})
-    also = [_shown(given[name]) if name in given else "" for name in figures]
+    also = [shown(given[name]) if name in given else "" for name in figures]
     return [entry["case"], entry["measure"], value, *also, target, met, *others]
 
 
-def _shown(value: float | str | None, unit: str = "") -> str:
+def shown(value: float | str | None, unit: str = "") -> str:
+    """A value for people: four digits, with its unit."""
     if value is None or isinstance(value, str):
         return "-" if value is None else value
     text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -241,7 +242,10 @@ def _shown(value: float | str | None, unit: str = "") -> str:
 
 
 def with_tables(text: str, folder: Path = RESULTS) -> str:
-    """A text in which every table between its two markers is made anew; without results, what is there stays."""
+    """A text in which every table between its two markers is made anew; without results, what is there stays.
+
+    The markers are ``<!-- table NAME -->`` and ``<!-- end table NAME -->``.
+    """
 
     def renewed(found: re.Match[str]) -> str:
         name = found.group(1)

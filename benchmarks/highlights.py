@@ -1,0 +1,83 @@
+"""A few results for README: the rows that say the most, beside the best of what else one could take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import record
+
+SPEEDUP = "training step, speed-up over eager PyTorch on one device"
+STREAMED = "a batch in a stream, speed-up over eager PyTorch on one device"
+
+ROWS = (
+    ("executor", "ResNet-101, 224 px, batch 256, TF32, 4 devices", SPEEDUP),
+    ("executor", "GPT, 24 layers, d=2048, 32 x 1024 tokens, bf16, 4 devices", SPEEDUP),
+    ("executor", "U-Net, width 64, 192 px, batch 256, TF32, 4 devices", SPEEDUP),
+    ("executor", "inference stream, ResNet-101, 224 px, batch 256, TF32, 4 devices", STREAMED),
+    ("executor", "inference stream, GPT, 24 layers, d=2048, 32 x 1024 tokens, bf16, 4 devices", STREAMED),
+    ("executor-compile", "compile=True, ResNet-101, 224 px, batch 256, TF32, 2 devices", SPEEDUP),
+    (
+        "profiler",
+        "all cases",
+        "a micro-batch through all stages: the median error of the predictions",
+    ),
+    (
+        "profiler",
+        "all cases",
+        "a call and its backward pass, peak memory of all devices: the median error of the predictions",
+    ),
+    ("solver", "neurips20 operator_bert12_training, free", "bottleneck"),
+    ("solver", "model llama, 8 unlike devices, training", "bottleneck"),
+    ("service", "200-layer request, stored", "answered per second of processor time"),
+)
+"""The file, the case and the measure of each."""
+BEGIN, END = "<!-- highlights -->", "<!-- end highlights -->"
+
+
+def renewed(text: str, folder: Path = record.RESULTS) -> str:
+    """A text in which what is between the two markers is made anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{tables(folder)}\n{END}{after}"
+
+
+def tables(folder: Path = record.RESULTS) -> str:
+    """The rows, and how many of all targets are met, as a markdown table each."""
+    rows = [["case", "measure", "here", "bound", "the best of others"], *_rows(folder)]
+    targets = [["results", "machine", "targets met"], *_targets(folder)]
+    return "\n\n".join(map(_markdown, (rows, targets)))
+
+
+def _rows(folder: Path) -> Iterator[list[str]]:
+    for name, case, measure in ROWS:
+        found = next(
+            row for row in record.read(name, folder)["rows"] if (row["case"], row["measure"]) == (case, measure)
+        )
+        unit, bound = found["unit"], found.get(record.FIGURES, {}).get("bound")
+        shown = "" if bound is None else record.shown(bound, unit)
+        yield [case, measure, record.shown(found["value"], unit), shown, _best_peer(found)]
+
+
+def _best_peer(row: Mapping[str, Any]) -> str:
+    peers = {name: value for name, value in row["peers"].items() if value is not None}
+    if not peers:
+        return ""
+    best = (max if row["unit"] == "x" else min)(peers, key=peers.__getitem__)
+    return f"{record.shown(peers[best], row['unit'])} ({best})"
+
+
+def _targets(folder: Path) -> Iterator[list[str]]:
+    for path in sorted(folder.glob("*.json")):
+        content = record.read(path.stem, folder)
+        asked = [row["met"] for row in content["rows"] if row["met"] is not None]
+        gpus = content["machine"]["gpus"]
+        where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{content['machine']['cores']} cores"
+        if asked:
+            yield [path.stem, where, f"{sum(asked)} of {len(asked)}"]
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
