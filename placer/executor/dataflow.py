@@ -252,7 +252,8 @@ class DataFlow(PipelinedRuns):
                 deferred = self.deferred_batch_norm and self.module.training
                 # While the flow is applied, what is left in a cache stays with the layers that will read it.
                 returned = len(captures[0].exported.outputs.paths) if self._hooks.stand else None
-                results = call_captured(plans, parts, self.output_device, deferred, returned)
+                with self._repeated.looked_at(self._devices):
+                    results = call_captured(plans, parts, self.output_device, deferred, returned)
         exported = captures[0].exported
         result, left = joined(results, plans[0][0], weights, exported)
         if exported.left is not None:
@@ -314,9 +315,13 @@ class DataFlow(PipelinedRuns):
         return captures, self._repeated.ahead(captures, parts, weights, self._program.is_unchanged)
 
     def _can_be_streamed(self, weights: list[int]) -> bool:
-        """Whether micro-batches follow one another, none leaves a trace, and the map stays for a while."""
+        """Whether a call may be recorded: its micro-batches leave no trace, and the map stays for a while.
+
+        One that is not cut may be on GPUs alone: a processor would gain nothing.
+        """
         kept = torch.is_grad_enabled() or devices.has_tangents() or self.module.training
-        return len(weights) > 1 and not (kept or self.enable_clone)
+        helps = len(weights) > 1 or all(place.type == "cuda" for place in self._devices)
+        return helps and not (kept or self.enable_clone)
 
     def _planned(self, captures: list[Capture]) -> list[tuple[LayerGraph, list[Segment]]]:
         """The segments of each micro-batch, whose state is in place."""

@@ -1,22 +1,32 @@
 """Calls without gradients whose shape comes again: their micro-batches go through what a stream has recorded.
 
-Eagerly, the host issues every operation of every micro-batch; it is slower at that than several GPUs at their work.
+Eagerly, the host issues every operation of every micro-batch; it is slower at that than several GPUs at their work. It
+may be slower than one, too, where the batch is small: a call that is not cut is recorded where the host is what it
+waits for.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
 
+from placer import devices
 from placer.errors import StageError
 from placer.executor.inference.stream import Known, Streams, inference
 from placer.executor.program import Capture, shapes
 from placer.graph import autocast
 
 _KNOWN_CALLS = 1000
+_UNCUT = 3
+"""So often a call that is not cut comes before it is looked whether the host or the devices take its time."""
+_HOSTS_SHARE = 0.5
+"""It is the host if all is issued only when more than this of the time has gone by."""
 _Call: TypeAlias = tuple[tuple[Capture, ...], tuple[Hashable, ...], tuple[int, ...], Hashable]
 
 
@@ -31,11 +41,14 @@ class RepeatedCalls:
         self._streams = streams
         self._seen: set[_Call] = set()
         self._refused: set[_Call] = set()
+        self._uncut: Counter[_Call] = Counter()
+        self._tried: _Call | None = None
 
     def keep_only(self, holds: Callable[[Capture], bool]) -> None:
         """Forget the calls of other captures than those that this is true of."""
         for calls in (self._seen, self._refused):
             calls -= {call for call in calls if not all(map(holds, call[0]))}
+        self._uncut.clear()
 
     def ahead(
         self,
@@ -79,13 +92,11 @@ class RepeatedCalls:
             and is not tried again: there was no memory for the recordings, or a layer failed, which an eager run names
             better.
         """
-        call = _call(captures, parts, weights)
+        call, self._tried = _call(captures, parts, weights), None
         if call in self._refused:
             return None
         if call not in self._seen:
-            if len(self._seen) >= _KNOWN_CALLS:
-                self._seen.clear()
-            self._seen.add(call)
+            self._see(call)
             return None
         try:
             with inference():
@@ -100,6 +111,38 @@ class RepeatedCalls:
                     stacklevel=2,
                 )
             return None
+
+    def _see(self, call: _Call) -> None:
+        if len(call[0]) > 1:
+            if len(self._seen) >= _KNOWN_CALLS:
+                self._seen.clear()
+            self._seen.add(call)
+            return
+        if len(self._uncut) >= _KNOWN_CALLS:
+            self._uncut.clear()
+        self._uncut[call] += 1
+        self._tried = call if self._uncut[call] > _UNCUT and call[0][0].exported.left is None else None
+
+    @contextmanager
+    def looked_at(self, places: Sequence[torch.device]) -> Iterator[None]:
+        """Run a call that is not recorded; one that is not cut and came often is looked at, once.
+
+        Args:
+            places: the devices that it runs on.
+        """
+        call, self._tried = self._tried, None
+        if call is None:
+            yield
+            return
+        for place in places:
+            devices.synchronise(place)
+        began = perf_counter()
+        yield
+        issued = perf_counter()
+        for place in places:
+            devices.synchronise(place)
+        hosts = issued - began > _HOSTS_SHARE * (perf_counter() - began)
+        (self._seen if hosts else self._refused).add(call)
 
 
 def _call(captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]) -> _Call:

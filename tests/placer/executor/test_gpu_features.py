@@ -295,6 +295,24 @@ def test_a_seed_repeats_dropout(recompute: bool) -> None:
     assert [float(loss) for loss, _ in first] == [float(loss) for loss, _ in again]
 
 
+def test_small_calls_that_come_often_are_recorded_and_right() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(20))).double()
+    whole = copy.deepcopy(model).cuda(0).eval()
+    flow = _flow(model).eval()
+    with torch.no_grad():
+        for call in range(12):
+            x = torch.randn(3 + 2 * (call % 2), 8, dtype=torch.float64)
+            if call > 8:
+                for each in (model, whole):
+                    each[3][0].weight.mul_(0.5)
+            torch.testing.assert_close(flow(x).cpu(), whole(x.cuda(0)).cpu(), atol=1e-10, rtol=1e-10)
+        for _ in range(12):
+            torch.testing.assert_close(flow(x).cpu(), whole(x.cuda(0)).cpu(), atol=1e-10, rtol=1e-10)
+    (pipeline,) = [one for one in flow._streams.pipelines() if one._is_open]
+    assert [stage.not_recorded_because for stage in pipeline.stages] == [""] * len(pipeline.stages)
+
+
 class _Synchronises(nn.Module):
     """An inverse: the host waits to see whether there is one."""
 

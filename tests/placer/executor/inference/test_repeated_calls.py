@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from placer import DataFlow
 from placer.errors import StageError
+from placer.executor.inference import repeated_calls
 from placer.executor.inference.pipeline import InferencePipeline
 from placer.executor.state.census import Census
 from placer.testing import logical_devices
@@ -243,4 +244,60 @@ def test_without_memory_for_recordings_a_call_is_issued_eagerly(monkeypatch: pyt
         with pytest.warns(UserWarning, match="no memory to record it"):
             _assert_equal(flow(x, scale=scale, chunks=4), reference(x, scale=scale))
         _assert_equal(flow(x, scale=scale, chunks=4), reference(x, scale=scale))
+        assert not _streamed(flow)
+
+
+@pytest.fixture
+def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins are taken for GPUs: of calls that are not cut theirs alone may be recorded."""
+    monkeypatch.setattr(DataFlow, "_can_be_streamed", lambda flow, weights: not torch.is_grad_enabled())
+
+
+@pytest.mark.usefixtures("uncut")
+@pytest.mark.parametrize(("share", "streamed"), [(-1.0, True), (2.0, False)])
+def test_a_call_that_is_not_cut_is_streamed_where_it_waits_for_the_host(
+    share: float, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeated_calls, "_HOSTS_SHARE", share)
+    model, reference = twins(Model, training=False)
+    with logical_devices(3), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 3)
+        for call in range(9):
+            x, scale = _inputs(call)
+            with torch.no_grad():  # a value that changes in place is seen in the next call
+                model.last.bias.add_(1.0)
+                reference.last.bias.add_(1.0)
+            _assert_equal(flow(x, scale=scale), reference(x, scale=scale))
+            assert bool(_streamed(flow)) == (streamed and call >= 4)
+        x, scale = _inputs(1, rows=5)
+        _assert_equal(flow(x, scale=scale), reference(x, scale=scale))
+        assert _streamed(flow) == int(streamed)
+
+
+class _Keeps(nn.Module):
+    """Leaves a tensor in what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept[0] = self.first(x + kept[0])
+        result: Tensor = self.last(kept[0])
+        return result
+
+
+@pytest.mark.usefixtures("uncut")
+def test_a_call_that_leaves_something_in_its_inputs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated_calls, "_HOSTS_SHARE", -1.0)
+    model, reference = twins(_Keeps, training=False)
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        ours, theirs = [torch.zeros(3, 4, dtype=torch.float64)], [torch.zeros(3, 4, dtype=torch.float64)]
+        for _ in range(8):
+            x = torch.ones(3, 4, dtype=torch.float64)
+            torch.testing.assert_close(flow(x, ours).cpu(), reference(x, theirs))
+        torch.testing.assert_close(ours[0].cpu(), theirs[0])
         assert not _streamed(flow)
