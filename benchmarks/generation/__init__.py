@@ -23,7 +23,7 @@ ONE = "eager on one device"
 
 
 def run() -> list[dict[str, Any]]:
-    """Time of a token in the loop, and of the prompt with the first, for a batch of one and of several."""
+    """Time of a token in the loop, and of the prompt with the first."""
     import torch
 
     from ..executor import cases
@@ -35,15 +35,11 @@ def run() -> list[dict[str, Any]]:
         if cases.is_small()
         else f"Llama of {sum(p.numel() for p in model.parameters()) / 1e9:.2g} billion parameters, bf16"
     )
-    length, new = (8, 6) if cases.is_small() else (512, 96)
-    rows: list[dict[str, Any]] = []
+    batch, length, new = (2, 8, 6) if cases.is_small() else (1, 512, 64)
+    ids = torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(0)).to(cases.home())
     with torch.no_grad():
-        for batch in (1, 2) if cases.is_small() else (1, 16):
-            ids = torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(batch))
-            found = {name: _measured(way, ids.to(cases.home()), new) for name, way in _ways(model).items()}
-            case = f"{label}, {batch} x {length} tokens and {new} more, 2 devices"
-            rows += _rows(case, found)
-    return rows
+        found = {name: _measured(way, ids, new) for name, way in _ways(model).items()}
+    return list(_rows(f"{label}, {batch} x {length} tokens and {new} more, 2 devices", found))
 
 
 def _model(is_small: bool) -> Any:
