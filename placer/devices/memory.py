@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from placer.devices.names import RECORDING, synchronise
 from placer.devices.recording import recorder
 
 
@@ -25,11 +26,11 @@ def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
     if device.type != "cuda":
         run()
         return None
-    torch.cuda.synchronize(device)
+    synchronise(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run()
-    torch.cuda.synchronize(device)
+    synchronise(device)
     return int(torch.cuda.max_memory_allocated(device)) - before
 
 
@@ -48,7 +49,7 @@ def context_bytes(device: torch.device) -> int:
     """What the device holds that torch's allocator does not count, in bytes: contexts, kernels, other programs."""
     if device.type != "cuda":
         return 0
-    torch.cuda.synchronize(device)
+    synchronise(device)
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total) - int(free) - int(torch.cuda.memory_reserved(device)))
 
@@ -61,4 +62,5 @@ def library_bytes(device: torch.device) -> int:
 def release_cache() -> None:
     """Give cached, unused device memory back."""
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        with RECORDING:
+            torch.cuda.empty_cache()

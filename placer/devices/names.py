@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +11,12 @@ import torch
 
 from placer.devices.stand_ins import registries, stand_ins
 from placer.errors import InputError
+
+RECORDING = threading.RLock()
+"""Held while CUDA graphs are recorded, on one stream a device.
+
+Meanwhile no thread may wait for the whole of a device, or give memory back: that fails, and breaks the recording off.
+"""
 
 DeviceLike = int | str | torch.device
 
@@ -108,9 +115,10 @@ def type_name(device: torch.device) -> str:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the device has done all that was asked of it, by whichever thread."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        with RECORDING:
+            torch.cuda.synchronize(device)
 
 
 @contextmanager

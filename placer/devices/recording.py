@@ -17,9 +17,7 @@ import torch
 
 from placer.devices.caching import Request
 from placer.devices.fitting import Rooms, fit
-
-_RECORDING = threading.RLock()
-"""One recording at a time: all are made on one stream."""
+from placer.devices.names import RECORDING, synchronise
 
 _ERRORS = "thread_local"
 """What breaks a recording off: what its own thread may not do. Others go on, such as one that pins batches."""
@@ -45,11 +43,11 @@ def recorder(device: torch.device) -> Recorder:
     """One for each device: every further stream would cost another workspace."""
     with torch.cuda.device(device):
         stream, beside = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
+        synchronise(device)
         before = torch.cuda.memory_allocated(device)
         for one in (stream, beside):
             _use_libraries(device, one)
-        torch.cuda.synchronize(device)
+        synchronise(device)
         return Recorder(stream, beside, max(0, int(torch.cuda.memory_allocated(device)) - before))
 
 
@@ -245,7 +243,7 @@ def _end_allocating(device: torch.device, pool: Any) -> None:
 @contextmanager
 def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """Give the stream to record on; what cannot be recorded is said so, and leaves the device as it was."""
-    with _RECORDING, torch.cuda.device(device):  # a capture fails while another device is current
+    with RECORDING, torch.cuda.device(device):  # a capture fails while another device is current
         stream, before = recorder(device).stream, torch.cuda.current_stream(device)
         try:
             yield stream
@@ -255,7 +253,7 @@ def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
             torch.cuda.set_stream(before)  # a recording that fails may leave its own stream current
             generator = torch.cuda.default_generators[device.index or 0]  # and random numbers expecting a recording
             generator.graphsafe_set_state(generator.clone_state())
-            torch.cuda.synchronize(device)
+            synchronise(device)
             raise NotRecordable(str(error)) from error
 
 
@@ -304,7 +302,7 @@ def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> 
             finally:
                 _set_sync_debug_mode(mode)
     torch.cuda.current_stream(stream.device).wait_stream(stream)
-    torch.cuda.synchronize(stream.device)
+    synchronise(stream.device)
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
@@ -336,13 +334,13 @@ def queued_ms(
     before = before or [_nothing] * len(passes)
     work = list(zip(before, passes, strict=True))
     with torch.cuda.device(device):
-        torch.cuda.synchronize(device)
+        synchronise(device)
         began = time.perf_counter()
         for prepare, run in work:
             prepare()
             run()
         launch_s = time.perf_counter() - began
-        torch.cuda.synchronize(device)
+        synchronise(device)
         marks = [[(_timing_event(), _timing_event()) for _ in passes] for _ in range(repeats)]
         pause(device, 1e3 * min(0.2, 1.5 * repeats * launch_s + 1e-4))
         for row in marks:
@@ -351,7 +349,7 @@ def queued_ms(
                 began_mark.record()
                 run()
                 ended_mark.record()
-        torch.cuda.synchronize(device)
+        synchronise(device)
         return [[float(row[i][0].elapsed_time(row[i][1])) for row in marks] for i in range(len(passes))]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from placer.devices import moving
 from placer.devices.lanes import Lane, Mark
+from placer.devices.names import synchronise
 from placer.devices.recording import recorder
 
 _ASLEEP_CYCLES = 4_000_000  # about two milliseconds: the queues fill before the first copy begins
@@ -126,7 +127,7 @@ def _multiply(device: torch.device, lasting_s: float) -> None:
             torch.mm(side, side, out=product)
             marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             marks[-1].record()
-        torch.cuda.synchronize(device)
+        synchronise(device)
         once_s = max(1e-6, marks[1].elapsed_time(marks[2]) / 1e3)
         for _ in range(min(_MOST_PRODUCTS, 2 + math.ceil(1.5 * (lasting_s + 0.005) / once_s))):
             torch.mm(side, side, out=product)
@@ -135,5 +136,4 @@ def _multiply(device: torch.device, lasting_s: float) -> None:
 def _wait(shipments: Sequence[Shipment], computing: Sequence[torch.device]) -> None:
     ends = {end for item in shipments for end in (item.source, item.target)}
     for device in ends | set(computing):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronise(device)
