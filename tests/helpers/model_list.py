@@ -205,15 +205,15 @@ VISION = [
 ]
 
 
-def _transformers() -> Any:
+def transformers() -> Any:
     torchvision_models()  # transformers imports torchvision, and fails where its compiled operators are missing
     return pytest.importorskip("transformers")
 
 
 def _transformer(name: str, config: str, labels: bool = False, **options: Any) -> Case:
     def make() -> nn.Module:
-        transformers = _transformers()
-        model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(vocab_size=50, **options))
+        library = transformers()
+        model: nn.Module = getattr(library, name)(getattr(library, config)(vocab_size=50, **options))
         return model
 
     def inputs(training: bool) -> Inputs:
@@ -226,10 +226,8 @@ def _transformer(name: str, config: str, labels: bool = False, **options: Any) -
 
 
 def _vit() -> nn.Module:
-    transformers = _transformers()
-    vit: nn.Module = transformers.ViTForImageClassification(
-        transformers.ViTConfig(image_size=16, patch_size=8, **_SIZES)
-    )
+    library = transformers()
+    vit: nn.Module = library.ViTForImageClassification(library.ViTConfig(image_size=16, patch_size=8, **_SIZES))
     return vit
 
 
