@@ -1,0 +1,204 @@
+"""Calls of a placed flow: through a captured graph's segments or through hooks, recorded where they come again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from placer import devices
+from placer.errors import InputError
+from placer.executor.calls import call_captured, calls_instead, joined, joined_by_size
+from placer.executor.faults import nothing_held
+from placer.executor.hooked import HookPath
+from placer.executor.inference.repeated_calls import RepeatedCalls
+from placer.executor.pipeline import scatter
+from placer.executor.pipelined_runs import PipelinedRuns
+from placer.executor.program import Capture, Program
+from placer.executor.segments import Segment
+from placer.executor.state.assignment import Assignment
+from placer.executor.state.clones import Clones
+from placer.executor.state.statistics import refuse_uncaptured
+from placer.graph.export import batch_size
+from placer.graph.given import refuse_no_chunks
+from placer.graph.handed import give_back
+from placer.graph.layers import LayerGraph
+from placer.graph.structure import Structure, flatten_inputs
+
+
+class PlacedCalls(PipelinedRuns):
+    """The part of a ``DataFlow`` that runs calls of the model.
+
+    Attributes:
+        module: the model.
+        lock: held while a call runs.
+        output_device: where results go.
+        enable_clone: whether the weights are on every device.
+        deferred_batch_norm: whether running statistics follow whole batches.
+    """
+
+    module: nn.Module
+    lock: RLock
+    output_device: torch.device
+    enable_clone: bool
+    deferred_batch_norm: bool
+    _devices: Sequence[torch.device]
+    _assignment: Assignment | None
+    _program: Program
+    _hooks: HookPath
+    _repeated: RepeatedCalls
+    _clones: Clones | None
+
+    @property
+    def not_captured_because(self) -> str:
+        """Why the model runs through hooks in its present mode; empty where it was, or will be, captured."""
+        return self._program.refused.get(self._program.mode(), "")
+
+    def forward(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
+        """Run the model; before the first ``update_flow``, just as it is.
+
+        Args:
+            args: as the model takes them, on any device.
+            chunks: cut the batch into so many micro-batches, which follow one another through the devices; what the
+                placement says if None. Batch norm then sees micro-batches, as in any pipeline.
+            kwargs: as the model takes them.
+
+        Returns:
+            What the model returns, on ``output_device``.
+        """
+        if self._assignment is None:
+            return self.module(*args, **kwargs)
+        tensors, inputs = flatten_inputs(args, kwargs)
+        chunks = self.chunks if chunks is None else chunks
+        refuse_no_chunks(chunks)
+        batch = batch_size(tensors)
+        parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
+        weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
+        # The lock also while it runs: a GPU that records for one thread does nothing for others.
+        with nothing_held(), self.lock, self._hooks.paused():
+            captures, results = self._run_recorded(parts, inputs, weights)
+            if captures is None:
+                return self._run_hooked((args, kwargs), parts, inputs, weights)
+            plans = self._planned(captures) if results is None else [self._plan(captures[0])]
+            if results is None:
+                deferred = self.deferred_batch_norm and self.module.training
+                # While the flow is applied, what is left in a cache stays with the layers that will read it.
+                returned = len(captures[0].exported.outputs.paths) if self._hooks.stand else None
+                with self._repeated.looked_at(self._devices):
+                    results = call_captured(plans, parts, self.output_device, deferred, returned)
+        exported = captures[0].exported
+        result, left = joined(results, plans[0][0], weights, exported)
+        if exported.left is not None:
+            exported.left.give_back((args, kwargs), tensors, left)
+        return result
+
+    @contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """The model itself runs as it is placed, for a while: its call as the flow's, other methods through hooks.
+
+            with flow.applied() as model:
+                ids = model.generate(ids, max_new_tokens=20)
+
+        In this thread; other threads' calls of the flow wait until it is over. Operations of the caller's own code are
+        aligned meanwhile, too: tensors of two devices are brought to one. A call is one micro-batch.
+
+        Returns:
+            The model.
+
+        Raises:
+            CaptureError: a module was compiled by torch.jit, which allows no hooks.
+            InputError: the flow has clones, of which the model's own methods know nothing.
+        """
+        if self._assignment is None:
+            yield self.module
+            return
+        if self._clones is not None:
+            raise InputError("the model's own methods know no clones: make the flow without enable_clone")
+        with self.lock:
+            self._bring_back()
+            with self._hooks.standing(self._assignment), calls_instead(self.module, self._called):
+                yield self.module
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call of the model is while the flow is applied to it."""
+        if self._hooks.runs or not devices.observed():  # the flow itself runs it, or captures it
+            return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self(*args, chunks=1, **kwargs)
+
+    def _run_recorded(
+        self, parts: list[list[Any]], inputs: Structure, weights: list[int]
+    ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
+        """The captures of a call, None where it runs through hooks; and its results, if it is recorded."""
+        captures, results = self._run_ahead(parts, inputs, weights)
+        if results is None:
+            with torch.inference_mode(False):  # inside it, constants could not be trained with later
+                captures = self._program.captures(parts, inputs, self.enable_clone or self.deferred_batch_norm)
+        if results is None and captures is not None and self._can_be_streamed(weights):
+            results = self._repeated.run(captures, parts, weights)
+        return captures, results
+
+    def _run_ahead(
+        self, parts: list[list[Any]], inputs: Structure, weights: list[int]
+    ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
+        """Run a call that is recorded, and look meanwhile whether the model has changed; no results if so."""
+        captures = self._program.captures_before(parts, inputs) if self._can_be_streamed(weights) else None
+        if captures is None:
+            return None, None
+        return captures, self._repeated.ahead(captures, parts, weights, self._program.is_unchanged)
+
+    def _can_be_streamed(self, weights: list[int]) -> bool:
+        """Whether a call may be recorded: its micro-batches leave no trace, and the map stays for a while.
+
+        One that is not cut may be on GPUs alone: a processor would gain nothing.
+        """
+        kept = torch.is_grad_enabled() or devices.has_tangents() or self.module.training
+        helps = len(weights) > 1 or all(place.type == "cuda" for place in self._devices)
+        return helps and not (kept or self.enable_clone)
+
+    def _planned(self, captures: list[Capture]) -> list[tuple[LayerGraph, list[Segment]]]:
+        """The segments of each micro-batch, whose state is in place."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._planned(captures)
+        self._refresh_clones()
+        self._bring_back()
+        return [self._plan(capture) for capture in captures]
+
+    def _run_hooked(self, nest: Any, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
+        """Through hooks: micro-batches one after another."""
+        assert self._assignment is not None
+        if self._clones is not None:
+            raise InputError(
+                f"enable_clone needs a model that can be captured, and this one cannot: {self.not_captured_because}; "
+                "make the flow without enable_clone"
+            )
+        if self.deferred_batch_norm and self.module.training and len(parts) > 1:
+            refuse_uncaptured(self.module, self.not_captured_because)
+        self._bring_back()
+        began = perf_counter()
+        try:
+            results, structure, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
+        except Exception:
+            self._program.doubt_refusal()
+            raise
+        self._program.note_passed(perf_counter() - began)
+        if len(parts) == 1:
+            give_back(nest, after)
+        return joined_by_size(results, weights, structure)
+
+    def _bring_back(self) -> None:
+        """Move state to its layers again that somebody else moved."""
+        raise NotImplementedError
+
+    def _refresh_clones(self) -> None:
+        """Bring clones up to date."""
+        raise NotImplementedError
+
+    def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
+        """The segments of a capture under the present map."""
+        raise NotImplementedError
