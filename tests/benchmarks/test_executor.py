@@ -5,6 +5,7 @@ import importlib
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -324,6 +325,23 @@ def test_samples_of_other_versions_are_left_out(part, tmp_path, steps, monkeypat
 def test_one_job_of_a_case_can_be_chosen_and_the_order_is_that_of_the_names(part):
     chosen = part("jobs")._chosen(["switching", "gpt:tutorial", "gpt:tutorial"])
     assert [job.name for job in chosen] == ["switching:ours", "gpt:tutorial"]
+
+
+def test_what_lies_in_gaps_of_earlier_memory_counts_and_what_was_there_does_not(part, monkeypatch):
+    """The GPT's weights and gradients lay in pieces that earlier work had taken: 3 GB of them were not counted."""
+    memory, cuda = part("memory"), torch.cuda
+    pieces = {1: (100, 10), 2: (50, 50)}
+    monkeypatch.setattr(memory, "release", lambda: None)
+    monkeypatch.setattr(memory, "_pieces", lambda place: dict(pieces))
+    monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda place: None)
+    monkeypatch.setattr(cuda, "max_memory_reserved", lambda place: 385)
+    monkeypatch.setattr(cuda, "memory_reserved", lambda place: 380)
+    meter = memory.Meter([torch.device("cuda", 0)])
+    pieces.update({1: (100, 70), 3: (200, 0)})
+    del pieces[2]
+    load = SimpleNamespace(device="cuda:0", memory=SimpleNamespace(total_bytes=300))
+    found = meter.against(SimpleNamespace(devices=[load]))
+    assert found == {"peak_bytes": [60 + 200 + 5], "predicted_bytes": [300]}
 
 
 def test_memory_is_held_against_its_prediction_device_by_device(part, monkeypatch):
