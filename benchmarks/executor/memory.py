@@ -15,8 +15,8 @@ class Meter:
     """Counts what torch takes of GPUs from now on, beyond what it holds now; stand-ins are not counted.
 
     What is reserved counts, not what is allocated: a CUDA graph keeps the memory that it works in also while no tensor
-    is there. Of pieces that were there before it is what is filled of them since: a few tensors of earlier work may hold
-    gigabytes, in which a model's weights and gradients then lie.
+    is there. Of pieces that were there before, what is filled of them since counts: a few tensors of earlier work may
+    hold gigabytes, in which a model's weights and gradients then lie.
 
     Args:
         places: the devices.
