@@ -18,26 +18,27 @@ ROWS = (
     ("executor", "inference stream, ResNet-101, 224 px, batch 256, TF32, 4 devices", STREAMED),
     ("executor", "inference stream, GPT, 24 layers, d=2048, 32 x 1024 tokens, bf16, 4 devices", STREAMED),
     ("executor-compile", "compile=True, ResNet-101, 224 px, batch 256, TF32, 2 devices", SPEEDUP),
+    ("profiler-two-gpus", "all cases", "stage time, largest error of the prediction: the worst of 18 cases"),
+    ("profiler-two-gpus", "all cases", "step time, error of the prediction: the worst of 18 cases"),
     (
-        "profiler",
+        "profiler-two-gpus",
         "all cases",
-        "a micro-batch through all stages: the median error of the predictions",
-    ),
-    (
-        "profiler",
-        "all cases",
-        "a call and its backward pass, peak memory of all devices: the median error of the predictions",
+        "steps, memory that a device reserves, most predicted below it: the worst of 9 cases",
     ),
     ("solver", "neurips20 operator_bert12_training, free", "bottleneck"),
     ("solver", "model llama, 8 unlike devices, training", "bottleneck"),
     ("service", "200-layer request, stored", "answered per second of processor time"),
 )
 """The file, the case and the measure of each."""
+LARGER_IS_BETTER = ("x", "1/s")
+"""Units."""
 BEGIN, END = "<!-- highlights -->", "<!-- end highlights -->"
 
 
 def renewed(text: str, folder: Path = record.RESULTS) -> str:
     """A text in which what is between the two markers is made anew."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"the text must have {BEGIN} and then {END}, once each")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{tables(folder)}\n{END}{after}"
@@ -45,26 +46,29 @@ def renewed(text: str, folder: Path = record.RESULTS) -> str:
 
 def tables(folder: Path = record.RESULTS) -> str:
     """The rows, and how many of all targets are met, as a markdown table each."""
-    rows = [["case", "measure", "here", "bound", "the best of others"], *_rows(folder)]
+    rows = [["case", "measure", "here", "asked", "bound", "the best of others"], *_rows(folder)]
     targets = [["results", "machine", "targets met"], *_targets(folder)]
     return "\n\n".join(map(_markdown, (rows, targets)))
 
 
 def _rows(folder: Path) -> Iterator[list[str]]:
     for name, case, measure in ROWS:
-        found = next(
-            row for row in record.read(name, folder)["rows"] if (row["case"], row["measure"]) == (case, measure)
-        )
+        rows = record.read(name, folder)["rows"]
+        found = next((row for row in rows if (row["case"], row["measure"]) == (case, measure)), None)
+        if found is None:
+            raise ValueError(f"{name}.json has no row {case!r}, {measure!r}; mend ROWS in benchmarks/highlights.py")
         unit, bound = found["unit"], found.get(record.FIGURES, {}).get("bound")
-        shown = "" if bound is None else record.shown(bound, unit)
-        yield [case, measure, record.shown(found["value"], unit), shown, _best_peer(found)]
+        asked = "" if found["target"] is None else record.shown(found["target"], unit)
+        proven = "" if bound is None else record.shown(bound, unit)
+        case = f"{name}, {case}" if case == "all cases" else case
+        yield [case, measure, record.shown(found["value"], unit), asked, proven, _best_peer(found)]
 
 
 def _best_peer(row: Mapping[str, Any]) -> str:
     peers = {name: value for name, value in row["peers"].items() if value is not None}
     if not peers:
         return ""
-    best = (max if row["unit"] == "x" else min)(peers, key=peers.__getitem__)
+    best = (max if row["unit"] in LARGER_IS_BETTER else min)(peers, key=peers.__getitem__)
     return f"{record.shown(peers[best], row['unit'])} ({best})"
 
 

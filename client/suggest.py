@@ -180,6 +180,8 @@ def suggest(
         )
     elif devices is not None or memory_bytes is not None:
         raise InputError("a profile is given, so its cluster counts: leave devices and memory_bytes out")
+    elif granularity != "auto" or optimizer != "adam":
+        raise InputError("a profile is given, as it was measured: leave granularity and optimizer out")
     else:
         profiles = _given(profile)
     if not profiles or (batch_sizes is not None and profile is not None):

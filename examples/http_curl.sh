@@ -9,8 +9,12 @@ url=http://127.0.0.1:$port
 call() { curl --silent --show-error --fail --noproxy 127.0.0.1 "$@"; echo; }
 
 ${PLACER:-placer} serve --host 127.0.0.1 --port "$port" --database :memory: --log-level warning &
-trap 'kill $!' EXIT
-curl --silent --fail --noproxy 127.0.0.1 --retry 100 --retry-delay 1 --retry-connrefused --output /dev/null "$url/readyz"
+service=$!
+trap 'kill $service 2> /dev/null || true' EXIT
+until curl --silent --fail --noproxy 127.0.0.1 --output /dev/null "$url/readyz"; do
+    kill -0 $service 2> /dev/null || { echo "the service did not start" >&2; exit 1; }
+    sleep 0.2
+done
 
 echo "the question: where should the layers run, in batches of 8 micro-batches?"
 printf '{"profile": %s, "objective": "throughput", "chunks": 8}' "$(cat seqnet_profile.json)" > "${TMPDIR:-/tmp}/request.$$"

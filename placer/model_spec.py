@@ -46,7 +46,7 @@ def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
     keywords = dict(_argument(text) for text in arguments)
     try:
         model = maker(**keywords)
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         shown = ", ".join(arguments)
         raise InputError(f"{spec}({shown}) failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):

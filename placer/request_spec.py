@@ -125,7 +125,10 @@ def rules(
     banned: dict[str, tuple[str, ...]] = {}
     for layer, device in (_pair(cluster, text) for text in forbidden):
         banned[layer] = (*banned.get(layer, ()), device)
-    pinned = dict(_pair(cluster, text) for text in pins)
+    pinned: dict[str, str] = {}
+    for layer, device in (_pair(cluster, text) for text in pins):
+        if pinned.setdefault(layer, device) != device:
+            raise InputError(f"layer {layer!r} is pinned to {pinned[layer]} and to {device}; pin it to one")
     return Constraints(
         pinned=pinned,
         forbidden=banned,

@@ -9,7 +9,7 @@ import typer
 
 from placer.cli.files import emit, load_placement, load_profile, writing
 from placer.cli.options import Arguments, AsJson, Inputs, Model, Output
-from placer.cli.terminal import extra, spinner
+from placer.cli.terminal import extra, spinner, users_code
 from placer.errors import InputError
 from placer.report.timeline import Measurement
 from placer.schema import Placement, Profile
@@ -46,6 +46,7 @@ def measure(
             found.save_trace(trace)
 
 
+@users_code()
 def _measured(
     model: str,
     arguments: list[str],

@@ -26,7 +26,7 @@ from placer.cli.options import (
     Output,
     Target,
 )
-from placer.cli.terminal import extra, told
+from placer.cli.terminal import extra, told, users_code
 from placer.errors import InputError
 from placer.request_spec import limited
 from placer.schema import Profile
@@ -111,6 +111,7 @@ def measure(
     return measure_sizes(*given, None, **loss)[0]
 
 
+@users_code()
 def measure_sizes(
     model: str,
     arguments: list[str],
@@ -178,6 +179,7 @@ def cached(folder: str | None, off: bool) -> str | bool:
     return not off if folder is None else folder
 
 
+@users_code()
 def loss_of(loss: str | None, target: str | None) -> dict[str, Any]:
     """The loss and its target that a command line names, as arguments; a loss may be without one."""
     if target is not None and (loss is None or "=" in target):

@@ -10,7 +10,7 @@ import typer
 from placer.cli.files import emit, load_placement, load_question, write_text
 from placer.cli.options import Arguments, AsJson, Inputs, Loss, Model, Output, Target
 from placer.cli.profiling import example_of, loss_of
-from placer.cli.terminal import extra, spinner, told
+from placer.cli.terminal import extra, spinner, told, users_code
 from placer.schema import PlacementRequest
 
 
@@ -43,10 +43,10 @@ def refine(
     with extra("torch"):
         from placer.model_spec import load_model
         from placer.refining import refine as refine_here
-    module = load_model(model, arg)
     asked: dict[str, Any] = {"rounds": rounds, "repeats": repeats, "compile": compile} | loss_of(loss, target)
     asked["request" if isinstance(question, PlacementRequest) else "profile"] = question
-    with told(), spinner("measuring stages"):
+    with told(), spinner("measuring stages"), users_code():
+        module = load_model(model, arg)
         found = refine_here(where, module, example_of(module, input), **asked)
     emit(found, output, json)
     if placement_output is not None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from rich.console import Console
@@ -81,3 +81,10 @@ def told() -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
+
+
+@contextmanager
+def users_code() -> Iterator[None]:
+    """What a user's code prints while it runs goes to stderr: stdout has the answer, which may be read as JSON."""
+    with redirect_stdout(sys.stderr):
+        yield

@@ -89,7 +89,7 @@ def resolve(devices: int | Sequence[DeviceLike] | None) -> list[torch.device]:
         )
     parsed = [parse(device) for device in devices]
     if not parsed:
-        raise InputError("no device was given; leave devices out to use all that are available")
+        raise InputError("devices has none in it, or is 0; leave it out to use all that are available")
     for device in parsed:
         if parsed.count(device) > 1:
             raise InputError(f"device {device} is given twice")
@@ -98,7 +98,9 @@ def resolve(devices: int | Sequence[DeviceLike] | None) -> list[torch.device]:
 
 
 def require(device: torch.device) -> None:
-    """Raise an InputError if the device is not there."""
+    """Raise an InputError if the device is not there, or of a kind that nothing here runs on."""
+    if device.type not in ("cuda", CPU):
+        raise InputError(f"Placer runs on GPUs by CUDA and on the CPU, not on {device}; give 'cuda:0' or 'cpu:0'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"there is no {device}; torch sees {torch.cuda.device_count()} CUDA devices")
     if stand_ins and device.type == CPU and (device.index or 0) >= stand_ins[-1]:

@@ -44,7 +44,7 @@ __all__ = ["DataFlow"]
 class DataFlow(PlacedCalls):
     """Runs an unmodified module with each of its layers on the device that ``layer_gpus`` names.
 
-    The module's source is never rewritten and torch is never patched. Its Parameters stay the same objects, so an
+    The module's source is never rewritten. Its Parameters stay the same objects, so an
     optimizer made before stays valid, and the keys of its ``state_dict`` never change.
 
     Args:
@@ -226,11 +226,23 @@ class DataFlow(PlacedCalls):
 
     def recomputed(self) -> frozenset[torch.device]:
         """The devices that run forwards once more in their backward passes."""
-        return frozenset(self._device(place) for place in self.recompute)
+        if isinstance(self.recompute, str):
+            raise InputError(f"flow.recompute is {self.recompute!r}; give a list of devices, [{self.recompute!r}]")
+        places = frozenset(self._device(place) for place in self.recompute)
+        if unknown := places.difference(self._devices):
+            known = ", ".join(map(str, self._devices))
+            raise InputError(f"flow.recompute has {min(map(str, unknown))}; the flow's devices are {known}")
+        return places
 
-    def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
-        """The capture for inputs like these; None where the model runs through hooks."""
-        captures = self._program.captures([tensors], inputs)
+    def captured(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> Capture | None:
+        """The capture for inputs like these; None where the model runs through hooks.
+
+        Args:
+            tensors: the flattened inputs.
+            inputs: their structure.
+            needed: False lets it run so, too, where call after call would need a capture of its own.
+        """
+        captures = self._program.captures([tensors], inputs, needed or self.enable_clone or self.deferred_batch_norm)
         return None if captures is None else captures[0]
 
     def holds(self, capture: Capture) -> bool:

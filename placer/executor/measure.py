@@ -18,6 +18,7 @@ from placer.executor.inference.stream import Flow, Streams
 from placer.executor.issued import Issued
 from placer.executor.pipeline import scatter
 from placer.executor.predict import predicted
+from placer.executor.training.kept import Kept
 from placer.executor.training.pipeline import TrainingPipeline
 from placer.executor.training.stage import Stage as TrainingStage
 from placer.executor.training.step import TrainStep
@@ -94,12 +95,17 @@ def measure_stream(
         for _ in streams.open(batches, backend=backend):
             pass
 
-    if flow.captured(parts[0], structure) is None:
-        run()  # where the inputs are wrong, the layer that cannot take them tells
-        raise _not_captured(flow)
-    for _ in range(WARM_UPS):
-        run()
-    rows = _traced(streams.pipelines(), streams.courier, [flow.output_device], run)
+    kept = Kept(flow.module.buffers(), {devices.location(tensor) for tensor in flow.module.parameters()})
+    kept.save()
+    try:
+        if flow.captured(parts[0], structure) is None:
+            run()  # where the inputs are wrong, the layer that cannot take them tells
+            raise _not_captured(flow)
+        for _ in range(WARM_UPS):
+            run()
+        rows = _traced(streams.pipelines(), streams.courier, [flow.output_device], run)
+    finally:
+        kept.restore()
     pipeline = streams.pipelines()[-1]
     places = {stage.device: index for index, stage in enumerate(pipeline.stages)}
     order = plan("fill-drain", [places[stage.device] for stage in pipeline.stages], len(batches), training=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from time import perf_counter
 from typing import Any
@@ -89,7 +89,8 @@ class PlacedCalls(PipelinedRuns):
                 deferred = self.deferred_batch_norm and self.module.training
                 # While the flow is applied, what is left in a cache stays with the layers that will read it.
                 returned = len(captures[0].exported.outputs.paths) if self._hooks.stand else None
-                with self._repeated.looked_at(self._devices):
+                looks = self._repeated.looked_at(captures, parts, weights, self._devices)
+                with looks if self._can_be_streamed(weights) else nullcontext():
                     results = call_captured(plans, parts, self.output_device, deferred, returned)
         exported = captures[0].exported
         result, left = joined(results, plans[0][0], weights, exported)

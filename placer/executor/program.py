@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +19,12 @@ from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import LayerGraph
 from placer.graph.leftovers import KeptError
 from placer.graph.structure import Structure
+from placer.warned import warn
 
 _FEW_CALLS = 10
 _OFTEN = 3
 _KNOWN_SHAPES = 1000
+_KEPT_CAPTURES = 200
 _PATIENCE = 5.0
 """How many times as long as the first capture one with open sizes may take; the first is taken to last a second."""
 _IN_VAIN = 4
@@ -126,6 +127,9 @@ class Program:
     def _capture(self, mode: Hashable, tensors: Sequence[Any], inputs: Structure, needed: bool) -> Capture | None:
         key = (mode, inputs.key, shapes(tensors))
         if key not in self._seen:
+            if sum(map(len, self._captures.values())) >= _KEPT_CAPTURES:
+                self._captures.clear()
+                self._seen.clear()
             known = self._captures.setdefault((mode, inputs.key), [])
             fitting = next((capture for capture in known if capture.exported.covers(tensors)), None)
             if fitting is None:
@@ -168,11 +172,10 @@ class Program:
             self._passed_s.clear()
         self._passing = key
         if not self._has_told:
-            warnings.warn(
+            warn(
                 f"the last {_IN_VAIN} calls each had the model captured anew, as numbers or lists in their inputs were "
                 "others, or shapes that a graph cannot leave open: now such calls run through hooks, micro-batches one "
-                "after another, and are captured where the like comes often",
-                stacklevel=6,
+                "after another, and are captured where the like comes often"
             )
             self._has_told = True
         return True
@@ -203,6 +206,7 @@ class Program:
         self.refused.clear()
         self._second.clear()
         self._passed_s.clear()
+        self._in_vain = 0  # it was the model that changed, not what it is given
         self._attributes = Attributes()
 
     def _tell_of_changes(self) -> None:
@@ -210,12 +214,10 @@ class Program:
         self._changes = self._changes + 1 if self._looks < _FEW_CALLS else 1
         self._looks = 0
         if self._changes == _OFTEN:
-            self._has_told = True
             names = ", ".join(map(repr, dict.fromkeys(self._attributes.changed())))
-            warnings.warn(
+            warn(
                 f"{names}: forward reads what changes between calls, and every change has the model captured anew, "
-                "which takes long; give it to forward as a tensor, or change it less often",
-                stacklevel=5,
+                "which takes long; give it to forward as a tensor, or change it less often"
             )
 
     def doubt_refusal(self) -> None:

@@ -38,6 +38,12 @@ _KEEPS_ITS_PLACE = {
 _AT_A_GLANCE = frozenset(CONSTANTS)
 """What holds no tensor."""
 
+_WRITES = {
+    "__setitem__",
+    *(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()),
+}
+"""What writes to its first argument, beside what is named so: ``add_``."""
+
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """Called after every function with (function, args, kwargs, result)."""
 
@@ -135,7 +141,8 @@ class Alignment(TorchFunctionMode):
         places = [devices.location(tensor) for tensor in tensors]
         if all(devices.same(place, places[0]) for place in places):
             return args, kwargs
-        target = self._target(name, tensors, places)
+        written, _ = flatten(kwargs.get("out"))
+        target = devices.location(written[0]) if written else self._target(name, tensors, places)
         moved = [
             tensor if tensor.dim() == 0 and devices.same(place, devices.HOST) else devices.move(tensor, target)
             for tensor, place in zip(tensors, places, strict=True)
@@ -144,8 +151,7 @@ class Alignment(TorchFunctionMode):
         return aligned
 
     def _target(self, name: str, tensors: list[Tensor], places: list[torch.device]) -> torch.device:
-        writes_in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-        if writes_in_place:
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
             return places[0]
         owners = [place for tensor, place in zip(tensors, places, strict=True) if isinstance(tensor, nn.Parameter)]
         if owners:

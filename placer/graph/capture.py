@@ -56,8 +56,10 @@ def capture(
     except CaptureError as error:
         if not hooks:
             raise
-        return trace(model, args, kwargs, granularity, str(error))
-    return layer_graph(exported, model, granularity)
+        reason = str(error)
+    else:
+        return layer_graph(exported, model, granularity)
+    return trace(model, args, kwargs, granularity, reason)  # not inside: what fails there is no matter of torch.export
 
 
 def layer_graph(exported: Exported, model: nn.Module, granularity: Granularity) -> LayerGraph:

@@ -2,8 +2,8 @@
 
 1. An operation inside a module that is not opened belongs to that module's layer.
 2. An operation between modules joins the layer of its latest producer; one that nothing produces, that of its readers'
-layers which begins first. 3. Writes in place order their neighbours, and join layers where a copy on another device
-would miss them.
+   layers which begins first.
+3. Writes in place order their neighbours, and join layers where a copy on another device would miss them.
 4. Layers that depend on one another both ways become one.
 """
 
@@ -23,7 +23,7 @@ from placer.graph.nested import transformed
 from placer.graph.structure import NUMBERS
 from placer.schema.base import MERGED, WHOLE
 
-_LONGEST_NAME = 400
+_LONGEST_NAME = 16_000
 _ALIASING_WHEN_IDLE = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
 
 

@@ -77,12 +77,15 @@ def trace(
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CaptureError(f"{reason}; and a model on meta cannot be run instead: load weights into it")
     refuse_scripts(model, reason)
+    gradients = False
     try:
-        calls, gradients = _calls(model, args, kwargs, gradients=False), False
+        calls = _calls(model, args, kwargs, gradients)
     except CaptureError:
-        if not torch.is_grad_enabled():
+        gradients = torch.is_grad_enabled()
+        if not gradients:
             raise
-        calls, gradients = _calls(model, args, kwargs, gradients=True), True
+    if gradients:
+        calls = _calls(model, args, kwargs, gradients)
     opened = granularities.opened(granularity, model, calls)  # type: ignore[arg-type]
     watch = _Watch(model, opened)
     tensors, inputs = flatten_inputs(args, kwargs)

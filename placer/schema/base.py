@@ -26,7 +26,8 @@ MAX_DEVICES = 1_024
 FIRST = FailFast()
 """Of a list, only the first faulty element is reported: a million faults would take a gigabyte to describe."""
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
+"""Of a layer, a device and others; a layer that was merged of many modules names them all."""
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 

@@ -301,7 +301,7 @@ class Placement(Wire):
             execution order.
 
         Raises:
-            PlacementError: there is no placement, or its devices are of several hosts.
+            PlacementError: there is no placement, its devices are of several hosts, or it is of another model.
         """
         found: dict[str, int | str] = {}
         for name, device in self.layer_devices.items():
@@ -318,6 +318,11 @@ class Placement(Wire):
 
 def _completed(found: dict[str, int | str], model: Any) -> dict[str, int | str]:
     """The map, with what the model has beside the modules in it."""
+    modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    if other := [path for path in found if path not in modules]:
+        raise PlacementError(
+            f"layer {other[0]!r} is no module of {type(model).__name__}; give the model that was placed"
+        )
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

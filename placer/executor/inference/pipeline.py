@@ -9,7 +9,6 @@ segments before it has d + 1 slots, so that nothing has to wait for room while e
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ from placer.executor.segments import Segment, StateLookup, segments, taken_in_tu
 from placer.executor.state.replicas import Replicas, mutated
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
+from placer.warned import warn
 
 
 @dataclass(eq=False)
@@ -276,7 +276,7 @@ class InferencePipeline:
     def _warn(self, stage: Stage) -> None:
         if stage.not_recorded_because:
             place, why = self._named(self.stages.index(stage)), stage.not_recorded_because
-            warnings.warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}", stacklevel=2)
+            warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}")
 
 
 def _stages(graph: LayerGraph, parts: Sequence[Segment]) -> list[Stage]:

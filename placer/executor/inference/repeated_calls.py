@@ -7,7 +7,6 @@ waits for.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +20,11 @@ from placer.errors import StageError
 from placer.executor.inference.stream import Known, Streams, inference
 from placer.executor.program import Capture, shapes
 from placer.graph import autocast
+from placer.warned import warn
 
 _KNOWN_CALLS = 1000
-_UNCUT = 3
-"""So often a call that is not cut comes before it is looked whether the host or the devices take its time."""
+_LOOKS = {4**power for power in range(1, 8)}
+"""At the 4th, 16th ... time of a call that is not cut it is looked whether the host is what it waits for."""
 _HOSTS_SHARE = 0.5
 """It is the host if all is issued only when more than this of the time has gone by."""
 _Call: TypeAlias = tuple[tuple[Capture, ...], tuple[Hashable, ...], tuple[int, ...], Hashable]
@@ -42,7 +42,6 @@ class RepeatedCalls:
         self._seen: set[_Call] = set()
         self._refused: set[_Call] = set()
         self._uncut: Counter[_Call] = Counter()
-        self._tried: _Call | None = None
 
     def keep_only(self, holds: Callable[[Capture], bool]) -> None:
         """Forget the calls of other captures than those that this is true of."""
@@ -92,7 +91,7 @@ class RepeatedCalls:
             and is not tried again: there was no memory for the recordings, or a layer failed, which an eager run names
             better.
         """
-        call, self._tried = _call(captures, parts, weights), None
+        call = _call(captures, parts, weights)
         if call in self._refused:
             return None
         if call not in self._seen:
@@ -105,10 +104,9 @@ class RepeatedCalls:
             self._refused.add(call)
             self._streams.clear()
             if isinstance(error, torch.OutOfMemoryError):
-                warnings.warn(
+                warn(
                     f"flow(x, chunks={len(parts)}) is issued operation by operation, which takes the host more time: "
-                    f"there is no memory to record it: {error}",
-                    stacklevel=2,
+                    f"there is no memory to record it: {error}"
                 )
             return None
 
@@ -121,17 +119,25 @@ class RepeatedCalls:
         if len(self._uncut) >= _KNOWN_CALLS:
             self._uncut.clear()
         self._uncut[call] += 1
-        self._tried = call if self._uncut[call] > _UNCUT and call[0][0].exported.left is None else None
 
     @contextmanager
-    def looked_at(self, places: Sequence[torch.device]) -> Iterator[None]:
-        """Run a call that is not recorded; one that is not cut and came often is looked at, once.
+    def looked_at(
+        self,
+        captures: Sequence[Capture],
+        parts: Sequence[Sequence[Any]],
+        weights: Sequence[int],
+        places: Sequence[torch.device],
+    ) -> Iterator[None]:
+        """Run a call that ``run`` did not; one that is not cut and came often is looked at.
 
         Args:
+            captures: of each micro-batch.
+            parts: the flattened inputs of each.
+            weights: samples in each.
             places: the devices that it runs on.
         """
-        call, self._tried = self._tried, None
-        if call is None:
+        call = _call(captures, parts, weights)
+        if self._uncut.get(call) not in _LOOKS or captures[0].exported.left is not None or call in self._refused:
             yield
             return
         for place in places:
@@ -141,8 +147,8 @@ class RepeatedCalls:
         issued = perf_counter()
         for place in places:
             devices.synchronise(place)
-        hosts = issued - began > _HOSTS_SHARE * (perf_counter() - began)
-        (self._seen if hosts else self._refused).add(call)
+        if issued - began > _HOSTS_SHARE * (perf_counter() - began):
+            self._seen.add(call)
 
 
 def _call(captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]) -> _Call:

@@ -20,7 +20,7 @@ from threading import RLock
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer import devices
 from placer.devices import Courier, Lane
@@ -59,6 +59,7 @@ class Known(NamedTuple):
 class Flow(Protocol):
     """What a stream needs of a ``DataFlow``."""
 
+    module: nn.Module
     output_device: torch.device
     lock: RLock
 
@@ -66,7 +67,7 @@ class Flow(Protocol):
     def assignment(self) -> Assignment | None:
         """The devices of the layers; None before the first ``update_flow``."""
 
-    def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
+    def captured(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""
 
     def holds(self, capture: Capture) -> bool:
@@ -268,7 +269,8 @@ class Streams:
             return self._send_off(batch, number, is_flat=True)
         args, kwargs = _arguments(batch)
         tensors, inputs = flatten_inputs(args, kwargs)
-        capture = self._flow.captured(tensors, inputs) if self._flow.assignment is not None else None
+        placed = self._flow.assignment is not None
+        capture = self._flow.captured(tensors, inputs, needed=False) if placed else None
         if capture is None:
             self._is_hooked = backend is not None
             self._drain()

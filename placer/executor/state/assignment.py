@@ -35,7 +35,7 @@ class Assignment:
         self._exact = dict(devices)
         self._inner: dict[str, torch.device] = {}
         for name, device in devices.items():
-            for unit in name.split("+"):
+            for unit in name.split(MERGED):
                 path = unit.partition("@")[0]
                 self._exact.setdefault(path, device)
                 while path:

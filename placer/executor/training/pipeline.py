@@ -7,7 +7,6 @@ it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from placer.graph.losses import LossFunction
 from placer.graph.structure import Structure
 from placer.schedule import Plan, plan
 from placer.schema import Schedule
+from placer.warned import warn
 
 Order = Schedule
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -326,7 +326,7 @@ class TrainingPipeline:
                 stage.record()
         devices.release_cache()  # an optimizer's state would keep pieces of memory in which little else fits
         for place, why in self.not_recorded_because.items():
-            warnings.warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}", stacklevel=2)
+            warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}")
         alone = len(set(self._device_of)) == len(self._device_of)
         if self.plan.split or (self.recipe.schedule == "interleaved" and not alone):
             self.plan = self._balanced()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from threading import RLock
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -32,6 +32,7 @@ from placer.graph.given import refuse_no_chunks, refuse_no_loss, refuse_sum
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
 from placer.graph.structure import Structure, flatten, flatten_inputs
+from placer.warned import warn
 
 
 class Flow(Protocol):
@@ -44,6 +45,7 @@ class Flow(Protocol):
     deferred_batch_norm: bool
     gradients_wait: bool
     output_device: torch.device
+    lock: RLock
 
     @property
     def not_captured_because(self) -> str:
@@ -59,7 +61,7 @@ class Flow(Protocol):
     def recomputed(self) -> frozenset[torch.device]:
         """The devices that run forwards once more in their backward passes."""
 
-    def captured(self, tensors: list[Any], inputs: Structure) -> Capture | None:
+    def captured(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""
 
     def holds(self, capture: Capture) -> bool:
@@ -103,6 +105,7 @@ class TrainStep:
         self._pipelines = _no_pipelines()
         self._placed: Any = None
         self._others = _Others(update, flow.module)
+        self._has_told = False
 
     def __call__(self, inputs: Any, target: Any, chunks: int | None = None, update: bool = True) -> Tensor:
         """Train on one batch; afterwards every parameter's ``grad`` is that of the mean loss.
@@ -124,10 +127,10 @@ class TrainStep:
             InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode, or the target is of
                 another size than the batch.
         """
-        batch = self._taken(inputs, target, chunks)
-        self.flow.follow(self.update.optimizer)
-        keep, self.flow.gradients_wait = self.flow.gradients_wait, False
-        with nothing_held():
+        with nothing_held(), self.flow.lock:
+            batch = self._taken(inputs, target, chunks)
+            self.flow.follow(self.update.optimizer)
+            keep, self.flow.gradients_wait = self.flow.gradients_wait, False
             loss = self._computed(*batch, keep)
             self.flow.gradients_wait = not update
             if update:
@@ -177,10 +180,9 @@ class TrainStep:
         pipeline = None
         self._pipelines.keep_only(lambda key: False)
         devices.release_cache()
-        warnings.warn(
+        warn(
             f"there is no memory for a batch of this shape beside the passes of {others} other(s), which are let go of "
-            f"and made again when such a batch comes: {why}",
-            stacklevel=4,
+            f"and made again when such a batch comes: {why}"
         )
         return self._pipeline(tensors, inputs, goals, target, sizes)
 
@@ -206,7 +208,7 @@ class TrainStep:
         """
         tensors, structure, goals, target_structure, sizes = self._taken(inputs, target, chunks)
         tensors, goals = _without_gradients(tensors), _without_gradients(goals)
-        return self._pipeline(tensors, structure, goals, target_structure, sizes), tensors, goals
+        return self._pipeline(tensors, structure, goals, target_structure, sizes, needed=True), tensors, goals
 
     def _taken(
         self, inputs: Any, target: Any, chunks: int | None
@@ -272,7 +274,13 @@ class TrainStep:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
 
     def _pipeline(
-        self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int]
+        self,
+        tensors: list[Any],
+        inputs: Structure,
+        goals: list[Any],
+        target: Structure,
+        sizes: list[int],
+        needed: bool = False,
     ) -> TrainingPipeline | None:
         """The stages for batches like this one; None where micro-batches run one after another through the flow.
 
@@ -285,7 +293,7 @@ class TrainStep:
             self._pipelines.keep_only(lambda key: False)
             self._placed = flow.assignment
         parts = cut(tensors, sizes)
-        capture = flow.captured(parts[0], inputs)
+        capture = flow.captured(parts[0], inputs, needed)
         if capture is None:
             return None
         recompute = flow.recomputed()
@@ -306,7 +314,7 @@ class TrainStep:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
             equal = _equal_sizes(len(sizes), sum(sizes))
             _tell_of(equal, sizes)
-            return self._pipeline(tensors, inputs, goals, target, equal)
+            return self._pipeline(tensors, inputs, goals, target, equal, needed)
         recipe = Recipe(
             self.loss_fn,
             capture.exported.outputs,
@@ -336,6 +344,9 @@ class TrainStep:
     ) -> Tensor:
         """A model that could not be captured: micro-batches one after another."""
         module, place = self.flow.module, self.flow.output_device
+        if self.flow.not_captured_because and not self._has_told:
+            self._has_told = True
+            _told(f"the model is not captured: {self.flow.not_captured_because}")
         if self.flow.deferred_batch_norm and len(sizes) > 1:
             refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
         kept = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
@@ -442,17 +453,16 @@ def _in_turn(graph: LayerGraph, places: list[torch.device], gathered: bool) -> b
 
 
 def _told(why: str) -> bool:
-    warnings.warn(f"{why}: micro-batches run one after another", stacklevel=5)
+    warn(f"{why}: micro-batches run one after another")
     return True
 
 
 def _tell_of(equal: list[int], sizes: list[int]) -> None:
     """Say that micro-batches are of other sizes than those asked for."""
-    warnings.warn(
+    warn(
         f"forward does something else with the {sizes[-1]} samples of the last micro-batch than with {sizes[0]}: "
         f"micro-batches are {len(equal)} of {equal[0]}, not {len(sizes)}; "
-        f"a batch whose size {len(sizes)} divides keeps them",
-        stacklevel=5,
+        f"a batch whose size {len(sizes)} divides keeps them"
     )
 
 

@@ -33,7 +33,7 @@ def test_inside_logical_devices_all_of_them_are_available() -> None:
 
 
 def test_resolve_refuses_none_and_twice() -> None:
-    with pytest.raises(InputError, match="no device"):
+    with pytest.raises(InputError, match="none in it"):
         devices.resolve([])
     with pytest.raises(InputError, match="twice"):
         devices.resolve(["cpu:0", torch.device("cpu", 0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -535,3 +536,48 @@ def test_parts_of_a_whole_that_are_far_apart_are_moved_by_themselves() -> None:
     one, two = Exchange(other).made((table[0], table[9]))
     assert moved == [2, 2]
     assert one.untyped_storage()._cdata != two.untyped_storage()._cdata
+
+
+_WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "+=": operator.iadd,
+    "-=": operator.isub,
+    "*=": operator.imul,
+    "/=": operator.itruediv,
+    "//=": operator.ifloordiv,
+    "%=": operator.imod,
+    "add_": Tensor.add_,
+    "item": lambda view, other: operator.setitem(view, slice(None), other),
+    "out": lambda view, other: torch.mul(other, 2.0, out=view),
+    "out of several": lambda view, other: torch.max(other, 1, out=(view[:, 0], torch.zeros(1, dtype=torch.int64))),
+}
+_BITWISE = {"&=": operator.iand, "|=": operator.ior, "^=": operator.ixor, "<<=": operator.ilshift}
+
+
+class _WritesToAView(nn.Module):
+    """Writes to a part of one layer's result by another's, and asks for a value so that it is not captured."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object], whole: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self._write, self._whole = write, whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, k = self.first(x), self.second(x)
+        if self._whole:
+            h, k = (10 * h).long(), (10 * k).abs().long()
+        self._write(h[:1], k[:1] if x.sum() > 0 else k[1:2])
+        return h
+
+
+@pytest.mark.parametrize("name", [*_WRITES, *_BITWISE])
+def test_what_is_written_in_place_is_there_whatever_device_it_came_from(name: str) -> None:
+    """``|=`` and the like, and ``out=``, wrote to a copy on the other device."""
+    model, reference = twins(lambda: _WritesToAView((_WRITES | _BITWISE)[name], name in _BITWISE))
+    x = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(3, 4)
+    for first, second in ((0, 1), (1, 0)):
+        with logical_devices(2), torch.no_grad():
+            flow = DataFlow(model)
+            flow.layer_gpus.update(first=first, second=second)
+            flow.update_flow()
+            torch.testing.assert_close(flow(x).cpu(), reference(x))
+            assert flow.not_captured_because

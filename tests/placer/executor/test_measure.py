@@ -149,6 +149,20 @@ def test_what_is_measured_leaves_weights_buffers_and_random_numbers_as_they_were
     assert torch.equal(drawn, torch.rand(1))
 
 
+def test_a_model_in_training_mode_is_what_it_was_after_its_inference_was_measured() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), nn.Dropout(0.5)).train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.update_flow()
+    torch.manual_seed(0)
+    flow.measure(torch.randn(ROWS, FEATURES), chunks=2)
+    after = torch.rand(())
+    torch.manual_seed(0)
+    torch.randn(ROWS, FEATURES)
+    torch.testing.assert_close(after, torch.rand(()))
+    torch.testing.assert_close(dict(model.named_buffers()), before)
+
+
 def test_steps_and_streams_after_a_measurement_are_not_traced() -> None:
     model, inputs, target, profile = _case(training=True)
     with logical_devices(DEVICES):

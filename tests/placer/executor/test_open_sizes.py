@@ -249,6 +249,25 @@ def test_calls_of_which_none_comes_back_run_through_hooks(monkeypatch: pytest.Mo
     assert len(made) == 5
 
 
+def test_steps_and_streams_do_not_capture_every_shape_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = twins(OfOneLength)
+    made = count_captures(monkeypatch)
+    inputs = [_floats(4, length, 4) for length in range(3, 13)]
+    target = torch.zeros(4, 2, dtype=torch.float64)
+    with logical_devices(2), pytest.warns(UserWarning, match="each had the model captured anew"):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        train = flow.train_step(functional.mse_loss)
+        for x in inputs:
+            loss = functional.mse_loss(reference(x), target).detach()
+            torch.testing.assert_close(train(x, target, chunks=2).cpu(), loss)
+        assert len(made) == 4
+        flow.eval(), reference.eval()
+        for x, result in zip(inputs, flow.stream(inputs), strict=True):
+            torch.testing.assert_close(result.cpu(), reference(x))
+    assert len(made) <= 8
+
+
 def test_micro_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = twins(Attends)
     made = count_captures(monkeypatch)

@@ -91,6 +91,29 @@ def test_every_thread_has_the_results_of_its_own_batches_on_gpus(way: str) -> No
     _assert_all_are_served(_Net, way, [f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))])
 
 
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("shared", [True, False])
+def test_threads_take_turns_at_steps_of_one_flow(shared: bool) -> None:
+    """They ran into one another's micro-batches, and the process ended in "corrupted double-linked list"."""
+    model, whole = twins(_Net)
+    flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+    flow.layer_gpus.update(first=0, middle=1, last=0)
+    flow.update_flow()
+    x, goal = torch.ones(6, 8, dtype=torch.float64), torch.zeros(6, 3, dtype=torch.float64)
+    expected = functional.mse_loss(whole(x), goal).detach()
+    steps = [flow.train_step(functional.mse_loss)] * THREADS
+    if not shared:
+        steps = [flow.train_step(functional.mse_loss) for _ in range(THREADS)]
+
+    def train(number: int) -> None:
+        for _ in range(CALLS):
+            torch.testing.assert_close(steps[number](x, goal, chunks=3), expected)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done in [pool.submit(train, number) for number in range(THREADS)]:
+            done.result(timeout=120)
+
+
 def _serve(model: nn.Module, devices: list[str]) -> str:
     """A flow of a model of this thread's own, called in all ways; why it was not captured."""
     whole = copy.deepcopy(model)

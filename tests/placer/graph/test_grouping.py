@@ -137,3 +137,27 @@ def test_a_write_that_nobody_reads_stays_with_those_who_read_before_it() -> None
     counts = [torch.zeros(()) for _ in range(4)]
     graph = capture(_Counts(), (torch.randn(2, 3), counts), granularity="fine")
     assert [layer.name for layer in graph.layers] == [f"layers.{number}" for number in range(4)]
+
+
+class _Views(nn.Module):
+    """Blocks that write to parts of one buffer, and so are one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(24, 3))
+        for number in range(24):
+            setattr(self, f"a_block_with_a_rather_long_name_{number:04}", nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.children()):
+            x = layer(x)
+            self.kept[number] = x[0].detach()
+        return x + self.kept.sum(0)
+
+
+def test_a_layer_that_was_merged_of_many_modules_names_them_all() -> None:
+    """Names of more than 400 letters lost those in between, which then lay on the device of nobody knew what."""
+    graph = capture(_Views(), torch.randn(2, 3), granularity="fine")
+    merged = max(graph.layers, key=lambda layer: len(layer.name))
+    assert len(merged.name) > 400
+    assert merged.name.split("+") == list(merged.modules)

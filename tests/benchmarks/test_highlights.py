@@ -1,0 +1,37 @@
+"""The few results that README shows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def highlights(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    return importlib.import_module("benchmarks.highlights")
+
+
+def test_of_several_peers_the_best_is_shown_whichever_way_the_unit_goes(highlights: Any) -> None:
+    assert highlights._best_peer({"unit": "1/s", "peers": {"a": 5.0, "b": 100.0, "c": None}}) == "100 1/s (b)"
+    assert highlights._best_peer({"unit": "ms", "peers": {"a": 5.0, "b": 100.0}}) == "5 ms (a)"
+    assert highlights._best_peer({"unit": "x", "peers": {}}) == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["no markers", "<!-- highlights --> begun", "<!-- end highlights --><!-- highlights -->"]
+)
+def test_a_text_without_its_markers_is_refused_and_not_cut_off(highlights: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="once each"):
+        highlights.renewed(text)
+
+
+def test_a_row_that_is_not_there_is_named(highlights: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "made.json").write_text(json.dumps({"rows": []}))
+    monkeypatch.setattr(highlights, "ROWS", [("made", "a case", "a measure")])
+    with pytest.raises(ValueError, match=r"made\.json has no row 'a case', 'a measure'"):
+        highlights.tables(tmp_path)
