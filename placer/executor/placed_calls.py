@@ -57,7 +57,8 @@ class PlacedCalls(PipelinedRuns):
     @property
     def not_captured_because(self) -> str:
         """Why the model runs through hooks in its present mode; empty where it was, or will be, captured."""
-        return self._program.refused.get(self._program.mode(), "")
+        with self.lock:
+            return self._program.refused.get(self._program.mode(), "")
 
     def forward(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
         """Run the model; before the first ``update_flow``, just as it is.
@@ -81,6 +82,8 @@ class PlacedCalls(PipelinedRuns):
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
         # The lock also while it runs: a GPU that records for one thread does nothing for others.
         with nothing_held(), self.lock, self._hooks.paused():
+            if self._assignment is None:  # another thread has undone it meanwhile
+                return self.module(*args, **kwargs)
             captures, results = self._run_recorded(parts, inputs, weights)
             if captures is None:
                 return self._run_hooked((args, kwargs), parts, inputs, weights)
