@@ -6,7 +6,7 @@ tried. Where that is not known, or a trial shows that other rules hold, one piec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from placer.devices import caching
@@ -42,6 +42,9 @@ _MOST_ROOMS = 2
 _DRAWN = 60
 _COMPUTED = 300
 """So many choices of pieces are drawn, and so many are computed in all, for each number of them."""
+
+_LIKELY = 30
+"""So many sizes of tensors, the largest, are tried beside what is there else."""
 
 _IN_VAIN = 100
 """After so many that were no better no more are computed."""
@@ -86,18 +89,29 @@ def propose(asked: Sequence[Request]) -> Pieces:
     random = Random(0)
     for count in range(1, _MOST_ROOMS + 1):
         best_size, best, came = least, Pieces(), 0
+        likely = _likely(asked, count, most)
         for trial in range(min(_COMPUTED, _MOST_REQUESTS // max(1, len(asked)))):
             if best_size <= (1 + _ENOUGH_SHARE) * most:
                 return best
             if trial - came > _IN_VAIN:
                 break
-            tried = _drawn(random, count, most) if trial < _DRAWN or not best else _varied(random, best, most)
+            draws = trial < _DRAWN or not best
+            tried = next(likely, ()) or (_drawn(random, count, most) if draws else _varied(random, best, most))
             size = caching.taken(asked, tried)
             if size < best_size:
                 best_size, best, came = size, tried, trial
         if best_size < least:
             least, pieces = best_size, best
     return pieces
+
+
+def _likely(asked: Sequence[Request], count: int, most: int) -> Iterator[Pieces]:
+    """Pieces as large as what is there at once; of two, one is as large as a tensor that is asked for, or beside."""
+    if count == 1:
+        yield (_room(most),)
+        return
+    for size in sorted({_room(request.size) for request in asked if request.size}, reverse=True)[:_LIKELY]:
+        yield from ((_room(whole), size) for whole in (most - size, most) if whole >= caching.LEAST_ROOM_BYTES)
 
 
 def _drawn(random: Random, count: int, most: int) -> Pieces:

@@ -28,6 +28,17 @@ def detached(tensors: Sequence[Any]) -> list[Any]:
     ]
 
 
+@torch.no_grad()
+def on_host(tensors: Sequence[Any]) -> list[Any]:
+    """Leaves of their own that keep none of a device's memory; those that require a gradient still do."""
+    return [
+        devices.move(tensor, devices.HOST).detach().requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, Tensor)
+        else tensor
+        for tensor in tensors
+    ]
+
+
 def hand_out(tensors: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
     """Let gradients go where a backward pass would take them from here: into ``.grad``, or on through a graph.
 

@@ -20,7 +20,7 @@ from placer import devices
 from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.training.accumulation import Accumulation
-from placer.executor.training.input_gradients import detached
+from placer.executor.training.input_gradients import detached, on_host
 from placer.executor.training.reached import reached
 from placer.executor.training.slot import AtOnce, Head, Key, NamedQueue, Slot
 from placer.executor.weakly import weakly
@@ -137,7 +137,7 @@ class Stage:
             weight: of each one's loss in the batch's.
 
         Returns:
-            An example of every value that other stages read.
+            An example of every value that other stages read, on the host.
         """
         self.slots, made = self._opened(count, inputs, targets, weight)
         return made
@@ -161,6 +161,7 @@ class Stage:
         slots = []
         examples: dict[Key, Any] = dict(enumerate(targets))
         examples.update(inputs)
+        devices.release_cache()  # what stays would keep pieces of memory in which little else fits
         for _ in range(count):
             slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
             if self.head is not None:
@@ -179,11 +180,11 @@ class Stage:
         self.awaited = {name: {*readers} for name, readers in self.writes.items() if _flows_back(made[name])}
         # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
         first.leaves, first.outputs, first.roots = {}, {}, []
-        made = dict(zip(made, detached(list(made.values())), strict=True))
-        devices.release_cache()  # what stays would keep pieces of memory in which little else fits
+        made = dict(zip(made, on_host(list(made.values())), strict=True))
+        devices.release_cache()  # nothing of the pass is left here, and what comes now stays
         for slot in slots:
             for name in self.awaited:
-                slot.gradients[name] = torch.zeros_like(made[name], requires_grad=False)
+                slot.gradients[name] = torch.zeros_like(made[name], device=self.device, requires_grad=False)
         return slots, made
 
     def _run_eagerly(self, slot: Slot) -> None:

@@ -92,6 +92,21 @@ def test_what_is_asked_for_tells_the_pieces_in_one_trial():
             assert not row or caching.taken(row) > 1.9 * caching.most_at_once(row)
 
 
+LARGE = [77, -1, 72, 72, -2, 72, -3, 152, -5, 72, 144, -7, -4, 72, -6, 72, -8, 218, -10, 144, 216, -12, -9, 72, 36]
+SMALL = [4, 4, -1, 77, -3, 72, -2, 72, -4, 72, -5, 152, -7, 72, 144, -9, -6, 72, -8, 72, -10, 218, -12, 144, 216, -14]
+"""MiB that a U-Net's last layers asked for backwards on an H200, or which of them went; without small ones, and with some."""
+
+
+@pytest.mark.parametrize(("sizes", "reached"), [(LARGE, 504), (SMALL, 432)])
+def test_pieces_as_large_as_a_tensor_are_proposed_beside_one_for_the_rest(sizes, reached):
+    asked, came = [], 0
+    for size in sizes:
+        came += size > 0
+        asked.append(Request(came, size * MIB) if size > 0 else Request(-size))
+    assert caching.most_at_once(asked) == 432 * MIB
+    assert caching.taken(asked, propose(asked)) <= reached * MIB < caching.taken(asked)
+
+
 @settings(max_examples=20, deadline=None)
 @given(random=st.randoms(use_true_random=False), length=st.integers(5, 60))
 def test_a_proposal_takes_no_more_than_no_pieces_and_no_less_than_is_there_at_once(random, length):

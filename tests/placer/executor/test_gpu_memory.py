@@ -107,13 +107,47 @@ def test_recorded_passes_and_their_loss_reserve_what_is_predicted_within_a_tenth
     flow.undo()
 
 
-def _assert_predicted(placement: Placement, peak_bytes: Callable[[int], int], before: Sequence[int]) -> None:
-    """The peak of each device beyond what was there before is the predicted one within a tenth."""
+@pytest.mark.gpu
+def test_wherever_a_unet_is_cut_its_steps_reserve_what_is_predicted_within_a_part_in_twenty_five() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    make, data = MODELS["unet"]
+    part, chunks = data(), 4
+    target = TARGETS["unet"](len(part))
+    batch, goal = torch.cat([part] * chunks), torch.cat([target] * chunks)
+    measured = profile(make(), part, 2, optimizer="sgd", progress=False, loss_fn=_loss, target=target)
+    for cut in range(12, len(measured.layers), 12):
+        pinned = {layer.name: f"cuda:{int(at >= cut)}" for at, layer in enumerate(measured.layers)}
+        rules = Constraints(contiguous=True, pinned=pinned)
+        placement = solve(PlacementRequest(profile=measured, schedule="1f1b", chunks=chunks, constraints=rules))
+        model = make()
+        for index in range(2):
+            _warm_libraries(index)
+        torch.cuda.empty_cache()
+        before = [torch.cuda.memory_reserved(index) for index in range(2)]
+        flow = DataFlow(model)
+        flow.update_flow(placement)
+        step = flow.train_step(_loss, torch.optim.SGD(model.parameters(), lr=1e-3), "1f1b")
+        for _ in range(2):
+            step(batch, goal, chunks=chunks)
+        torch.cuda.empty_cache()
+        for index in range(2):
+            torch.cuda.reset_peak_memory_stats(index)
+        step(batch, goal, chunks=chunks)
+        _assert_predicted(placement, torch.cuda.max_memory_reserved, before, share=0.04)
+        del step
+        flow.undo()
+
+
+def _assert_predicted(
+    placement: Placement, peak_bytes: Callable[[int], int], before: Sequence[int], share: float = 0.1
+) -> None:
+    """The peak of each device beyond what was there before is the predicted one within a share of it."""
     for load in placement.devices:
         index = torch.device(load.device).index
         torch.cuda.synchronize(index)
         used = peak_bytes(index) - before[index]
-        assert 0.9 <= load.memory.total_bytes / used <= 1.1, (load, used)
+        assert abs(load.memory.total_bytes / used - 1) <= share, (load, used)
 
 
 def _warm_libraries(index: int) -> None:
