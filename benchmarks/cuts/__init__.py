@@ -1,29 +1,76 @@
 """Memory of training steps beside its prediction, wherever a model is cut in two: also where no solver would cut it.
 
-The models are those of the executor's benchmark, with a quarter of a batch a micro-batch. Stand-ins have no memory of
-their own: without GPUs tiny models show that it runs.
+Stand-ins have no memory of their own: without GPUs tiny models show that it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from .. import record
 
-MODELS, SCHEDULES = ("resnet101", "gpt", "unet"), ("1f1b", "zero-bubble")
+SCHEDULES = ("1f1b", "zero-bubble")
 CHUNKS, CUTS, TARGET_PERCENT = 4, 5, 5.0
 
 
-def run() -> list[dict[str, Any]]:
-    """A row for each model and schedule: of all cuts and both devices, the prediction that is the farthest off."""
+def progress(folder: Path) -> Iterator[list[dict[str, Any]]]:
+    """All rows so far, each time that there is one more.
+
+    Args:
+        folder: where results are; nothing else is kept there.
+    """
     from ..executor import cases
 
     cases.prepare()
-    return [row for name in MODELS for row in _rows(cases.training(name))]
+    rows: list[dict[str, Any]] = []
+    for case in _cases():
+        for row in _rows(case):
+            rows.append(row)
+            yield rows
+
+
+def _cases() -> list[Any]:
+    """Models that are cut many times in a minute; a quarter of each batch is a micro-batch."""
+    import torch
+    from torch.nn import functional
+
+    from placer import zoo
+
+    from ..executor import cases
+    from ..profiler import models
+
+    if cases.is_small():
+        return [cases.training("gpt")]
+
+    def images(size: int, classes: int, *shape: int) -> Any:
+        return lambda: (torch.randn(CHUNKS * size, 3, 192, 192), torch.randint(classes, (CHUNKS * size, *shape)))
+
+    def gpt() -> Any:
+        return zoo.gpt(layers=12, width=1024, heads=16, context=512, vocabulary=8192)
+
+    def tokens() -> Any:
+        return torch.randint(8192, (CHUNKS * 8, 512)), torch.randint(8192, (CHUNKS * 8, 512))
+
+    each = functional.cross_entropy
+    return [
+        cases.Training("resnet50", "ResNet-50, 192 px, 4 x 32, TF32", zoo.resnet50, images(32, 1000), each, ()),
+        cases.Training("inception", "Inception-v3, 192 px, 4 x 32, TF32", models.inception, images(32, 1000), each, ()),
+        cases.Training("gpt", "GPT, 12 layers, d=1024, 4 x 8 x 512 tokens", gpt, tokens, cases.token_loss, (), "fine"),
+        cases.Training(
+            "unet",
+            "U-Net, width 32, 192 px, 4 x 16, TF32",
+            lambda: zoo.unet(width=32),
+            images(16, 2, 192, 192),
+            each,
+            (),
+        ),
+    ]
 
 
 def _rows(case: Any) -> Iterator[dict[str, Any]]:
+    """A row for each schedule: of all cuts and both devices, the prediction that is the farthest off."""
     from placer import profile
 
     from ..executor import cases
@@ -40,17 +87,15 @@ def _rows(case: Any) -> Iterator[dict[str, Any]]:
         target=target[:part],
         progress=False,
     )
-    names = [layer.name for layer in measured.layers]
-    cuts = sorted({max(1, len(names) * number // (CUTS + 1)) for number in range(1, CUTS + 1)})
+    count = len(measured.layers)
+    cuts = sorted({max(1, count * number // (CUTS + 1)) for number in range(1, CUTS + 1)})
     for schedule in SCHEDULES:
-        asked = [_request(measured, schedule, cut) for cut in cuts]
-        off = [error for request in asked for error in _errors(case, request, batch, target)]
-        farthest = max(map(abs, off), default=None)
+        off = [error for cut in cuts for error in _errors(case, _request(measured, schedule, cut), batch, target)]
         yield record.row(
-            f"{case.label}, {CHUNKS} micro-batches, {schedule}, {len(cuts)} cuts of {len(names)} layers",
+            f"{case.label}, {schedule}, {len(cuts)} cuts of {count} layers, 2 devices",
             "memory of a device in a step, prediction over use, the farthest off",
             "%",
-            None if farthest is None else float(f"{farthest:.4g}"),
+            float(f"{max(map(abs, off)):.4g}") if off else None,
             spread=(min(off), max(off)) if off else None,
             target=TARGET_PERCENT if off else None,
         )

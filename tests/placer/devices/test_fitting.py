@@ -94,7 +94,7 @@ def test_what_is_asked_for_tells_the_pieces_in_one_trial():
 
 LARGE = [77, -1, 72, 72, -2, 72, -3, 152, -5, 72, 144, -7, -4, 72, -6, 72, -8, 218, -10, 144, 216, -12, -9, 72, 36]
 SMALL = [4, 4, -1, 77, -3, 72, -2, 72, -4, 72, -5, 152, -7, 72, 144, -9, -6, 72, -8, 72, -10, 218, -12, 144, 216, -14]
-"""MiB that a U-Net's last layers asked for backwards on an H200, or which of them went; without small ones, and with some."""
+"""MiB that a U-Net's last layers asked for backwards on an H200, or which of them went, without small ones and with."""
 
 
 @pytest.mark.parametrize(("sizes", "reached"), [(LARGE, 504), (SMALL, 432)])
