@@ -159,7 +159,6 @@ class DataFlow(PlacedCalls):
                 move_state(self.module, assignment.of_state, self._optimizers)
                 if self.clear_cache:
                     devices.release_cache()
-            self._hooks.leave()
             self._assignment = assignment
             self._forget_plans()
 
@@ -171,7 +170,6 @@ class DataFlow(PlacedCalls):
         """
         with self.lock:
             self._hooks.refuse_standing()
-            self._hooks.leave()
             self._home.restore(self.module, self._optimizers)
             self._assignment = None
             self._forget_plans()

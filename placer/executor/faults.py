@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from placer.errors import PlacerError, StageError
-from placer.graph import arguments
+from placer.graph import arguments, checkpoints
 
 
 class StageMemoryError(StageError, torch.OutOfMemoryError):
@@ -86,6 +86,8 @@ def explain(error: BaseException, place: Place) -> BaseException:
         error: what a pass raised. Interrupts and Placer's own errors stay what they are.
         place: which pass.
     """
+    if checkpoints.is_over(error):
+        return error
     if not isinstance(error, Exception) or isinstance(error, PlacerError):
         error.add_note(f"while {place.unit} {place.micro_batch} was in {place}")
         return error

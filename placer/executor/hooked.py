@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -12,14 +14,16 @@ from torch import nn
 from placer.errors import InputError
 from placer.executor.pipeline import to_device
 from placer.executor.state.assignment import Assignment
-from placer.graph import checkpoints
 from placer.graph.alignment import Alignment, Arrivals
 from placer.graph.structure import Structure, flatten
 from placer.graph.trace import refuse_scripts
 
+Standing = Callable[[], AbstractContextManager[Any]]
+"""What is entered for a model to run where its modules are."""
+
 
 class HookPath:
-    """The hooks of one model; there are none but while it runs, unless a backward pass will run modules again.
+    """The hooks of one model; there are none but while it runs, forwards or again in a backward pass.
 
     Args:
         module: the model.
@@ -30,8 +34,9 @@ class HookPath:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._left: Arrivals | None = None
-        self._standing: tuple[Alignment, Arrivals] | None = None
+        self._standing: Alignment | None = None
+        self._thread_again = 0
+        self._turn_again = RLock()  # each device has a thread of its own for backward passes
         self.runs = False
 
     def run(
@@ -64,54 +69,59 @@ class HookPath:
         return results, structure, (args, kwargs)
 
     @contextmanager
-    def standing(self, assignment: Assignment) -> Iterator[None]:
+    def standing(self, assignment: Assignment, again: Standing | None = None) -> Iterator[None]:
         """Whatever this thread runs of the model, a method or a part, runs where its modules are.
 
         Args:
             assignment: the devices of the modules, whose state is there.
+            again: what is entered when a backward pass runs something of it again; this if None.
 
         Raises:
             CaptureError: a module allows no hooks.
         """
         if self._standing is not None:
-            alignment, arrivals = self._standing
-            with alignment.resumed(), self._again(arrivals):
+            with self._standing.resumed():
                 yield
             return
         refuse_scripts(self._module, "the model runs through hooks")
-        self.leave()
-        alignment = Alignment()
+        alignment = Alignment(renewal=partial(self._renewed, again or partial(self.standing, assignment)))
         arrivals = Arrivals(self._places(assignment), alignment)
-        self._standing = alignment, arrivals
+        self._standing = alignment
         try:
-            with self._again(arrivals), alignment:
+            with alignment:
                 yield
         finally:
             self._standing = None
-            if arrivals.stays:
-                self._left = arrivals
-            else:
-                arrivals.remove()
+            arrivals.remove()
+
+    @contextmanager
+    def _renewed(self, again: Standing) -> Iterator[Alignment]:
+        """What a backward pass runs again finds the hooks of the pass before; one thread of autograd at a time."""
+        with self._turn_again, nullcontext() if self.stand else again():
+            outer, self._thread_again = self._thread_again, get_ident()
+            try:
+                yield self._standing or Alignment()  # layers are at home if the flow was undone meanwhile
+            finally:
+                self._thread_again = outer
 
     def paused(self) -> AbstractContextManager[None]:
         """In it operations are left as they are: those of a captured graph have all they need where they run."""
-        return nullcontext() if self._standing is None else self._standing[0].paused()
+        return nullcontext() if self._standing is None else self._standing.paused()
 
     @property
     def stand(self) -> bool:
         """Whether this is in ``standing``."""
         return self._standing is not None
 
+    @property
+    def run_again(self) -> bool:
+        """Whether this thread runs something again in a backward pass."""
+        return self._thread_again == get_ident()
+
     def refuse_standing(self) -> None:
         """Raise an InputError in ``standing``, whose hooks know where modules were when it began."""
         if self.stand:
             raise InputError("layers move only when the flow is not applied: leave `with flow.applied():` first")
-
-    def leave(self) -> None:
-        """Take hooks away that a run left for its backward pass."""
-        if self._left is not None:
-            self._left.remove()
-            self._left = None
 
     def _places(self, assignment: Assignment) -> dict[nn.Module, torch.device]:
         return {
@@ -119,13 +129,3 @@ class HookPath:
             for path, child in self._module.named_modules()
             if path and (place := assignment.of_path(path)) is not None
         }
-
-    @contextmanager
-    def _again(self, arrivals: Arrivals) -> Iterator[None]:
-        """Let hooks stay on what runs under a checkpoint in this: the backward pass runs it once more."""
-        again: list[str] = []
-        try:
-            with checkpoints.noticed(self._module, reentrant=True) as again:
-                yield
-        finally:
-            arrivals.stay(map(self._module.get_submodule, again))

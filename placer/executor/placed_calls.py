@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
 from time import perf_counter
 from typing import Any
@@ -24,6 +24,7 @@ from placer.executor.segments import Segment
 from placer.executor.state.assignment import Assignment
 from placer.executor.state.clones import Clones
 from placer.executor.state.statistics import refuse_uncaptured
+from placer.graph import checkpoints
 from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_chunks
 from placer.graph.handed import give_back
@@ -81,7 +82,7 @@ class PlacedCalls(PipelinedRuns):
         parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
         weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
         # The lock also while it runs: a GPU that records for one thread does nothing for others.
-        with nothing_held(), self.lock, self._hooks.paused():
+        with nothing_held(), self._turn(), self._hooks.paused():
             if self._assignment is None:  # another thread has undone it meanwhile
                 return self.module(*args, **kwargs)
             captures, results = self._run_recorded(parts, inputs, weights)
@@ -109,7 +110,8 @@ class PlacedCalls(PipelinedRuns):
                 ids = model.generate(ids, max_new_tokens=20)
 
         In this thread; other threads' calls of the flow wait until it is over. Operations of the caller's own code are
-        aligned meanwhile, too: tensors of two devices are brought to one. A call is one micro-batch.
+        aligned meanwhile, too: tensors of two devices are brought to one. A call is one micro-batch. What checkpoints
+        run again in a backward pass, which may come later, runs as it did in here.
 
         Returns:
             The model.
@@ -125,7 +127,7 @@ class PlacedCalls(PipelinedRuns):
             raise InputError("the model's own methods know no clones: make the flow without enable_clone")
         with self.lock:
             self._bring_back()
-            with self._hooks.standing(self._assignment), calls_instead(self.module, self._called):
+            with self._hooks.standing(self._assignment, again=self.applied), calls_instead(self.module, self._called):
                 yield self.module
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,6 +135,10 @@ class PlacedCalls(PipelinedRuns):
         if self._hooks.runs or not devices.observed():  # the flow itself runs it, or captures it
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self(*args, chunks=1, **kwargs)
+
+    def _turn(self) -> AbstractContextManager[Any]:
+        """The lock, but for what runs again in a backward pass: who waits for that has it, or nobody."""
+        return nullcontext() if self._hooks.run_again else self.lock
 
     def _run_recorded(
         self, parts: list[list[Any]], inputs: Structure, weights: list[int]
@@ -187,8 +193,9 @@ class PlacedCalls(PipelinedRuns):
         began = perf_counter()
         try:
             results, structure, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
-        except Exception:
-            self._program.doubt_refusal()
+        except Exception as error:
+            if not checkpoints.is_over(error):
+                self._program.doubt_refusal()
             raise
         self._program.note_passed(perf_counter() - began)
         if len(parts) == 1:

@@ -6,18 +6,19 @@ devices runs where its parameters are, else where the latest module ran.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import utils as functorch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import _get_current_function_mode
 
 from placer import devices
 from placer.graph.handed import Exchange
+from placer.graph.modes import Function, WideMode
 from placer.graph.packed import lengths_of
 from placer.graph.structure import CONSTANTS, flatten
 
@@ -35,6 +36,8 @@ _KEEPS_ITS_PLACE = {
     "register_hook",
 }
 
+_FUNCTIONS = (FunctionType, MethodType, partial)
+
 _AT_A_GLANCE = frozenset(CONSTANTS)
 """What holds no tensor."""
 
@@ -47,21 +50,27 @@ _WRITES = {
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """Called after every function with (function, args, kwargs, result)."""
 
+Renewal = Callable[[], AbstractContextManager["Alignment"]]
+"""What is entered where a backward pass runs something again: in it operations are aligned."""
 
-class Alignment(TorchFunctionMode):
+
+class Alignment(WideMode):
     """Moves the tensors of one operation to one device.
+
+    Args:
+        observer: sees every function.
+        renewal: where operations are to be aligned too that a checkpoint runs again in the backward pass.
 
     Attributes:
         place: the device of the latest module; None before the first.
-        is_on: whether operations are aligned now.
     """
 
-    def __init__(self, observer: Observer | None = None) -> None:
+    def __init__(self, observer: Observer | None = None, renewal: Renewal | None = None) -> None:
         super().__init__()
         self.place: torch.device | None = None
-        self.is_on = False
         self._observer = observer
-        self._is_paused = self._is_there = False
+        self._renewal = renewal
+        self._is_paused = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -69,46 +78,27 @@ class Alignment(TorchFunctionMode):
         is_latest = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         was, self._is_paused = self._is_paused, True
         if is_latest:
-            self._leave()
+            self.__exit__(None, None, None)
         try:
             yield
         finally:
             if is_latest:
-                self._enter()
+                self.__enter__()
             self._is_paused = was
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """In it, inside ``paused``, they are."""
-        is_away = not self._is_there
+        """In it, inside ``paused`` or where another thread entered this, they are."""
+        is_away = not self.is_here
         was, self._is_paused = self._is_paused, False
         if is_away:
-            self._enter()
+            self.__enter__()
         try:
             yield
         finally:
             if is_away:
-                self._leave()
+                self.__exit__(None, None, None)
             self._is_paused = was
-
-    def _enter(self) -> None:
-        self._is_there = True
-        super().__enter__()  # type: ignore[no-untyped-call]
-
-    def _leave(self, *error: Any) -> None:
-        self._is_there = False
-        super().__exit__(*(error or (None, None, None)))  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> Alignment:
-        self.is_on = True
-        self._enter()
-        _custom_functions.begin(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _custom_functions.end()
-        self.is_on = False
-        self._leave(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,9 +114,35 @@ class Alignment(TorchFunctionMode):
             self._observer(func, args, kwargs, result)
         return result
 
-    def aligned(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What an ``autograd.Function`` is given, all of it on one device: it may keep it for its backward pass."""
-        return (args, kwargs) if self._is_paused else self._aligned("", args, kwargs)
+    def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a custom function is given, all of it on one device: it may keep it for its backward pass.
+
+        What is given a function is a checkpoint of somebody's own, and what that runs is aligned when it runs.
+        """
+        if self._is_paused:
+            return args
+        if any(isinstance(one, _FUNCTIONS) for one in args):
+            return tuple(self.kept(one) if isinstance(one, _FUNCTIONS) else one for one in args)
+        aligned: tuple[Any, ...] = self._aligned("", args, {})[0]
+        return aligned
+
+    def kept(self, function: Function) -> Function:
+        """The function as a checkpoint runs it again: aligned, and on the same devices, so that it does the same."""
+        renewal, place = self._renewal, self.place
+        if renewal is None or self._is_paused:
+            return function
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            if self.is_here:  # the pass before, which a reentrant checkpoint begins with this, too
+                return function(*args, **kwargs)
+            with renewal() as alignment, alignment.resumed():
+                latest, alignment.place = alignment.place, place
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    alignment.place = latest
+
+        return again
 
     def _aligned(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         position = lengths_of(name, args)
@@ -173,44 +189,6 @@ def _are_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return all(devices.same(place, places[0]) for place in places)
 
 
-class _CustomFunctions:
-    """Aligns what custom functions are given, too: ``apply`` is none of torch's functions, so that no mode sees it.
-
-    What it calls first on its arguments is another function as long as any thread aligns; in threads that do not, that
-    does what it did. (``apply`` itself may be known by other names: ``product = Product.apply``.)
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._count, self._was = threading.Lock(), 0, functorch.unwrap_dead_wrappers
-        self._here = threading.local()
-
-    def begin(self, alignment: Alignment) -> None:
-        """Align in this thread."""
-        self._here.alignments = [*getattr(self._here, "alignments", ()), alignment]
-        with self._lock:
-            self._count += 1
-            if self._count == 1:
-                self._was = functorch.unwrap_dead_wrappers
-                functorch.unwrap_dead_wrappers = self._unwrapped
-
-    def end(self) -> None:
-        """Align no longer, or as before the last ``begin`` of this thread."""
-        self._here.alignments = self._here.alignments[:-1]
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                functorch.unwrap_dead_wrappers = self._was
-
-    def _unwrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        alignments = getattr(self._here, "alignments", ())
-        if alignments and not torch.compiler.is_dynamo_compiling():
-            args, _ = alignments[-1].aligned(args, {})
-        return self._was(args)
-
-
-_custom_functions = _CustomFunctions()
-
-
 class Arrival:
     """A forward pre-hook: moves what a module is given to the device that its state is on, for as long as it runs.
 
@@ -252,44 +230,6 @@ class Departure:
         return Departure, (None,)
 
 
-class Again:
-    """Hooks of a module that a checkpoint runs again in the backward pass: its operations are aligned there too.
-
-    A copy of the module is no part of the flow, so in a copy the hooks do nothing.
-    """
-
-    def __init__(self, alignment: Alignment | None, begins: bool, entered: list[bool]) -> None:
-        self._alignment = alignment
-        self._begins = begins
-        self._entered = entered
-
-    @classmethod
-    def of(cls, module: nn.Module, alignment: Alignment) -> list[Any]:
-        """Put them on a module; what takes them away again."""
-        entered: list[bool] = []
-        return [
-            module.register_forward_pre_hook(cls(alignment, True, entered), prepend=True),
-            module.register_forward_hook(cls(alignment, False, entered), always_call=True),
-        ]
-
-    def __call__(self, *_: Any) -> None:
-        """Begin to align operations, where they are not, or end it where it was begun."""
-        if self._alignment is None:
-            return
-        if self._begins:
-            self._entered.append(not self._alignment.is_on)
-            if self._entered[-1]:
-                self._alignment.__enter__()
-        elif self._entered.pop():
-            self._alignment.__exit__(None, None, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Again:
-        return Again(None, self._begins, [])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Again, (None, self._begins, [])
-
-
 class Arrivals:
     """The modules of a model on their devices, while it runs through hooks."""
 
@@ -304,12 +244,6 @@ class Arrivals:
             )
         ]
         self._inside: list[Exchange] = []
-        self._again: set[nn.Module] = set()
-
-    @property
-    def stays(self) -> bool:
-        """Whether a backward pass will run modules again."""
-        return bool(self._again)
 
     def enter(self, device: torch.device) -> Exchange:
         """A module on this device is entered; what moves the tensors that it is given."""
@@ -321,12 +255,6 @@ class Arrivals:
         """The module is left: lists, dicts and objects that it was given have their own tensors back."""
         if self._inside:  # not where a hook before ``Arrival`` failed
             self._inside.pop().put_back()
-
-    def stay(self, modules: Iterable[nn.Module]) -> None:
-        """Be there in the backward pass too, when a checkpoint runs these modules again."""
-        for module in set(modules) - self._again:
-            self._again.add(module)
-            self._handles += Again.of(module, self._alignment)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
