@@ -36,6 +36,9 @@ _KEEPS_ITS_PLACE = {
     "register_hook",
 }
 
+_OF_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
+"""Names of what takes lists, whose tensors are each with their own of the other lists, not all together."""
+
 _FUNCTIONS = (FunctionType, MethodType, partial)
 
 _AT_A_GLANCE = frozenset(CONSTANTS)
@@ -107,7 +110,7 @@ class Alignment(WideMode):
         ):  # a branch of torch.cond, say: what it is given is aligned
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name not in _KEEPS_ITS_PLACE:
+        if name not in _KEEPS_ITS_PLACE and not name.startswith(_OF_LISTS):
             args, kwargs = self._aligned(name, args, kwargs)
         result = func(*args, **kwargs)
         if self._observer is not None:
@@ -157,7 +160,7 @@ class Alignment(WideMode):
         places = [devices.location(tensor) for tensor in tensors]
         if all(devices.same(place, places[0]) for place in places):
             return args, kwargs
-        written, _ = flatten(kwargs.get("out"))
+        written, _ = flatten(_written_beside(name, args, kwargs))
         target = devices.location(written[0]) if written else self._target(name, tensors, places)
         moved = [
             tensor if tensor.dim() == 0 and devices.same(place, devices.HOST) else devices.move(tensor, target)
@@ -175,6 +178,13 @@ class Alignment(WideMode):
         if self.place is not None and any(devices.same(place, self.place) for place in places):
             return self.place
         return next((place for tensor, place in zip(tensors, places, strict=True) if tensor.dim()), places[0])
+
+
+def _written_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation writes to, where that is not what its name says."""
+    if name in ("batch_norm", "instance_norm"):
+        return kwargs.get("running_mean", args[1:2])
+    return kwargs.get("out")
 
 
 def _are_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

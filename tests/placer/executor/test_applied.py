@@ -256,3 +256,68 @@ def test_generating_has_a_model_captured_three_times(monkeypatch: pytest.MonkeyP
         for length, captures in ((5, 3), (5, 3), (7, 4), (6, 4)):
             model.generate(torch.arange(2, 2 + length).repeat(2, 1), max_new_tokens=4, pad_token_id=0)
             assert len(made) == captures
+
+
+class Normed(Autoencoder):
+    """Statistics of its own, which no module has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("middle", torch.zeros(3))
+        self.register_buffer("width", torch.ones(3))
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, spread = super().encode(x)
+        return functional.batch_norm(mean, self.middle, self.width, training=True), spread
+
+
+def _halve(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+def _follow(model: nn.Module) -> None:
+    ahead = [parameter.detach() + 1 for parameter in model.parameters()]
+    with torch.no_grad():
+        torch._foreach_lerp_(list(model.parameters()), ahead, 0.25)
+
+
+def _step(model: Autoencoder, **options: bool) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    model.loss(X).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def _step_in_lists(model: Autoencoder) -> None:
+    _step(model, foreach=True)
+
+
+def _step_in_one(model: Autoencoder) -> None:
+    _step(model, fused=True)
+
+
+@pytest.mark.parametrize("change", [_halve, _follow, _step, _step_in_lists, _step_in_one])
+def test_an_operation_on_lists_changes_every_tensor_where_it_is(change: Any) -> None:
+    # Lists were brought to one device like all that an operation is given, and what changed was the copies.
+    model, reference = twins(Autoencoder)
+    change(reference)
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        with flow.applied():
+            change(model)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            _assert_close(ours.detach().cpu(), theirs.detach())
+
+
+def test_running_statistics_are_written_where_they_are() -> None:
+    model, reference = twins(Normed)
+    reference.loss(X)
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        flow.layer_gpus.update({name: 1 + index % 2 for index, name in enumerate(flow.layer_gpus)})
+        flow.update_flow()
+        with flow.applied():
+            model.loss(X)
+        _assert_close([model.middle.cpu(), model.width.cpu()], [reference.middle, reference.width])
