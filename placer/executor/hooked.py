@@ -35,7 +35,7 @@ class HookPath:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._standing: Alignment | None = None
-        self._thread_again = 0
+        self._thread = self._thread_again = 0
         self._turn_again = RLock()  # each device has a thread of its own for backward passes
         self.runs = False
 
@@ -86,7 +86,7 @@ class HookPath:
         refuse_scripts(self._module, "the model runs through hooks")
         alignment = Alignment(renewal=partial(self._renewed, again or partial(self.standing, assignment)))
         arrivals = Arrivals(self._places(assignment), alignment)
-        self._standing = alignment
+        self._standing, self._thread = alignment, get_ident()
         try:
             with alignment:
                 yield
@@ -117,6 +117,11 @@ class HookPath:
     def run_again(self) -> bool:
         """Whether this thread runs something again in a backward pass."""
         return self._thread_again == get_ident()
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether another thread is in ``standing``, and this one does not run a part of its backward pass."""
+        return self.stand and self._thread != get_ident() and not self.run_again
 
     def refuse_standing(self) -> None:
         """Raise an InputError in ``standing``, whose hooks know where modules were when it began."""

@@ -109,9 +109,9 @@ class PlacedCalls(PipelinedRuns):
             with flow.applied() as model:
                 ids = model.generate(ids, max_new_tokens=20)
 
-        In this thread; other threads' calls of the flow wait until it is over. Operations of the caller's own code are
-        aligned meanwhile, too: tensors of two devices are brought to one. A call is one micro-batch. What checkpoints
-        run again in a backward pass, which may come later, runs as it did in here.
+        In this thread; other threads' calls of the flow wait until it is over, and those of the model raise. Operations
+        of the caller's own code are aligned meanwhile, too: tensors of two devices are brought to one. A call is one
+        micro-batch. What checkpoints run again in a backward pass, which may come later, runs as it did in here.
 
         Returns:
             The model.
@@ -127,13 +127,23 @@ class PlacedCalls(PipelinedRuns):
             raise InputError("the model's own methods know no clones: make the flow without enable_clone")
         with self.lock:
             self._bring_back()
-            with self._hooks.standing(self._assignment, again=self.applied), calls_instead(self.module, self._called):
+            with self._hooks.standing(self._assignment, again=self.applied), self._calls():
                 yield self.module
+
+    def _calls(self) -> AbstractContextManager[None]:
+        """In it calls of the model are the flow's, unless its class has its own, which may do more: another method."""
+        is_torchs = type(self.module).__call__.__module__.startswith("torch.")
+        return calls_instead(self.module, self._called) if is_torchs else nullcontext()
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """What a call of the model is while the flow is applied to it."""
         if self._hooks.runs or not devices.observed():  # the flow itself runs it, or captures it
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self._hooks.are_elsewhere:
+            raise InputError(
+                "the flow is applied to this model in another thread; enter `with flow.applied():` in the thread that "
+                "calls the model, or call the flow, which waits for the end of the other"
+            )
         return self(*args, chunks=1, **kwargs)
 
     def _turn(self) -> AbstractContextManager[Any]:

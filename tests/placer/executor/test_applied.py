@@ -321,3 +321,36 @@ def test_running_statistics_are_written_where_they_are() -> None:
         with flow.applied():
             model.loss(X)
         _assert_close([model.middle.cpu(), model.width.cpu()], [reference.middle, reference.width])
+
+
+def test_a_class_with_a_call_of_its_own_has_that_run_once() -> None:
+    class Raised(Autoencoder):
+        def __call__(self, x: Tensor) -> Tensor:
+            result: Tensor = super().__call__(x) + 1
+            return result
+
+    model, reference = twins(Raised)
+    with logical_devices(3):
+        flow = DataFlow(model, fine_grained=True)
+        scatter_layers(flow, 3)
+        with flow.applied():
+            _assert_close([model(X).cpu(), model.loss(X).cpu()], [reference(X), reference.loss(X)])
+
+
+def test_another_thread_that_calls_the_model_is_told_instead_of_left_waiting() -> None:
+    # Whoever starts `model.generate` in a thread and reads its streamer inside waited for ever.
+    model, _ = twins(Autoencoder)
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
+    flow.update_flow()
+    errors: list[InputError] = []
+
+    def call() -> None:
+        with pytest.raises(InputError, match="in another thread") as caught:
+            model(X)
+        errors.append(caught.value)
+
+    other = threading.Thread(target=call, daemon=True)
+    with flow.applied():
+        other.start()
+        other.join(30)
+        assert errors
