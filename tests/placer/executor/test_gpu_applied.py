@@ -10,6 +10,8 @@ import torch
 from gpu_cases import without_dropout
 from model_list import CASES
 from splitting import scatter_layers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from placer import DataFlow
 
@@ -34,3 +36,34 @@ def test_generate_gives_what_it_gives_unsplit(name: str, ways: dict[str, Any]) -
             found = model.generate(ids, **options)
         assert found.tolist() == expected.tolist()
     assert flow.not_captured_because == ""
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_what_checkpoints_run_again_in_the_threads_of_autograd_runs_where_it_ran(
+    is_inside: bool, reentrant: bool
+) -> None:
+    """Each GPU has a thread of its own, and the one that holds the flow waits for them."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: model[2](model[1](model[0](x)) + x), x, use_reentrant=reentrant)
+        return (checkpoint(model, y, use_reentrant=reentrant) + y).pow(2).sum()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).double().cuda(0)
+    whole = copy.deepcopy(model)
+    x = torch.randn(4, 8, dtype=torch.float64, device="cuda:0", requires_grad=True)
+    loss(whole, x).backward()
+    flow = DataFlow(model, fine_grained=True)
+    scatter_layers(flow, torch.cuda.device_count())
+    for _ in range(2):
+        model.zero_grad()
+        with flow.applied():
+            result = loss(model, x)
+            if is_inside:
+                result.backward()
+        if not is_inside:
+            result.backward()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad.cpu(), atol=1e-10, rtol=1e-10)
