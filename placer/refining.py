@@ -26,7 +26,7 @@ from placer.executor.compiled_segments import Backend, backend_of
 from placer.executor.dataflow import DataFlow
 from placer.executor.inference.stream import Known
 from placer.executor.segments import MicroBatch, Segment, segments
-from placer.graph.export import batch_size
+from placer.graph.batch import batch_size
 from placer.graph.given import refuse_no_loss, refuse_no_module
 from placer.graph.layers import tensor_bytes
 from placer.graph.losses import LossFunction

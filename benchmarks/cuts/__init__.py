@@ -56,7 +56,6 @@ def _cases() -> list[Any]:
     each = functional.cross_entropy
     return [
         cases.Training("resnet50", "ResNet-50, 192 px, 4 x 32, TF32", zoo.resnet50, images(32, 1000), each, ()),
-        cases.Training("inception", "Inception-v3, 192 px, 4 x 32, TF32", models.inception, images(32, 1000), each, ()),
         cases.Training("gpt", "GPT, 12 layers, d=1024, 4 x 8 x 512 tokens", gpt, tokens, cases.token_loss, (), "fine"),
         cases.Training(
             "unet",
@@ -66,6 +65,7 @@ def _cases() -> list[Any]:
             each,
             (),
         ),
+        cases.Training("inception", "Inception-v3, 192 px, 4 x 32, TF32", models.inception, images(32, 1000), each, ()),
     ]
 
 
@@ -90,7 +90,9 @@ def _rows(case: Any) -> Iterator[dict[str, Any]]:
     count = len(measured.layers)
     cuts = sorted({max(1, count * number // (CUTS + 1)) for number in range(1, CUTS + 1)})
     for schedule in SCHEDULES:
-        off = [error for cut in cuts for error in _errors(case, _request(measured, schedule, cut), batch, target)]
+        found = [pair for cut in cuts for pair in _memory(case, _request(measured, schedule, cut), batch, target)]
+        off = [100 * (said / used - 1) for said, used in found]
+        beside = [(said - used) / 2**20 for said, used in found]
         yield record.row(
             f"{case.label}, {schedule}, {len(cuts)} cuts of {count} layers, 2 devices",
             "memory of a device in a step, prediction over use, the farthest off",
@@ -98,6 +100,7 @@ def _rows(case: Any) -> Iterator[dict[str, Any]]:
             float(f"{max(map(abs, off)):.4g}") if off else None,
             spread=(min(off), max(off)) if off else None,
             target=TARGET_PERCENT if off else None,
+            figures={"most below, MiB": min(beside), "most above, MiB": max(beside)} if off else None,
         )
 
 
@@ -111,8 +114,8 @@ def _request(measured: Any, schedule: str, cut: int) -> Any:
     return PlacementRequest(profile=measured, schedule=schedule, chunks=CHUNKS, constraints=rules)
 
 
-def _errors(case: Any, request: Any, batch: Any, target: Any) -> Sequence[float]:
-    """By device, the prediction over what a third step takes at its peak, in percent; none of stand-ins."""
+def _memory(case: Any, request: Any, batch: Any, target: Any) -> Sequence[tuple[float, float]]:
+    """By device, the prediction and what a third step takes at its peak, in bytes; none of stand-ins."""
     import torch
 
     from placer import DataFlow, solve
@@ -132,4 +135,4 @@ def _errors(case: Any, request: Any, batch: Any, target: Any) -> Sequence[float]
         step(batch, target, chunks=CHUNKS)
     found = meter.against(placement)
     flow.undo()
-    return [100 * (said / used - 1) for said, used in zip(found["predicted_bytes"], found["peak_bytes"], strict=True)]
+    return list(zip(found["predicted_bytes"], found["peak_bytes"], strict=True))

@@ -60,7 +60,7 @@ def _measured(
         import torch
 
         from placer.executor.dataflow import DataFlow
-        from placer.graph.export import batch_size
+        from placer.graph.batch import batch_size
         from placer.graph.structure import flatten
         from placer.model_spec import load_model, parse_inputs
     if not inputs:

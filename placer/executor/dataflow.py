@@ -243,6 +243,10 @@ class DataFlow(PlacedCalls):
         captures = self._program.captures([tensors], inputs, needed or self.enable_clone or self.deferred_batch_norm)
         return None if captures is None else captures[0]
 
+    def whole(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
+        """Those of the inputs that are no part of the batch, though as long; ``Program.whole`` tells more."""
+        return self._program.whole(tensors, inputs, needed or self.enable_clone or self.deferred_batch_norm)
+
     def holds(self, capture: Capture) -> bool:
         """Whether a capture is still of the model as it is."""
         return self._program.holds(capture)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,9 +23,9 @@ from placer.executor.training.pipeline import TrainingPipeline
 from placer.executor.training.stage import Stage as TrainingStage
 from placer.executor.training.step import TrainStep
 from placer.graph import arguments
-from placer.graph.export import batch_size
+from placer.graph.batch import batch_size
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import flatten_inputs
+from placer.graph.structure import Structure, flatten_inputs
 from placer.report.timeline import Kind, Measurement, Row, from_first_start
 from placer.schedule import Plan, plan
 from placer.schema import Profile
@@ -64,8 +64,15 @@ def measure_step(
     return _measurement(title, pipeline.stages, rows, pipeline.plan, profile, pipeline.sizes[0])
 
 
+class MeasuredFlow(Flow, Protocol):
+    """What a measurement needs of a ``DataFlow``."""
+
+    def whole(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
+        """The positions of those that are no part of the batch, though as long."""
+
+
 def measure_stream(
-    flow: Flow,
+    flow: MeasuredFlow,
     streams: Streams,
     inputs: Any,
     chunks: int,
@@ -88,7 +95,8 @@ def measure_stream(
     if flow.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")
     tensors, structure = flatten_inputs(*arguments.split(inputs))
-    parts = scatter(tensors, chunks, batch_size(tensors))
+    whole = flow.whole(tensors, structure) if chunks > 1 else ()
+    parts = scatter(tensors, chunks, batch_size(tensors), whole)
     batches = [kwargs if kwargs else args for args, kwargs in map(structure.unflatten, parts)]
 
     def run() -> None:

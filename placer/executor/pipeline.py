@@ -10,7 +10,7 @@ Every device works through what was issued to it, so while segment 1 computes mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -62,17 +62,18 @@ def run(
             raise_explained(error, place)
 
 
-def scatter(tensors: Sequence[Any], chunks: int, batch: int) -> list[list[Any]]:
+def scatter(tensors: Sequence[Any], chunks: int, batch: int, whole: Collection[int] = ()) -> list[list[Any]]:
     """Cut the inputs along the batch: those whose first dimension is the batch; the others go to every micro-batch.
 
     Args:
         tensors: the flattened inputs.
         chunks: how many micro-batches; fewer if the batch is smaller. Sizes differ by at most one.
         batch: samples in the batch.
+        whole: the positions of those that are as long as the batch, and no part of it.
     """
     chunks = max(1, min(chunks, batch))
     size, larger = divmod(batch, chunks)
-    return cut(tensors, [size + 1] * larger + [size] * (chunks - larger))
+    return cut(tensors, [size + 1] * larger + [size] * (chunks - larger), whole)
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
@@ -93,14 +94,14 @@ def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
     return [batch]
 
 
-def cut(tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+def cut(tensors: Sequence[Any], sizes: Sequence[int], whole: Collection[int] = ()) -> list[list[Any]]:
     """Cut the inputs along the batch into micro-batches of these sizes; see ``scatter`` for what is no batch."""
     batch = sum(sizes)
     columns = [
         tensor.split(list(sizes))  # type: ignore[no-untyped-call]
-        if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] == batch
+        if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] == batch and place not in whole
         else (tensor,) * len(sizes)
-        for tensor in tensors
+        for place, tensor in enumerate(tensors)
     ]
     return [[column[index] for column in columns] for index in range(len(sizes))]  # a row each, also of no tensors
 

@@ -11,10 +11,9 @@ from torch import nn
 
 from placer.errors import InputError, kind_of
 from placer.executor.compiled_segments import Backend, backend_of
-from placer.executor.inference import stream
 from placer.executor.inference.stage import Stage
 from placer.executor.inference.stream import Known, Streams
-from placer.executor.measure import measure_step, measure_stream
+from placer.executor.measure import MeasuredFlow, measure_step, measure_stream
 from placer.executor.state.apply import bring_state
 from placer.executor.training.pipeline import Order
 from placer.executor.training.step import Flow, TrainStep
@@ -169,4 +168,4 @@ class PipelinedRuns(nn.Module):
             )
         if step is not None:
             return measure_step(step, inputs, target, chunks, profile)
-        return measure_stream(cast(stream.Flow, self), self._streams, inputs, chunks, profile, backend)
+        return measure_stream(cast(MeasuredFlow, self), self._streams, inputs, chunks, profile, backend)

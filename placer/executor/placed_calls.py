@@ -25,7 +25,7 @@ from placer.executor.state.assignment import Assignment
 from placer.executor.state.clones import Clones
 from placer.executor.state.statistics import refuse_uncaptured
 from placer.graph import checkpoints
-from placer.graph.export import batch_size
+from placer.graph.batch import batch_size
 from placer.graph.given import refuse_no_chunks
 from placer.graph.handed import give_back
 from placer.graph.layers import LayerGraph
@@ -79,12 +79,13 @@ class PlacedCalls(PipelinedRuns):
         chunks = self.chunks if chunks is None else chunks
         refuse_no_chunks(chunks)
         batch = batch_size(tensors)
-        parts = scatter(tensors, chunks, batch) if chunks > 1 else [tensors]
-        weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
         # The lock also while it runs: a GPU that records for one thread does nothing for others.
         with nothing_held(), self._turn(), self._hooks.paused():
             if self._assignment is None:  # another thread has undone it meanwhile
                 return self.module(*args, **kwargs)
+            whole = self._whole(tensors, inputs) if chunks > 1 else ()
+            parts = scatter(tensors, chunks, batch, whole) if chunks > 1 else [tensors]
+            weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
             captures, results = self._run_recorded(parts, inputs, weights)
             if captures is None:
                 return self._run_hooked((args, kwargs), parts, inputs, weights)
@@ -145,6 +146,9 @@ class PlacedCalls(PipelinedRuns):
                 "calls the model, or call the flow, which waits for the end of the other"
             )
         return self(*args, chunks=1, **kwargs)
+
+    def _whole(self, tensors: list[Any], inputs: Structure) -> frozenset[int]:
+        return self._program.whole(tensors, inputs, self.enable_clone or self.deferred_batch_norm)
 
     def _turn(self) -> AbstractContextManager[Any]:
         """The lock, but for what runs again in a backward pass: who waits for that has it, or nobody."""

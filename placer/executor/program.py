@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from placer.errors import CaptureError
 from placer.executor.state.census import Attributes, Census
 from placer.graph import autocast
+from placer.graph.batch import batch_size, beside_batch, is_batched
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export
 from placer.graph.granularity import Granularity
@@ -59,6 +60,7 @@ class Program:
     _changes: int = 0
     _modes: dict[Hashable, int] = field(default_factory=dict)
     _second: dict[Hashable, bool] = field(default_factory=dict)  # whether a mode's second look is still to come
+    _whole: dict[Hashable, frozenset[int]] = field(default_factory=dict)
     _made: int = 0
     _in_vain: int = 0
     _passed_s: dict[Hashable, float] = field(default_factory=dict)
@@ -98,6 +100,29 @@ class Program:
             found.append(capture)
         self._in_vain = self._in_vain + 1 if self._made > before else 0
         return found
+
+    def whole(self, tensors: Sequence[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
+        """Those of a call's inputs that are no part of its batch, though as long: micro-batches are given all of them.
+
+        A capture of the whole call tells. Where there is none, sizes alone do.
+
+        Args:
+            tensors: the flattened inputs.
+            inputs: their structure.
+            needed: as for ``captures``.
+        """
+        batch = batch_size(tensors)
+        if sum(is_batched(tensor, batch) for tensor in tensors) < 2:
+            return frozenset()
+        key = (inputs.key, shapes(tensors))
+        if key not in self._whole:
+            found = self.captures([tensors], inputs, needed)
+            if found is None:
+                return frozenset()
+            if len(self._whole) >= _KNOWN_SHAPES:
+                self._whole.clear()
+            self._whole[key] = beside_batch(found[0].exported.module.graph)
+        return self._whole[key]
 
     def captures_before(self, parts: Sequence[Sequence[Any]], inputs: Structure) -> list[Capture] | None:
         """What ``captures`` returns if the model is as it was at the last look; None where it would have to capture.
@@ -206,6 +231,7 @@ class Program:
         self.refused.clear()
         self._second.clear()
         self._passed_s.clear()
+        self._whole.clear()
         self._in_vain = 0  # it was the model that changed, not what it is given
         self._attributes = Attributes()
 

@@ -190,9 +190,9 @@ class Builder:
         )
 
     def _is_batch(self, size: int | torch.SymInt) -> bool:
-        if self._exported.batch_symbol is None:
+        if not self._exported.batch_symbols:
             return isinstance(size, int) and size == self._exported.batch_size
-        return isinstance(size, torch.SymInt) and size.node.expr == self._exported.batch_symbol
+        return isinstance(size, torch.SymInt) and size.node.expr in self._exported.batch_symbols
 
     def _layer(self, draft: _Draft) -> Layer:
         names = draft.group.units

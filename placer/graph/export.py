@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.alone import alone
+from placer.graph.batch import batch_size, batch_symbols, is_batched
 from placer.graph.footprint import differs_later
 from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
@@ -55,7 +56,7 @@ class Exported:
         inputs: structure of ``(args, kwargs)``.
         outputs: structure of the result.
         device: the device that the graph was captured on; other devices take its place when a layer runs.
-        batch_symbol: the symbol of the batch size, or None where it is fixed.
+        batch_symbols: those of the batch size; none where it is fixed.
         batch_size: of the example.
         checkpoints: the modules that ran under ``torch.utils.checkpoint``.
         attributes: the modules and other objects, and names, of the attributes whose values the graph holds.
@@ -67,7 +68,7 @@ class Exported:
     inputs: Structure
     outputs: Structure
     device: torch.device
-    batch_symbol: Any
+    batch_symbols: frozenset[Any]
     batch_size: int
     checkpoints: tuple[str, ...] = ()
     attributes: tuple[tuple[Any, str], ...] = ()
@@ -207,9 +208,9 @@ def _exported(
         traced.notes.read_all()
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
-    symbol = _batch_symbol(graph_module.graph)
+    symbols = batch_symbols(graph_module.graph)
     checkpointed, read = tuple(traced.checkpointed), traced.notes.only_read()
-    return Exported(graph_module, inputs, traced.outputs, device, symbol, batch, checkpointed, read, traced.left)
+    return Exported(graph_module, inputs, traced.outputs, device, symbols, batch, checkpointed, read, traced.left)
 
 
 class _Traced(NamedTuple):
@@ -248,11 +249,6 @@ def _traced(
         with chance.given_back(among_threads) as drawn:
             found = _export(module, inputs, tensors, examples, open_sizes, patience)
     return _Traced(*found, drawn, checkpointed, notes)
-
-
-def batch_size(tensors: Sequence[Any]) -> int:
-    """The first dimension of the first tensor that has one; 1 where none has."""
-    return next((int(tensor.shape[0]) for tensor in tensors if isinstance(tensor, Tensor) and tensor.dim()), 1)
 
 
 def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
@@ -341,16 +337,12 @@ def _refuse_generators(module: fx.GraphModule) -> None:
 
 def _open_sizes(tensors: Sequence[Any], batch: int, free: Sequence[Collection[int]]) -> list[list[_Sizes]]:
     """Which sizes a graph is to leave open, for each tensor; then what to try where the model allows no such graph."""
-    batched = [{0} if _is_batched(tensor, batch) else set[int]() for tensor in tensors]
+    batched = [{0} if is_batched(tensor, batch) else set[int]() for tensor in tensors]
     ways = [batched, [set[int]() for _ in tensors]]
     if free:
         ways.insert(0, [{*dims, *more} for dims, more in zip(batched, free, strict=True)])
     different = [way for number, way in enumerate(ways) if way not in ways[:number]]
     return [[dict.fromkeys(sorted(dims), torch.export.Dim.AUTO) or None for dims in way] for way in different]
-
-
-def _is_batched(tensor: Any, batch: int) -> bool:
-    return batch > 1 and isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.shape[0] == batch
 
 
 def _reason(error: Exception) -> str:
@@ -359,15 +351,6 @@ def _reason(error: Exception) -> str:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
     at = f" (at {own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
     return f"torch.export: {type(error).__name__}: {lines[0] if lines else ''}"[: 1000 - len(at)] + at
-
-
-def _batch_symbol(graph: fx.Graph) -> Any:
-    """The symbol of the batch size, which is that of the same input as ``batch_size``; None where it is fixed."""
-    shapes = (node.meta["val"].shape for node in graph.nodes if node.op == "placeholder")
-    size = next((shape[0] for shape in shapes if len(shape)), None)
-    if not isinstance(size, torch.SymInt) or size.node.expr.is_number:  # what is known is written so too
-        return None
-    return size.node.expr
 
 
 def _has_effect(node: fx.Node) -> bool:

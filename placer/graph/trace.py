@@ -25,7 +25,7 @@ from placer.graph import granularity as granularities
 from placer.graph.alignment import Alignment
 from placer.graph.alone import alone
 from placer.graph.attributes import is_torchs
-from placer.graph.export import batch_size
+from placer.graph.batch import batch_size
 from placer.graph.granularity import Granularity, Opened
 from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_bytes
 from placer.graph.leftovers import put_back

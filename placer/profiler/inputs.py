@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from placer.errors import InputError
 from placer.graph import arguments
-from placer.graph.export import batch_size
+from placer.graph.batch import batch_size
 from placer.graph.structure import Structure, flatten_inputs
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from placer import schema
 from placer.devices import DeviceLike, keep_random_state, resolve, type_name, unobserved
 from placer.errors import InputError, ProfilingError
+from placer.graph.batch import batch_size
 from placer.graph.capture import capture
-from placer.graph.export import batch_size
 from placer.graph.given import refuse_no_module
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph

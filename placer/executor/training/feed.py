@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,17 +25,24 @@ class Feed:
         sizes: samples in each micro-batch.
         courier: for the copies.
         ready: by device, when what the caller gave is there.
+        whole: which tensors every micro-batch is given all of, though they are as long as the batch.
 
     Attributes:
         read: for each device that has a part of the batch, and each that reads it, when the last copy is done.
     """
 
     def __init__(
-        self, given: Mapping[Key, Any], sizes: Sequence[int], courier: Courier, ready: Mapping[torch.device, Mark]
+        self,
+        given: Mapping[Key, Any],
+        sizes: Sequence[int],
+        courier: Courier,
+        ready: Mapping[torch.device, Mark],
+        whole: Collection[Key] = (),
     ) -> None:
         self._given = given
-        self._parts = dict(zip(given, zip(*cut(list(given.values()), sizes), strict=True), strict=True))
         self._sizes = sizes
+        self._whole = whole
+        self._parts = {key: self._cut(key, tensor) for key, tensor in given.items()}
         self._courier = courier
         self._ready = ready
         self._brought: dict[tuple[Key, torch.device], tuple[Sequence[Tensor], Mark]] = {}
@@ -74,6 +81,9 @@ class Feed:
             # It is the caller's when it is new, and else when all have left it that went on from there.
             free = Lane(place, caller=True).mark(), self._courier.mark(place, place, "batch")
             mark = self._courier.send(given, self._ready[here], whole, free, "batch", label)
-            self._brought[key, place] = [part for (part,) in cut([whole], self._sizes)], mark
+            self._brought[key, place] = self._cut(key, whole), mark
             self.read[here, place] = mark
         return self._brought[key, place]
+
+    def _cut(self, key: Key, tensor: Any) -> list[Any]:
+        return [part for (part,) in cut([tensor], self._sizes, (0,) if key in self._whole else ())]

@@ -7,7 +7,7 @@ Several stages may read one; their gradients are added up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,12 +58,16 @@ class InputGradients:
         given: inputs and targets by name or position; those that require a gradient are meant.
         sizes: samples in each micro-batch.
         courier: for the copies.
+        whole: which of them every micro-batch is given all of, though they are as long as the batch.
     """
 
-    def __init__(self, given: Mapping[Key, Any], sizes: Sequence[int], courier: Courier) -> None:
+    def __init__(
+        self, given: Mapping[Key, Any], sizes: Sequence[int], courier: Courier, whole: Collection[Key] = ()
+    ) -> None:
         self._given = {key: item for key, item in given.items() if isinstance(item, Tensor) and item.requires_grad}
         self._sizes = sizes
         self._courier = courier
+        self._whole = whole
         self._parts: dict[tuple[Key, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._marks: list[tuple[torch.device, Mark]] = []
 
@@ -86,17 +90,18 @@ class InputGradients:
         """
         home = devices.location(self._given[key])
         if (key, reader) not in self._parts:
-            self._parts[key, reader] = self._room(self._given[key].detach(), home, gradient)
+            self._parts[key, reader] = self._room(key, home, gradient)
         target = self._parts[key, reader][1][chunk]
         mark = self._courier.send(gradient, ready, target, Lane(home, caller=True).mark(), "backward", label)
         self._marks.append((home, mark))
         return mark
 
-    def _room(self, like: Tensor, home: torch.device, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _room(self, key: Key, home: torch.device, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Memory for a gradient: what is to be summed up, and in it the part of each micro-batch."""
+        like = self._given[key].detach()
         pinned = gradient.is_cuda and home.type == devices.CPU  # else the copy would hold the caller up
         new = partial(torch.empty, like.shape, dtype=like.dtype, device=home, pin_memory=pinned)
-        if like.dim() and like.shape[0] == sum(self._sizes):
+        if like.dim() and like.shape[0] == sum(self._sizes) and key not in self._whole:
             whole = new()
             return [whole], [part for (part,) in cut([whole], self._sizes)]
         each = [new() for _ in self._sizes]

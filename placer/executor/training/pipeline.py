@@ -60,6 +60,7 @@ class Recipe:
         recompute: devices that run forwards once more in the backward pass, and so keep no activations.
         compile: the backend of torch.compile, for segments that it makes faster; None to leave them as they are.
         checkpoints: the modules that the model itself lets run again in the backward pass.
+        whole: the positions of the inputs that every micro-batch is given all of, though they are as long as the batch.
         in_flight: for how many micro-batches each segment has room under ``interleaved``; as many as its order needs
             where there are other segments than so many.
     """
@@ -74,6 +75,7 @@ class Recipe:
     compile: Backend | None = None
     checkpoints: tuple[str, ...] = ()
     in_flight: tuple[int, ...] = ()
+    whole: frozenset[int] = frozenset()
 
     def loss(self, leaves: list[Any], targets: list[Any]) -> Tensor:
         """The loss from the flattened result and target of a micro-batch."""
@@ -168,9 +170,10 @@ class TrainingPipeline:
         owners = {devices.location(item) for item in given.values() if isinstance(item, Tensor)}
         callers = {place: Lane(place, caller=True) for place in (*self.lanes, *owners, *self.weights.homes)}
         begun = {place: caller.mark() for place, caller in callers.items()}
-        gradients = InputGradients(given, self.sizes, self.courier)
+        whole = {self.graph.inputs[place] for place in self.recipe.whole}
+        gradients = InputGradients(given, self.sizes, self.courier, whole)
         given = dict(zip(given, detached(list(given.values())), strict=True))
-        feed = Feed(given, self.sizes, self.courier, begun)
+        feed = Feed(given, self.sizes, self.courier, begun, whole)
         self._issue(feed, gradients, begun, keep, scale)
         for place, lane in self.lanes.items():
             callers[place].wait(lane.mark())
@@ -283,7 +286,8 @@ class TrainingPipeline:
         """
         if self.is_prepared and (self.is_recorded or not record):
             return
-        parts, goals = ([*map(detached, cut(each, self.sizes))] for each in (batch, targets))
+        each = (batch, self.recipe.whole), (targets, ())
+        parts, goals = ([*map(detached, cut(given, self.sizes, whole))] for given, whole in each)
         self._kept.save()
         try:
             if not self.is_prepared:

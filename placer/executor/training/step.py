@@ -27,7 +27,7 @@ from placer.executor.training.pipeline import SCHEDULES, Order, Recipe, Training
 from placer.executor.training.update import Update
 from placer.executor.training.weights import Weights
 from placer.graph import arguments, autocast
-from placer.graph.export import batch_size
+from placer.graph.batch import batch_size
 from placer.graph.given import refuse_no_chunks, refuse_no_loss, refuse_sum
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
@@ -63,6 +63,9 @@ class Flow(Protocol):
 
     def captured(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""
+
+    def whole(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
+        """The positions of those that are no part of the batch, though as long."""
 
     def holds(self, capture: Capture) -> bool:
         """Whether a capture is still of the model as it is."""
@@ -292,7 +295,8 @@ class TrainStep:
         if flow.assignment is not self._placed:
             self._pipelines.keep_only(lambda key: False)
             self._placed = flow.assignment
-        parts = cut(tensors, sizes)
+        whole = self._whole(tensors, inputs, sizes, needed)
+        parts = cut(tensors, sizes, whole)
         capture = flow.captured(parts[0], inputs, needed)
         if capture is None:
             return None
@@ -326,11 +330,15 @@ class TrainStep:
             self.compile,
             capture.exported.checkpoints,
             room,
+            whole,
         )
         self._pipelines.make_room()
         self._pipelines[key] = made = TrainingPipeline(graph, places, recipe)
         made.weights.leave_out(flow.module.parameters())
         return made
+
+    def _whole(self, tensors: list[Any], inputs: Structure, sizes: list[int], needed: bool) -> frozenset[int]:
+        return self.flow.whole(tensors, inputs, needed) if len(sizes) > 1 else frozenset()
 
     @torch.enable_grad()
     def _through_hooks(
@@ -356,7 +364,8 @@ class TrainStep:
         losses: list[Tensor] = []
         given = [*tensors, *goals]
         leaves = detached(given)
-        parts = zip(cut(leaves[: len(tensors)], sizes), cut(leaves[len(tensors) :], sizes), sizes, strict=True)
+        whole, goals = self._whole(tensors, inputs, sizes, needed=False), leaves[len(tensors) :]
+        parts = zip(cut(leaves[: len(tensors)], sizes, whole), cut(goals, sizes), sizes, strict=True)
         try:
             for part, goal, size in parts:
                 args, kwargs = inputs.unflatten(part)

@@ -1,0 +1,140 @@
+"""Inputs that are as long as the batch by chance: every micro-batch is given all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from counted_captures import count_captures
+from splitting import scatter_layers, twins
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.errors import InputError
+from placer.testing import logical_devices
+
+B = 4  # samples, and length of a sequence, and rows of a table
+X = torch.linspace(-1, 1, B * B * 8, dtype=torch.float64).reshape(B, B, 8)
+SQUARE = torch.linspace(-2, 2, B * B, dtype=torch.float64).reshape(B, B)
+WEIGHTS = torch.linspace(0.5, 2, B, dtype=torch.float64)
+
+
+class Attention(nn.Module):
+    """The mask is added to squares of tokens, the weights are of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+        x = self.first(x)
+        result: Tensor = self.last((x @ x.mT + mask).softmax(-1) @ x) * weights[:, None, None]
+        return result
+
+
+class Lookup(nn.Module):
+    """What is looked up in a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, indices: Tensor, table: Tensor, labels: Any = None) -> Any:
+        result = self.last(self.first(functional.embedding(indices, table)).relu())
+        return result if labels is None else (result, labels)
+
+
+INPUTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "mask": (Attention, lambda: (X, SQUARE, WEIGHTS)),
+    "table": (Lookup, lambda: (torch.arange(2 * B).reshape(B, 2) % B, X[0].clone())),
+}
+
+
+@pytest.fixture(params=INPUTS)
+def case(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, nn.Module, tuple[Tensor, ...]]]:
+    """A model, its twin and what they are given, where there are three stand-ins."""
+    make, inputs = INPUTS[request.param]
+    model, reference = twins(make, training=True)
+    with logical_devices(3):
+        yield model, reference, tuple(tensor.clone() for tensor in inputs())
+
+
+def placed(model: nn.Module, **options: Any) -> DataFlow:
+    flow = DataFlow(model, **options)
+    scatter_layers(flow, 3)
+    return flow
+
+
+@pytest.mark.parametrize("chunks", [2, 3, B])
+@pytest.mark.parametrize("options", [{}, {"enable_clone": True}], ids=["", "clone"])
+def test_a_call_in_micro_batches_gives_what_the_unsplit_model_gives(
+    case: tuple[nn.Module, nn.Module, tuple[Tensor, ...]], chunks: int, options: dict[str, Any]
+) -> None:
+    model, reference, inputs = case
+    model.eval()
+    expected = reference(*inputs)
+    with torch.no_grad():
+        result = placed(model, **options)(*inputs, chunks=chunks)
+    torch.testing.assert_close(result.cpu(), expected.detach().cpu())
+
+
+@pytest.mark.parametrize("chunks", [2, 3, B])
+@pytest.mark.parametrize("whole_needs_a_gradient", [False, True])
+def test_a_step_in_micro_batches_makes_the_gradients_of_the_unsplit_model(
+    case: tuple[nn.Module, nn.Module, tuple[Tensor, ...]], chunks: int, whole_needs_a_gradient: bool
+) -> None:
+    model, reference, inputs = case
+    theirs = [tensor.clone() for tensor in inputs]
+    for given in (inputs, theirs):
+        given[1].requires_grad_(whole_needs_a_gradient)
+    flow = placed(model)
+    step = flow.train_step(lambda result, target: functional.mse_loss(result, target))
+    target = torch.zeros(*inputs[0].shape[:2], 2, dtype=torch.float64)
+    loss = step(tuple(inputs), target, chunks=chunks)
+    expected = functional.mse_loss(reference(*theirs), target)
+    expected.backward()
+    torch.testing.assert_close(loss.cpu(), expected.detach().cpu())
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), other.grad.cpu())
+    if whole_needs_a_gradient:
+        torch.testing.assert_close(inputs[1].grad.cpu(), theirs[1].grad.cpu())
+
+
+def test_one_capture_tells_it_and_serves_the_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Attention().double()
+    captures = count_captures(monkeypatch)
+    with logical_devices(3):
+        flow = placed(model)
+        for _ in range(3):
+            flow(X, SQUARE, WEIGHTS, chunks=2)
+    assert len(captures) == 1
+
+
+def test_a_batch_in_inference_is_measured_in_micro_batches() -> None:
+    model = Attention().double().eval()
+    with logical_devices(3):
+        assert placed(model).measure((X, SQUARE, WEIGHTS), chunks=2).rows
+
+
+def test_what_is_only_returned_is_a_part_of_the_batch() -> None:
+    model = Lookup().double()
+    indices, labels = torch.arange(2 * B).reshape(B, 2) % B, torch.arange(B)
+    with logical_devices(3):
+        result, same = placed(model)(indices, X[0], labels, chunks=2)
+    torch.testing.assert_close(result.cpu(), model.cpu()(indices, X[0]))
+    assert same.tolist() == labels.tolist()
+
+
+class Returned(Lookup):
+    def forward(self, indices: Tensor, table: Tensor, labels: Any = None) -> Any:
+        return super().forward(indices, table), table
+
+
+def test_a_table_that_is_returned_too_is_no_part_of_the_batch_so_that_nothing_joins_it() -> None:
+    model = Returned().double()
+    indices, table = torch.arange(2 * B).reshape(B, 2) % B, X[0].clone()
+    with logical_devices(3), pytest.raises(InputError, match=r"output \[1\] has no batch dimension"):
+        placed(model)(indices, table, chunks=2)
