@@ -60,10 +60,10 @@ def logical_devices(count: int) -> Iterator[list[torch.device]]:
         The stand-ins.
 
     Raises:
-        InputError: ``count`` is below 1.
+        InputError: ``count`` is no number, or below 1.
         MixedDevicesError: inside, when an operation meets tensors of two devices.
     """
-    if count < 1:
+    if not isinstance(count, int) or count < 1:
         raise InputError(f"logical_devices({count!r}): give at least one device")
     tags = _Tags()
     leaves = _Leaves(tags)

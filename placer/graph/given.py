@@ -1,9 +1,10 @@
-"""What a user gives beside inputs: a model, a loss function. What is no such thing is named before anything runs."""
+"""What a user gives beside inputs: a model, a loss, an optimizer. What is none is named before anything runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from placer.errors import InputError, kind_of
@@ -57,6 +58,19 @@ def refuse_sum(loss_fn: Any) -> None:
         )
 
 
+def refuse_lbfgs(optimizer: type) -> None:
+    """Refuse the class of an optimizer that no layers on several devices can have.
+
+    Raises:
+        InputError: it is LBFGS, or made of it.
+    """
+    if issubclass(optimizer, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS evaluates the loss several times a step, over all parameters in one vector on one device; "
+            "give an optimizer that steps by gradients alone, such as AdamW"
+        )
+
+
 def refuse_no_chunks(chunks: Any) -> None:
     """Refuse what is no number of micro-batches.
 
@@ -67,4 +81,4 @@ def refuse_no_chunks(chunks: Any) -> None:
         raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
 
 
-__all__ = ["refuse_no_chunks", "refuse_no_loss", "refuse_no_module", "refuse_sum"]
+__all__ = ["refuse_lbfgs", "refuse_no_chunks", "refuse_no_loss", "refuse_no_module", "refuse_sum"]

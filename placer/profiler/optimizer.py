@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import InputError, ProfilingError
+from placer.graph.given import refuse_lbfgs
 from placer.graph.layers import tensor_bytes
 from placer.profiler.storages import StorageLog
 
@@ -160,6 +161,8 @@ def _factory(
         return None, {}, torch.optim.SGD
     if isinstance(optimizer, str):
         optimizer = _by_name(optimizer)
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    refuse_lbfgs(kind)
     if isinstance(optimizer, Optimizer):
         return type(optimizer).__name__, _options(optimizer), _accepting(type(optimizer))
     if isinstance(optimizer, type):
@@ -178,9 +181,8 @@ def _by_name(name: str) -> type[Optimizer]:
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
     if name.lower() not in known:
-        raise InputError(
-            f"there is no optimizer {name!r} in torch.optim; give one of {', '.join(sorted(known))}, or None"
-        )
+        names = ", ".join(sorted(known.keys() - {"lbfgs"}))
+        raise InputError(f"there is no optimizer {name!r} in torch.optim; give one of {names}, or None")
     return known[name.lower()]
 
 

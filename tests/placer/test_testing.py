@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ def test_it_yields_its_devices() -> None:
         assert devices == [torch.device("cpu", index) for index in range(3)]
 
 
-@pytest.mark.parametrize("count", [0, -2])
-def test_at_least_one_device_is_needed(count: int) -> None:
+@pytest.mark.parametrize("count", [0, -2, "2", 1.5, None])
+def test_at_least_one_device_is_needed(count: Any) -> None:
     with pytest.raises(InputError, match=str(count)), logical_devices(count):
         pass
 

@@ -142,7 +142,7 @@ class Streams:
         Raises:
             InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is no count.
         """
-        if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
+        if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
             raise InputError(
                 f"batches is one {type(batches).__name__}; give an iterable of batches: [x], x.split(32), a DataLoader"
             )

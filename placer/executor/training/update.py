@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from placer.errors import InputError, kind_of
+from placer.graph.given import refuse_lbfgs
 
 _OF_SCALERS = ("scale", "unscale_", "step", "update", "is_enabled")
 """What is asked of a gradient scaler."""
@@ -43,11 +44,7 @@ class Update:
 
     def __post_init__(self) -> None:
         self._refuse_no_optimizer()
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise InputError(
-                "LBFGS evaluates the loss several times a step, over all parameters in one vector on one device; "
-                "give an optimizer that steps by gradients alone, such as AdamW"
-            )
+        refuse_lbfgs(type(self.optimizer))
         if isinstance(self.optimizer, torch.optim.SparseAdam):
             raise InputError(
                 "SparseAdam takes sparse gradients, and those of a training step are dense; give another optimizer, "

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,15 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(InputError, match="optimizer=3"):
         OptimizerState(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("refused", ["lbfgs", torch.optim.LBFGS, torch.optim.LBFGS([nn.Parameter(torch.ones(2))])])
+def test_an_optimizer_that_no_placed_model_can_have_is_refused_and_not_offered(refused: Any) -> None:
+    with pytest.raises(InputError, match="LBFGS evaluates the loss several times"):
+        OptimizerState(refused)
+    with pytest.raises(InputError) as other:
+        OptimizerState("nothing")
+    assert "lbfgs" not in str(other.value) and "adamw" in str(other.value)
 
 
 def test_an_optimizer_of_sparse_gradients_gets_them() -> None:

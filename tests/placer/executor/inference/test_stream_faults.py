@@ -113,7 +113,7 @@ def test_after_an_interruption_the_flow_streams_again(monkeypatch: pytest.Monkey
         assert_close(list(flow.stream(batches)), unsplit(model, batches))
 
 
-@pytest.mark.parametrize("batches", [torch.zeros(3, ROW), {"x": torch.zeros(3, ROW)}, 5, None])
+@pytest.mark.parametrize("batches", [torch.zeros(3, ROW), {"x": torch.zeros(3, ROW)}, 5, None, "batches"])
 def test_what_is_no_iterable_of_batches_is_refused(batches: Any) -> None:
     with pytest.raises(InputError, match="give an iterable of batches"):
         DataFlow(nn.Linear(ROW, 1)).stream(batches)
