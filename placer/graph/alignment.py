@@ -41,7 +41,7 @@ _OF_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
 
-_AT_A_GLANCE = frozenset(CONSTANTS)
+_AT_A_GLANCE = frozenset({*CONSTANTS, type(...)})
 """What holds no tensor."""
 
 _WRITES = {
@@ -190,11 +190,11 @@ def _written_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _are_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether it is seen at a glance, as of most operations, that all tensors are on one device."""
     places = []
-    for given in (args, kwargs.values()):
-        for one in given:
-            if isinstance(one, Tensor):
-                places.append(devices.location(one))
-            elif type(one) not in _AT_A_GLANCE:
+    for one in (*args, *kwargs.values()):
+        for item in one if type(one) in (list, tuple) else (one,):
+            if isinstance(item, Tensor):
+                places.append(devices.location(item))
+            elif type(item) not in _AT_A_GLANCE:
                 return False
     return all(devices.same(place, places[0]) for place in places)
 
@@ -258,7 +258,7 @@ class Arrivals:
     def enter(self, device: torch.device) -> Exchange:
         """A module on this device is entered; what moves the tensors that it is given."""
         self._alignment.place = device
-        self._inside.append(Exchange(lambda tensor: devices.move(tensor, device)))
+        self._inside.append(Exchange(device))
         return self._inside[-1]
 
     def leave(self) -> None:

@@ -24,7 +24,6 @@ from placer.graph.structure import (
     NUMBERS,
     Structure,
     attributes_of,
-    flatten,
     flatten_inputs,
     holds_nothing,
     parts_of,
@@ -143,48 +142,48 @@ def give_back(nest: Any, after: Any) -> Any:
 
 
 class Exchange:
-    """Tensors that take the places of others, for a while.
+    """Tensors on one device take the places of others, for a while.
 
-    Tuples are made anew; lists, dicts and objects stay the same ones, so that what is written to them stays there.
+    Tuples are made anew; lists and dicts stay the same ones, so that what is written to them stays there. What objects
+    of other classes hold stays where it is: a cache has the tensors of all layers, of which one needs its own.
 
     Args:
-        other: makes the one that takes a tensor's place, which may be itself.
+        device: where all that is handed on is to be.
     """
 
-    def __init__(self, other: Callable[[Tensor], Tensor]) -> None:
-        self._other = other
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._done: list[tuple[Callable[[], Any], Callable[[Any], None], Any, Any]] = []
         self._moved: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._wholes: dict[int, Tensor] = {}
 
     def made(self, nest: Any) -> Any:
         """The nest, or, of tuples, another one with the same parts."""
-        self._wholes.update(_wholes(flatten(nest)[0]))
+        tensors = list(_tensors_of(nest, ()))
+        if all(devices.same(devices.location(tensor), self._device) for tensor in tensors):
+            return nest
+        self._wholes.update(_wholes(tensors))
         return self._made(nest, ())
 
     def _made(self, nest: Any, above: tuple[int, ...]) -> Any:
         if isinstance(nest, Tensor):
             return self._tensor(nest)
-        if isinstance(nest, (*CONSTANTS, *NUMBERS)) or id(nest) in above or holds_nothing(nest):
+        if not isinstance(nest, (tuple, list, dict)) or id(nest) in above:
             return nest
         above = (*above, id(nest))
         if isinstance(nest, tuple):
             _, children, assemble = parts_of(nest) or ([], [], tuple)
             items = [self._made(child, above) for child in children]
             return nest if all(map(is_, items, children)) else assemble(items)
-        if isinstance(nest, (list, dict)):
-            for place, was in list(enumerate(nest) if isinstance(nest, list) else nest.items()):
-                self._put(was, above, partial(_item, nest, place), partial(nest.__setitem__, place))
-        else:
-            for name, was in list((attributes_of(nest) or {}).items()):
-                self._put(was, above, partial(getattr, nest, name, None), partial(object.__setattr__, nest, name))
+        for place, was in list(enumerate(nest) if isinstance(nest, list) else nest.items()):
+            self._put(was, above, partial(_item, nest, place), partial(nest.__setitem__, place))
         return nest
 
     def _tensor(self, was: Tensor) -> Tensor:
         """The one that takes its place, the same wherever it is."""
         if id(was) not in self._moved:
             whole = self._wholes.get(id(was), was)
-            now = self._other(was) if whole is was else _part(was, whole, self._tensor(whole))
+            now = devices.move(was, self._device) if whole is was else _part(was, whole, self._tensor(whole))
             if now is was:
                 return was
             self._moved[id(was)] = was, now, _writes(now)
@@ -206,6 +205,15 @@ class Exchange:
             read, write, was, now = self._done.pop()
             if read() is now:
                 write(was)
+
+
+def _tensors_of(nest: Any, above: tuple[int, ...]) -> Iterator[Tensor]:
+    """The tensors in tuples, lists and dicts."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, (tuple, list, dict)) and id(nest) not in above:
+        for item in nest.values() if isinstance(nest, dict) else nest:
+            yield from _tensors_of(item, (*above, id(nest)))
 
 
 def _wholes(tensors: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:

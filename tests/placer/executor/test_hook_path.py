@@ -12,7 +12,8 @@ from model_list import torchvision_models
 from splitting import assert_same, scatter_layers, step, twins
 from torch import Tensor, nn
 
-from placer import DataFlow
+from placer import DataFlow, devices
+from placer.devices import moving
 from placer.errors import CaptureError
 from placer.graph import capture
 from placer.graph.handed import Exchange
@@ -526,16 +527,63 @@ def test_what_a_module_on_another_device_is_given_is_to_it_what_it_is_here(
 
 
 def test_parts_of_a_whole_that_are_far_apart_are_moved_by_themselves() -> None:
-    table = torch.zeros(100, 2)
-    moved: list[int] = []
+    with logical_devices(2) as places:
+        table = torch.zeros(100, 2, device=places[0])
+        one, two = Exchange(places[1]).made((table[0], table[9]))
+        assert one.untyped_storage().nbytes() == two.untyped_storage().nbytes() == one.nbytes
+        assert one.untyped_storage()._cdata != two.untyped_storage()._cdata
 
-    def other(tensor: Tensor) -> Tensor:
-        moved.append(tensor.numel())
-        return tensor.clone()
 
-    one, two = Exchange(other).made((table[0], table[9]))
-    assert moved == [2, 2]
-    assert one.untyped_storage()._cdata != two.untyped_storage()._cdata
+class _Notes:
+    """What a cache is: tensors of several layers, each of which uses its own."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+class _Step(nn.Module):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.layer = place, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, notes: _Notes) -> Tensor:
+        x = self.layer(x)
+        if self.place == len(notes.seen):
+            notes.seen.append(x)
+        notes.seen[self.place] = notes.seen[self.place] + x
+        return x
+
+
+class _Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(map(_Step, range(3)))
+
+    def forward(self, x: Tensor, notes: _Notes) -> Tensor:
+        for each in self.steps:
+            x = each(x, notes)
+        return x * (1 if x.sum() > 0 else 2)
+
+
+def test_what_an_object_holds_stays_where_it_is_when_modules_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, whole = twins(_Noting)
+    ours, theirs, copies = _Notes(), _Notes(), []
+    copy = moving.copy
+    monkeypatch.setattr(moving, "copy", lambda *given: copies.append(given) or copy(*given))
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model, fine_grained=False)
+        flow.layer_gpus |= {"steps.0": 0, "steps.1": 1, "steps.2": 1}
+        flow.update_flow()
+        for _ in range(3):
+            copies.clear()
+            result = flow(X, ours)
+        assert len(copies) <= 3  # the input, what goes from step to step, the result
+        assert [str(devices.location(one)) for one in ours.seen] == ["cpu:0", "cpu:1", "cpu:1"]
+    assert flow.not_captured_because
+    expected = [whole(X, theirs) for _ in range(3)][-1]
+    torch.testing.assert_close(result.cpu(), expected.detach())
+    for one, other in zip(ours.seen, theirs.seen, strict=True):
+        torch.testing.assert_close(one.cpu(), other.detach())
 
 
 _WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
