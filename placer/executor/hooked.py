@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import is_
 from threading import RLock, get_ident
 from typing import Any
 
@@ -67,6 +68,26 @@ class HookPath:
         finally:
             self.runs = False
         return results, structure, (args, kwargs)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.device) -> Any:
+        """Run the model, in ``standing``, on the caller's own lists and objects.
+
+        Args:
+            args: what it takes.
+            kwargs: the same.
+            target: where results go, but for what it was given: a cache has its tensors where they are needed.
+        """
+        assert self._standing is not None
+        self.runs = True
+        try:
+            with self._standing.resumed():
+                result = self._module(*args, **kwargs)
+        finally:
+            self.runs = False
+        leaves, structure = flatten(result)
+        given = set(map(id, flatten((args, kwargs))[0]))
+        moved = [leaf if id(leaf) in given else to_device([leaf], target)[0] for leaf in leaves]
+        return result if all(map(is_, leaves, moved)) else structure.unflatten(moved)
 
     @contextmanager
     def standing(self, assignment: Assignment, again: Standing | None = None) -> Iterator[None]:

@@ -161,7 +161,8 @@ class PlacedCalls(PipelinedRuns):
         captures, results = self._run_ahead(parts, inputs, weights)
         if results is None:
             with torch.inference_mode(False):  # inside it, constants could not be trained with later
-                captures = self._program.captures(parts, inputs, self.enable_clone or self.deferred_batch_norm)
+                needed = self.enable_clone or self.deferred_batch_norm
+                captures = self._program.captures(parts, inputs, needed, waits=self._hooks.stand)
         if results is None and captures is not None and self._can_be_streamed(weights):
             results = self._repeated.run(captures, parts, weights)
         return captures, results
@@ -195,7 +196,6 @@ class PlacedCalls(PipelinedRuns):
 
     def _run_hooked(self, nest: Any, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
         """Through hooks: micro-batches one after another."""
-        assert self._assignment is not None
         if self._clones is not None:
             raise InputError(
                 f"enable_clone needs a model that can be captured, and this one cannot: {self.not_captured_because}; "
@@ -206,12 +206,20 @@ class PlacedCalls(PipelinedRuns):
         self._bring_back()
         began = perf_counter()
         try:
-            results, structure, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
+            result = self._through_hooks(nest, parts, inputs, weights)
         except Exception as error:
             if not checkpoints.is_over(error):
                 self._program.doubt_refusal()
             raise
         self._program.note_passed(perf_counter() - began)
+        return result
+
+    def _through_hooks(self, nest: Any, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
+        assert self._assignment is not None
+        if self._hooks.stand and len(parts) == 1:
+            args, kwargs = nest
+            return self._hooks.call(args, kwargs, self.output_device)
+        results, structure, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
         if len(parts) == 1:
             give_back(nest, after)
         return joined_by_size(results, weights, structure)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from placer.errors import CaptureError
 from placer.executor.state.census import Attributes, Census
+from placer.executor.waiting import Waiting
 from placer.graph import autocast
 from placer.graph.batch import batch_size, beside_batch, is_batched
 from placer.graph.capture import layer_graph
@@ -30,6 +31,8 @@ _PATIENCE = 5.0
 """How many times as long as the first capture one with open sizes may take; the first is taken to last a second."""
 _IN_VAIN = 4
 """So many calls in a row may each have the model captured."""
+_CAPTURE_S = 0.008
+"""What a capture takes for each module, as long as none was made."""
 
 
 @dataclass(eq=False)
@@ -65,6 +68,7 @@ class Program:
     _in_vain: int = 0
     _passed_s: dict[Hashable, float] = field(default_factory=dict)
     _passing: Hashable = None
+    _waiting: Waiting = field(default_factory=Waiting)
     _capture_s: float = 0.0
     _has_told: bool = False
 
@@ -80,13 +84,16 @@ class Program:
         """The model's parameters and buffers, as of the last look, or of one now if there was none."""
         return (self._census or self._look()).state
 
-    def captures(self, parts: Sequence[Sequence[Any]], inputs: Structure, needed: bool = True) -> list[Capture] | None:
+    def captures(
+        self, parts: Sequence[Sequence[Any]], inputs: Structure, needed: bool = True, waits: bool = False
+    ) -> list[Capture] | None:
         """The captures that cover the micro-batches of one call; the model is looked at once for all of them.
 
         Args:
             parts: the flattened inputs of each.
             inputs: their structure.
             needed: whether to capture in any case; else not where call after call would need a capture of its own.
+            waits: whether to capture only when calls of the kind have spent as long on hooks as that takes.
 
         Returns:
             The capture of each, or None where the model must, or had better, run through hooks.
@@ -94,7 +101,7 @@ class Program:
         mode, before = self.mode(), self._made
         found = []
         for tensors in parts:
-            capture = self._capture(mode, tensors, inputs, needed)
+            capture = self._capture(mode, tensors, inputs, needed, waits)
             if capture is None:
                 return None
             found.append(capture)
@@ -149,7 +156,9 @@ class Program:
         """Whether a capture is still of the model as it is."""
         return any(capture in known for known in self._captures.values())
 
-    def _capture(self, mode: Hashable, tensors: Sequence[Any], inputs: Structure, needed: bool) -> Capture | None:
+    def _capture(
+        self, mode: Hashable, tensors: Sequence[Any], inputs: Structure, needed: bool, waits: bool
+    ) -> Capture | None:
         key = (mode, inputs.key, shapes(tensors))
         if key not in self._seen:
             if sum(map(len, self._captures.values())) >= _KEPT_CAPTURES:
@@ -160,11 +169,12 @@ class Program:
             if fitting is None:
                 if mode in self.refused and not self._second.get(mode):
                     return None
-                if not needed and self._had_better_pass(key):
+                kind = mode, inputs.key, _kinds(tensors)
+                if not needed and (self._had_better_pass(key) or (waits and self._waits(kind, tensors))):
                     return None
                 try:
                     refuse_hooks(self.module)
-                    fitting = self._anew(known, tensors, inputs)
+                    fitting = self._anew(known, tensors, inputs, self._waiting.free(kind, tensors))
                 except CaptureError as error:
                     self._second[mode] = isinstance(error, KeptError) and mode not in self._second
                     self.refused[mode] = str(error)
@@ -177,14 +187,20 @@ class Program:
             self._seen[key] = fitting
         return self._seen[key]
 
-    def _anew(self, known: Sequence[Capture], tensors: Sequence[Any], inputs: Structure) -> Capture:
+    def _anew(
+        self, known: Sequence[Capture], tensors: Sequence[Any], inputs: Structure, more: Sequence[set[int]]
+    ) -> Capture:
         begun = time.monotonic()
         patience = _PATIENCE * max([1.0, *(capture.seconds for capture in known[:1])])
         args, kwargs = inputs.unflatten(tensors)
-        exported = export(self.module, args, kwargs, _free(known, tensors), patience)
+        exported = export(self.module, args, kwargs, _free(known, tensors, more), patience)
         self._made += 1
         self._capture_s = time.monotonic() - begun
         return Capture(exported, self._capture_s)
+
+    def _waits(self, kind: Hashable, tensors: Sequence[Any]) -> bool:
+        capture_s = self._capture_s or _CAPTURE_S * sum(1 for _ in self.module.modules())
+        return self._waiting.waits(kind, tensors, capture_s)
 
     def _had_better_pass(self, key: Hashable) -> bool:
         """Whether a call goes through hooks, as the last ones needed a capture each: a counter is given along, say.
@@ -207,6 +223,7 @@ class Program:
 
     def note_passed(self, seconds: float) -> None:
         """A call went through hooks, which took so long."""
+        self._waiting.note(seconds)
         if self._passing is not None:
             self._passed_s[self._passing] = self._passed_s.get(self._passing, 0.0) + seconds
             self._passing = None
@@ -231,6 +248,7 @@ class Program:
         self.refused.clear()
         self._second.clear()
         self._passed_s.clear()
+        self._waiting.forget()
         self._whole.clear()
         self._in_vain = 0  # it was the model that changed, not what it is given
         self._attributes = Attributes()
@@ -259,15 +277,20 @@ class Program:
         return capture.graphs[key]
 
 
-def _free(known: Sequence[Capture], tensors: Sequence[Any]) -> list[set[int]]:
+def _free(known: Sequence[Capture], tensors: Sequence[Any], more: Sequence[set[int]]) -> list[set[int]]:
     """For each input, the dimensions that were of several sizes so far: who gives two lengths will give more."""
-    free: list[set[int]] = [set() for _ in tensors]
     if any(capture.exported.is_closed for capture in known):
-        return free
+        return [set() for _ in tensors]
+    free = list(map(set, more))
     for capture in known:
-        for dims, more in zip(free, capture.exported.other_sizes(tensors), strict=True):
-            dims |= more
+        for dims, others in zip(free, capture.exported.other_sizes(tensors), strict=True):
+            dims |= others
     return free
+
+
+def _kinds(tensors: Sequence[Any]) -> Hashable:
+    """What tells inputs apart but their sizes."""
+    return tuple((tensor.dim(), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor) for tensor in tensors)
 
 
 def shapes(tensors: Sequence[Any]) -> Hashable:

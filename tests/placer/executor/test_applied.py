@@ -17,9 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from placer import DataFlow, devices
 from placer.errors import CaptureError, InputError
+from placer.executor.waiting import Waiting
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(4, 8)
+
+
+@pytest.fixture(autouse=True, params=["hooks", "graphs"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few calls of the model go through hooks, and many through captured graphs, as all do here in the second half."""
+    if request.param == "graphs":
+        monkeypatch.setattr(Waiting, "waits", lambda *given: False)
 
 
 class Autoencoder(nn.Module):
@@ -246,12 +254,13 @@ def test_a_cache_stays_with_the_layers_that_fill_it() -> None:
         assert places == [torch.device("cpu", 0), torch.device("cpu", 1)]
 
 
-def test_generating_has_a_model_captured_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_calls_do_not_wait_generating_has_a_model_captured_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the prompt, for a token after it, and for one after a cache of any length; a second prompt needs one more."""
     model, _ = _generating("LlamaForCausalLM")
     flow = DataFlow(model, ["cpu:0", "cpu:1"], fine_grained=True)
     scatter_layers(flow, 2)
     made = count_captures(monkeypatch)
+    monkeypatch.setattr(Waiting, "waits", lambda *given: False)
     with flow.applied():
         for length, captures in ((5, 3), (5, 3), (7, 4), (6, 4)):
             model.generate(torch.arange(2, 2 + length).repeat(2, 1), max_new_tokens=4, pad_token_id=0)
