@@ -189,14 +189,17 @@ def _written_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _are_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether it is seen at a glance, as of most operations, that all tensors are on one device."""
-    places = []
+    place: torch.device | None = None
     for one in (*args, *kwargs.values()):
         for item in one if type(one) in (list, tuple) else (one,):
             if isinstance(item, Tensor):
-                places.append(devices.location(item))
+                here = devices.location(item)
+                place = place or here
+                if not devices.same(here, place):
+                    return False
             elif type(item) not in _AT_A_GLANCE:
                 return False
-    return all(devices.same(place, places[0]) for place in places)
+    return True
 
 
 class Arrival:
