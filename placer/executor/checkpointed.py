@@ -1,15 +1,15 @@
 """Segments that keep to the checkpoints of the model's own: what the user lets run again in the backward pass does.
 
 A captured graph holds the operations of ``torch.utils.checkpoint`` but not that they are to run again. Here the layers
-of each checkpoint are one call of it. Left alone are layers that change their state, and on GPUs those that draw
-random numbers, which a recorded pass could not draw again.
+of each checkpoint are one call of it. Left alone are layers that change their state, those that read what is overwritten
+before they would run again, and on GPUs those that draw random numbers, which a recorded pass could not draw again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from placer.devices import Repeated
 from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment, Step
 from placer.graph.deferred import whole
+from placer.graph.handed import written_inputs
 from placer.graph.layers import Layer
 
 
@@ -113,8 +114,18 @@ def _with_checkpoints(part: Segment, paths: Sequence[str]) -> Segment:
         runs[-1][1].append(step)
     if all(path is None for path, _ in runs):
         return part
+    overwritten = frozenset().union(*(_overwritten(step.layer) for step in part.steps))
     groups = [Group.of(steps, path is not None) for path, steps in runs]
-    return CheckpointedSegment(part.device, part.steps, groups)
+    kept = [replace(group, again=group.again and overwritten.isdisjoint(group.reads)) for group in groups]
+    return CheckpointedSegment(part.device, part.steps, kept)
+
+
+def _overwritten(layer: Layer) -> frozenset[str]:
+    """The values that a layer reads and writes to in place."""
+    if layer.program is None:
+        return frozenset()
+    first = sum(node.op == "placeholder" for node in layer.program.nodes) - len(layer.reads)
+    return frozenset(layer.reads[place - first] for place in written_inputs(layer.program) if place >= first)
 
 
 def _checkpoint(layer: Layer, paths: Sequence[str], device: torch.device) -> str | None:

@@ -147,3 +147,47 @@ def _most_alive(reentrant: bool | None, schedule: Order) -> int:
 def test_what_a_checkpoint_lets_go_is_not_kept(schedule: Order) -> None:
     assert _most_alive(None, schedule) >= 6
     assert _most_alive(False, schedule) <= 2
+
+
+class _Overwriting(nn.Module):
+    """Parts of a checkpoint write in place to what the one before made, as ``ReLU(inplace=True)`` does."""
+
+    def __init__(self, normalises: bool = False, beside: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4) if normalises else nn.Identity()
+        self.relu, self.other = nn.ReLU(inplace=True), nn.Linear(4, 2)
+        self._beside = beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._inner, x, use_reentrant=False)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        y = self.norm(self.one(x))
+        beside = self.other(torch.tanh(y)) if self._beside else 0.0
+        result: Tensor = self.two(self.relu(y)) + beside
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"normalises": True}, {"beside": True}], ids=["", "norm", "beside"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("fine", [True, False])
+def test_parts_of_a_checkpoint_that_overwrite_what_they_read_train_as_in_the_unsplit_model(
+    options: dict[str, bool], count: int, fine: bool
+) -> None:
+    torch.manual_seed(0)
+    model = _Overwriting(**options).double()
+    reference = copy.deepcopy(model)
+    inputs, target = _batch()
+    functional.mse_loss(reference(inputs), target).backward()
+    with logical_devices(count):
+        flow = _flow(model, count, fine)
+        step = flow.train_step(functional.mse_loss)
+        step(inputs, target, chunks=1)
+        stepped = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        functional.mse_loss(flow(inputs), target.to(flow.output_device)).backward()
+    assert flow.not_captured_because == ""
+    for parameter, one, expected in zip(model.parameters(), stepped, reference.parameters(), strict=True):
+        torch.testing.assert_close(one, expected.grad, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(parameter.grad, expected.grad, atol=1e-10, rtol=1e-10)
