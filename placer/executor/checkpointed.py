@@ -1,8 +1,8 @@
 """Segments that keep to the checkpoints of the model's own: what the user lets run again in the backward pass does.
 
 A captured graph holds the operations of ``torch.utils.checkpoint`` but not that they are to run again. Here the layers
-of each checkpoint are one call of it. Left alone are layers that change their state, those that read what is overwritten
-before they would run again, and on GPUs those that draw random numbers, which a recorded pass could not draw again.
+of each checkpoint are one call of it. Left alone are layers that change their state, or read what is overwritten before
+they would run again, and on GPUs those that draw random numbers, which a recorded pass could not draw again.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from placer.executor.state.apply import bring_state
 from placer.executor.training.pipeline import Order
 from placer.executor.training.step import Flow, TrainStep
 from placer.executor.training.update import Update
+from placer.executor.training.weighing import Weigh
 from placer.graph.given import refuse_no_chunks
 from placer.graph.losses import LossFunction
 from placer.report.timeline import Measurement
@@ -46,13 +47,14 @@ class PipelinedRuns(nn.Module):
         scaler: torch.amp.GradScaler | None = None,
         max_norm: float | None = None,
         compile: bool | Backend = False,
+        weigh: Weigh | None = None,
     ) -> TrainStep:
         """A training step of the whole pipeline: forwards, backwards, and the optimizer.
 
         Args:
-            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given. It becomes a part of the
-                passes when they are made: what changes from step to step, such as a weight, has to be in the target.
-                For a loss that does something else from now on, make another step.
+            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given, or by what they weigh. It
+                becomes a part of the passes when they are made: what changes from step to step, such as a weight, has
+                to be in the target. For a loss that does something else from now on, make another step.
             optimizer: any of torch's, stepped after every batch; None to leave that to the caller, who finds the
                 gradients in place. Its state moves with the parameters, wherever the flow moves these.
             schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
@@ -64,6 +66,9 @@ class PipelinedRuns(nn.Module):
             compile: let torch.compile make one function of each segment, and one of the loss, where that is faster;
                 ``step.compiled`` tells what it gained and ``step.not_compiled_because`` why it did not. True, or a
                 backend.
+            weigh: ``weigh(inputs, target)``, what each sample of a batch weighs in the loss, ``(N,)``: its number of
+                labels, say, where the loss is a mean over these. ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` need none:
+                they are weighed by the labels that they count. All samples alike if None.
 
         Returns:
             ``step(inputs, target) -> loss``, the mean over the batch. ``inputs`` is one tensor, a tuple of positional
@@ -74,7 +79,7 @@ class PipelinedRuns(nn.Module):
         """
         update = Update(optimizer, scaler, max_norm)
         order = self.schedule if schedule is None else schedule
-        return TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile))
+        return TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile), weigh)
 
     def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Keep what an optimizer has for parameters where these are, from now on; None is none."""

@@ -25,6 +25,7 @@ from placer.executor.training.input_gradients import detached, hand_out
 from placer.executor.training.kept import Kept
 from placer.executor.training.pipeline import SCHEDULES, Order, Recipe, TrainingPipeline
 from placer.executor.training.update import Update
+from placer.executor.training.weighing import Weigh, Weighing
 from placer.executor.training.weights import Weights
 from placer.graph import arguments, autocast
 from placer.graph.batch import batch_size
@@ -86,6 +87,7 @@ class TrainStep:
         update: what follows the gradients.
         schedule: the order of micro-batches.
         compile: the backend of torch.compile; None to compile nothing.
+        weigh: what samples weigh in the loss; see ``weighing``.
 
     Raises:
         InputError: the loss is no function, or has parameters of its own; the schedule is not known; or the optimizer
@@ -93,7 +95,13 @@ class TrainStep:
     """
 
     def __init__(
-        self, flow: Flow, loss_fn: LossFunction, update: Update, schedule: Order, compile: Backend | None = None
+        self,
+        flow: Flow,
+        loss_fn: LossFunction,
+        update: Update,
+        schedule: Order,
+        compile: Backend | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         refuse_no_loss(loss_fn)
         refuse_sum(loss_fn)
@@ -101,7 +109,7 @@ class TrainStep:
             raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
         self._of_inputs = _steps_inputs_alone(update, flow.module)
         self.flow = flow
-        self.loss_fn = loss_fn
+        self.loss_fn = Weighing(loss_fn, weigh)
         self.update = update
         self.schedule = schedule
         self.compile = compile
@@ -110,13 +118,13 @@ class TrainStep:
         self._others = _Others(update, flow.module)
         self._has_told = False
 
-    def __call__(self, inputs: Any, target: Any, chunks: int | None = None, update: bool = True) -> Tensor:
+    def __call__(self, inputs: Any, target: Any = None, chunks: int | None = None, update: bool = True) -> Tensor:
         """Train on one batch; afterwards every parameter's ``grad`` is that of the mean loss.
 
         Args:
             inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch first. Those that
                 require a gradient are given theirs, and what they were made of, as by the unsplit model.
-            target: what the loss compares with, the batch first; likewise.
+            target: what the loss compares with, the batch first; likewise. None where the inputs have it.
             chunks: micro-batches; what the placement says if None. Where the batch does not divide, the last one is
                 smaller, and its loss counts by its size; if it were less than half as large, there are fewer.
             update: False lets the gradients wait: the next call, also of another step of the flow, adds its own to
@@ -224,9 +232,12 @@ class TrainStep:
         _refuse_no_batch(inputs, tensors, size)
         refuse_other_batch(goals, size)
         self._refuse_nothing_stepped([*tensors, *goals])
+        sizes = _sizes(self.flow.chunks if chunks is None else chunks, size)
+        if len(sizes) > 1:
+            goals, target_structure = self.loss_fn.with_weights(inputs, target, tensors, size)
         if not torch.is_grad_enabled():
             tensors, goals = _without_gradients(tensors), _without_gradients(goals)
-        return tensors, structure, goals, target_structure, _sizes(self.flow.chunks if chunks is None else chunks, size)
+        return tensors, structure, goals, target_structure, sizes
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the passes, which are made again when needed."""
