@@ -37,6 +37,7 @@ from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 from placer.schema import Placement, Schedule
+from placer.warned import warn
 
 __all__ = ["DataFlow"]
 
@@ -114,6 +115,7 @@ class DataFlow(PlacedCalls):
         self._settled: set[str] = set()
         self._plans: dict[Capture, tuple[LayerGraph, list[Segment]]] = {}
         self._hooks = HookPath(module)
+        self._has_told = False
         self._streams = Streams(self)
         self._repeated = RepeatedCalls(self._streams)
         if inference_only:
@@ -317,6 +319,11 @@ class DataFlow(PlacedCalls):
         except InputError as error:
             raise PlacementError(str(error)) from error
         return device
+
+    def _tell_of_edits(self) -> None:
+        if self.layer_gpus and not self._has_told and len(set(self.layer_gpus.values())) > 1:
+            self._has_told = True
+            warn("layer_gpus was edited, and the model runs unsplit: call flow.update_flow() for it to be followed")
 
     def _default_map(self) -> OrderedDict[str, DeviceLike]:
         """Every layer on the output device."""

@@ -73,11 +73,12 @@ class PlacedCalls(PipelinedRuns):
         Returns:
             What the model returns, on ``output_device``.
         """
-        if self._assignment is None:
-            return self.module(*args, **kwargs)
-        tensors, inputs = flatten_inputs(args, kwargs)
         chunks = self.chunks if chunks is None else chunks
         refuse_no_chunks(chunks)
+        if self._assignment is None:
+            self._tell_of_edits()
+            return self.module(*args, **kwargs)
+        tensors, inputs = flatten_inputs(args, kwargs)
         batch = batch_size(tensors)
         # The lock also while it runs: a GPU that records for one thread does nothing for others.
         with nothing_held(), self._turn(), self._hooks.paused():
@@ -122,6 +123,7 @@ class PlacedCalls(PipelinedRuns):
             InputError: the flow has clones, of which the model's own methods know nothing.
         """
         if self._assignment is None:
+            self._tell_of_edits()
             yield self.module
             return
         if self._clones is not None:
@@ -223,6 +225,10 @@ class PlacedCalls(PipelinedRuns):
         if len(parts) == 1:
             give_back(nest, after)
         return joined_by_size(results, weights, structure)
+
+    def _tell_of_edits(self) -> None:
+        """Warn where a map was made that nothing follows yet."""
+        raise NotImplementedError
 
     def _bring_back(self) -> None:
         """Move state to its layers again that somebody else moved."""

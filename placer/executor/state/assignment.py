@@ -19,11 +19,16 @@ WRAPPERS = ("module", "_orig_mod")
 """Where DataParallel and its like, and torch.compile, keep the model."""
 
 
+ALL = ""
+"""In a map, as accelerate has it: whatever is not named."""
+
+
 class Assignment:
     """A map from layer names to devices that answers for every name of the model.
 
     A name that is not in the map takes the device of its module's next call's first, then of the module around it,
-    then of the first module inside it; a layer without any takes the device of the layer before it.
+    then of the first module inside it, then that of "", if it is there; a layer without any takes the device of the
+    layer before it.
 
     Args:
         devices: layer name -> device.
@@ -49,7 +54,8 @@ class Assignment:
             if here in self._exact:
                 return self._exact[here]
             here = here.rpartition(".")[0]
-        return self._inner.get(path) if path else None
+        rest = self._exact.get(ALL)
+        return self._inner.get(path, rest) if path else rest
 
     def of_state(self, name: str) -> torch.device:
         """The device of a parameter or buffer."""
@@ -102,12 +108,22 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
     """
     known = {path for path, _ in module.named_modules(remove_duplicate=False)} | {WHOLE}
     for name in names:
+        if not isinstance(name, str):
+            raise PlacementError(
+                f"layer_gpus has the key {name!r}; give names of layers, such as {_named(module, name)!r}"
+            )
         for part in name.split(MERGED):
             if part.partition("@")[0] not in known:
                 raise PlacementError(
                     f"layer {part!r} is no module of {type(module).__name__}; its layers are "
                     f"{', '.join(examples[:8])}, ...{_wrapping(part, known)}"
                 )
+
+
+def _named(module: nn.Module, given: Any) -> str:
+    """The name that was probably meant: an index of ``nn.Sequential``, or a module itself."""
+    own = (path for path, child in module.named_modules() if path and child is given)
+    return next(own, str(given)) if isinstance(given, (int, nn.Module)) else next(iter(layer_names(module, False)), "")
 
 
 def _wrapping(name: str, known: Iterable[str]) -> str:

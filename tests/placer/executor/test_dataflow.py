@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from small_flows import CPU, Model, X, placed
 from splitting import assert_same, scatter_layers, step, twins
 from torch import nn
 
-from placer import DataFlow
+from placer import DataFlow, devices
 from placer.errors import InputError, PlacementError
 from placer.graph import capture
 from placer.schema import Infeasibility, Placement
@@ -331,3 +333,25 @@ def test_inference_mode_around_moves_and_the_first_call_is_no_obstacle_to_traini
         with torch.inference_mode():
             flow.undo()
     model(x).sum().backward()
+
+
+def test_what_a_map_does_not_name_goes_where_its_empty_name_says() -> None:
+    model = nn.Sequential(
+        OrderedDict(a=nn.Linear(4, 4), b=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), c=nn.Linear(4, 2))
+    )
+    expected = model(torch.ones(3, 4))
+    with logical_devices(3):
+        flow = DataFlow(model)
+        flow.layer_gpus.clear()
+        flow.layer_gpus.update({"": 2, "b": 1})
+        flow.update_flow()
+        places = {name: str(devices.location(tensor)) for name, tensor in model.named_parameters()}
+        assert places == {
+            "a.weight": "cpu:2",
+            "a.bias": "cpu:2",
+            "b.0.weight": "cpu:1",
+            "b.0.bias": "cpu:1",
+            "c.weight": "cpu:2",
+            "c.bias": "cpu:2",
+        }
+        torch.testing.assert_close(flow(torch.ones(3, 4)).cpu(), expected)

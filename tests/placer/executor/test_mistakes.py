@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,40 @@ def test_a_map_that_is_none_is_named() -> None:
     flow.layer_gpus = [0, 1, 1]  # type: ignore[assignment]
     with pytest.raises(PlacementError, match=r"layer_gpus is \[0, 1, 1\]; give a map"):
         flow.update_flow()
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [(0, r"the key 0; give names of layers, such as '0'"), ((0,), "such as '0'"), (None, "such as '0'")],
+)
+def test_a_layer_that_is_not_named_by_its_name_is_told_which_that_is(key: Any, told: str) -> None:
+    flow = DataFlow(nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2)), DEVICES)
+    flow.layer_gpus[key] = 1
+    with pytest.raises(PlacementError, match=told):
+        flow.update_flow()
+
+
+def test_a_module_as_a_layers_name_is_told_its_own() -> None:
+    model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
+    flow = DataFlow(model, DEVICES)
+    flow.layer_gpus[model[1]] = 1  # type: ignore[index]
+    with pytest.raises(PlacementError, match="such as '1'"):
+        flow.update_flow()
+
+
+def test_a_map_that_nothing_follows_yet_is_told_once() -> None:
+    flow = DataFlow(ToyModel(), DEVICES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flow(X)
+        flow.layer_gpus["net2"] = 1
+        with pytest.warns(UserWarning, match=r"call flow\.update_flow\(\)"):
+            flow(X)
+        flow(X)
+        with flow.applied() as model:
+            model(X)
+        flow.update_flow()
+        flow(X)
 
 
 def test_an_empty_batch_runs_but_cannot_be_measured() -> None:
