@@ -25,6 +25,7 @@ from placer.distributed.tree import Names, plant
 from placer.distributed.weights import Sharing, Weights, keep_owners, owners_of
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
+from placer.executor.training.weighing import Weigh, Weighing
 from placer.graph import arguments
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export
@@ -44,6 +45,7 @@ def build(
     schedule: str | None = None,
     recompute: Collection[str] | None = None,
     group: dist.ProcessGroup | None = None,
+    weigh: Weigh | None = None,
 ) -> Pipeline:
     """This process's stages of a placed model, and their schedule. Every process calls it with the same arguments.
 
@@ -55,12 +57,13 @@ def build(
             or, on several hosts, ``HOST/cuda:0``; as many processes as devices must run, see ``placer.distributed.
             ranks``.
         example_inputs: one micro-batch: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss_fn: ``loss_fn(output, target)``, a mean over samples; None to run forwards alone.
+        loss_fn: ``loss_fn(output, target)``, a mean over samples, or by what they weigh; None to run forwards alone.
         chunks: micro-batches in a batch; what the placement says if None.
         schedule: ``fill-drain``, ``1f1b``, ``interleaved`` or ``zero-bubble``; what the placement says if None.
         recompute: devices that keep of a micro-batch only what entered, and run forwards once more in its backward
             pass; what the placement says if None.
         group: the processes of the pipeline, for those who run several; all if None.
+        weigh: ``weigh(None, target)``, what each sample of a batch weighs in the loss, as for ``DataFlow.train_step``.
 
     Returns:
         The stages, the schedule, and ``step``, which runs both.
@@ -81,6 +84,7 @@ def build(
         placed = _Placed.of(placement, chunks, schedule, recompute)
         if loss_fn is not None:
             _refuse_untrained(model, loss_fn)
+        loss = None if loss_fn is None else Weighing(loss_fn, weigh)
         refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
         exported = _captured(model, example_inputs)
         graph = _without_leftovers(layer_graph(exported, model, tuple(placed.layer_devices)), exported)
@@ -97,7 +101,7 @@ def build(
     owners = _owners(model, group)
     with _together(group):
         shape = _shape(exported, graph, placed, example_inputs)
-        return _assemble(model, exported, graph, cut, placed, loss_fn, sharing, found, shape, device, group, owners)
+        return _assemble(model, exported, graph, cut, placed, loss, sharing, found, shape, device, group, owners)
 
 
 def _refuse_no_group(group: object) -> None:
@@ -220,7 +224,7 @@ def _assemble(
     graph: LayerGraph,
     cut: Line,
     placed: _Placed,
-    loss_fn: LossFunction | None,
+    loss_fn: Weighing | None,
     sharing: Sharing,
     seated: Sequence[Seat],
     shape: Shape,

@@ -10,16 +10,17 @@ from torch import Tensor
 
 from placer.distributed.parcels import Parcel
 from placer.executor.faults import Place, explain
-from placer.executor.pipeline import gather
-from placer.graph.losses import LossFunction, refuse_no_number, refuse_untrained
-from placer.graph.structure import Structure
+from placer.executor.pipeline import gather, scatter
+from placer.executor.training.weighing import Weighing
+from placer.graph.losses import refuse_no_number, refuse_untrained
+from placer.graph.structure import Structure, flatten
 
 
 class Head:
     """From the last stage's flat outputs to what the user knows.
 
     Args:
-        loss_fn: ``loss_fn(output, target)``, a mean over samples; None without training.
+        loss_fn: ``loss_fn(output, target)``, weighed by what samples weigh; None without training.
         outputs: the structure of the model's result.
         parcels: the model's flat outputs.
         chunks: micro-batches in a batch.
@@ -31,7 +32,7 @@ class Head:
 
     def __init__(
         self,
-        loss_fn: LossFunction | None,
+        loss_fn: Weighing | None,
         outputs: Structure,
         parcels: Sequence[Parcel],
         chunks: int,
@@ -40,6 +41,15 @@ class Head:
         self._loss_fn, self._outputs, self._parcels, self._chunks = loss_fn, outputs, parcels, chunks
         self._device = device
         self.targets: Sequence[Any] | None = None
+
+    def take(self, target: Any, size: int) -> None:
+        """Take the target of a batch of so many samples."""
+        assert self._loss_fn is not None
+        leaves, structure = flatten(target)
+        if self._chunks > 1:
+            leaves, structure = self._loss_fn.with_weights(None, target, [], size)
+        here = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.targets = [structure.unflatten(part) for part in scatter(here, self._chunks, size)]
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """A micro-batch's share of the batch's loss.

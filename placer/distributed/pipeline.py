@@ -21,7 +21,6 @@ from placer.distributed.stage import StageModule
 from placer.distributed.tree import Names
 from placer.distributed.weights import Weights, is_hooked
 from placer.errors import InputError, PlacerError
-from placer.executor.pipeline import scatter
 from placer.graph import arguments
 from placer.graph.losses import refuse_other_batch
 from placer.graph.structure import Structure, flatten, flatten_inputs
@@ -329,10 +328,8 @@ class Pipeline:
         if not self.is_last:
             return None
         size = self._shape.samples * self.chunks
-        leaves, structure = flatten(target)
-        refuse_other_batch(leaves, size, _OTHER)
-        here = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._head.targets = [structure.unflatten(part) for part in scatter(here, self.chunks, size)]
+        refuse_other_batch(flatten(target)[0], size, _OTHER)
+        self._head.take(target, size)
         return torch.arange(self.chunks)
 
     @contextmanager

@@ -30,6 +30,15 @@ def replicated_chain() -> Case:
     return nn.parallel.DistributedDataParallel(model), *rest
 
 
+def padded() -> Case:
+    """Labels of unlike numbers a micro-batch, of two samples each; the first has none."""
+    model, inputs, _, _ = chain()
+    classes = model(inputs).shape[1]
+    labels = torch.arange(len(inputs)) % classes
+    labels[:2] = labels[5] = -100
+    return model, inputs, labels, nn.CrossEntropyLoss(weight=torch.linspace(0.5, 3.0, classes, dtype=torch.float64))
+
+
 def strided() -> Case:
     """Neither the batch nor the result is contiguous."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(7)), nn.Unflatten(1, (2, 3)), _Transpose())

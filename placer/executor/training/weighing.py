@@ -107,7 +107,7 @@ class Weighing:
         if any(bool((tensor == _LEFT_OUT).any()) for tensor in labels):
             warn(
                 f"a batch has labels of {_LEFT_OUT}, which losses leave out: micro-batches count by their samples, not "
-                "by their labels. Give train_step nn.CrossEntropyLoss(), or weigh=, what each sample weighs: "
+                "by their labels. Let the loss be nn.CrossEntropyLoss(), or give weigh=, what each sample weighs: "
                 f"lambda inputs, target: (target != {_LEFT_OUT}).sum(1)"
             )
 

@@ -64,6 +64,15 @@ def test_a_chain_trains_under_every_schedule(ranks: RankPool, schedule: str, lib
     assert [part["stages"] for part in parts] == [[0], [1], [2], [3]]
 
 
+def test_labels_that_are_left_out_count_in_no_micro_batch(ranks: RankPool) -> None:
+    places = spread(models.padded)
+    parts = ranks.run(split_step, models.padded, places, len(models.padded()[1]) // 2, "1f1b")
+    losses, gradients, _ = unsplit_step(models.padded, 1)
+    assert [part["losses"] for part in parts if part["losses"]] == [pytest.approx(losses, abs=EXACT)]
+    for name, gradient in joined(parts, "gradients").items():
+        torch.testing.assert_close(gradient, gradients[name], atol=EXACT, rtol=EXACT, msg=name)
+
+
 def test_batches_and_results_that_are_not_contiguous_pass_the_librarys_checks(ranks: RankPool) -> None:
     places = spread(models.strided)
     parts = ranks.run(split_step_held_to_its_layout, models.strided, places, 4, "1f1b")
