@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from placer.errors import CaptureError
@@ -123,7 +124,8 @@ class Program:
             return frozenset()
         key = (inputs.key, shapes(tensors))
         if key not in self._whole:
-            found = self.captures([tensors], inputs, needed)
+            with torch.inference_mode(False):  # inside it, constants could not be trained with later
+                found = self.captures([tensors], inputs, needed)
             if found is None:
                 return frozenset()
             if len(self._whole) >= _KNOWN_SHAPES:
