@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds the image on a base, starts it as a platform would (read-only, no capabilities, not root), asks it for a
-# placement, and stops it. Leaves nothing behind. Exit code 0 only if every step went well.
+# placement, and stops it. Leaves the image alone behind; of a build that failed, its log. Exit code 0 only if every step
+# went well.
 #
 #   docker/smoke.sh [BASE_IMAGE]
 #
@@ -9,7 +10,8 @@
 #   PIP_CONF      a pip configuration to build with, passed as a secret
 #   CA            certificates to build with, passed as a secret
 #   BUILD_FLAGS   for the build: --isolation chroot --network host
-#   RUN_FLAGS     for the run: --network host --runtime runc
+#   RUN_FLAGS     for the run: --network host --runtime runc; where limits cannot be raised ("error setting rlimits"),
+#                 --ulimit nofile=20000:20000 --ulimit nproc=4096:4096
 #   PORT          on this machine: 18080
 set -eu
 cd "$(dirname "$0")/.."
@@ -32,7 +34,9 @@ else
     exit 2
 fi
 keys=$(mktemp -d)
-trap '$run rm -f "$container" >/dev/null 2>&1 || true; rm -rf "$keys"' EXIT
+trap '$run rm -f -v "$container" >/dev/null 2>&1 || true; rm -rf "$keys"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 say "building $image on $base"
 set -- --target "$target" --build-arg "BASE_IMAGE=$base" -t "$image" -f docker/Dockerfile
@@ -58,7 +62,7 @@ authorized="Authorization: Bearer $key"
 
 started=$(date +%s%N)
 # shellcheck disable=SC2086
-$run run -d --name "$container" --read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges \
+$run run -d --no-healthcheck --name "$container" --read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges \
     -v /data -v "$keys/file:/run/secrets/placer_keys:ro" --memory "${MEMORY:-4g}" -e "PLACER_PORT=$port" $publish ${RUN_FLAGS:-} "$image" >/dev/null || fail "the start"
 
 ready=
@@ -75,6 +79,7 @@ if $run exec "$container" python3 -c "b'x' * ($cap + 2**28)" 2>/dev/null; then f
 rm -f oom  # podman leaves it where it was started
 curl -fsS "$url/healthz" >/dev/null || fail "a process over the memory cap takes the service down"
 say "memory is capped at $cap bytes"
+$run exec "$container" python3 -m placer_server.alive || fail "the health check fails"
 [ "$($run exec "$container" id -u)" = 10001 ] || fail "it runs as root"
 if $run exec "$container" touch /opt/placer/x 2>/dev/null; then fail "its file system can be written"; fi
 
