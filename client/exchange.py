@@ -22,6 +22,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from placer.errors import ServerError
+from placer.schema.base import read_json
 from placer.schema.faults import first_fault
 
 from . import errors
@@ -141,7 +142,7 @@ class Sender:
     def parse(self, kind: type[M], content: bytes | str, status: int = 200) -> M:
         """What a text holds, as for ``read``."""
         try:
-            return kind.model_validate_json(content)
+            return read_json(kind, content)
         except ValidationError as error:
             raise ServerError(
                 f"what answers at {self.url} is no Placer service of this version: {first_fault(error, kind)}", status

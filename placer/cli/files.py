@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 
 from placer.errors import InputError
@@ -18,7 +17,6 @@ from placer.report.explain import table
 from placer.report.refinement import refinement_table
 from placer.report.timeline import Measurement
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
-from placer.schema.faults import first_fault
 from placer.schema.refinement import Refinement
 
 WIDTH = 200
@@ -113,8 +111,8 @@ def load(file: str) -> Subject:
         if field in fields:
             try:
                 return kind.model_validate(content)
-            except ValidationError as error:
-                raise InputError(f"{_named(file)}: {first_fault(error, kind)}") from error
+            except InputError as error:
+                raise InputError(f"{_named(file)}: {error}") from error
     raise InputError(f"{_named(file)} holds no profile, placement, request, refinement, cluster or measurement")
 
 

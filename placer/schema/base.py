@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
 
@@ -19,6 +20,7 @@ WHOLE = "(model)"
 """The one layer of a model that calls no module."""
 
 V = TypeVar("V")
+M = TypeVar("M", bound=BaseModel)
 
 MAX_LAYERS = 100_000
 MAX_DEVICES = 1_024
@@ -67,17 +69,59 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def __init__(self, **fields: Any) -> None:
-        """Check what a program gives; what is read, as ``model_validate`` does, raises pydantic's ValidationError.
+        """Check what a program gives.
 
         Raises:
             InputError: a field that is not known, is missing, or contradicts another.
         """
-        try:
+        with _told(type(self)):
             super().__init__(**fields)
-        except ValidationError as error:
-            raise InputError(first_fault(error, type(self))) from error
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # else pydantic reads by way of it, slowly
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """The type from what JSON holds, or from one of its own; ``options`` are pydantic's.
+
+        Raises:
+            InputError: as for a field of the constructor, or it is no dictionary.
+        """
+        with _told(cls):
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """The type from JSON; ``options`` are pydantic's.
+
+        Raises:
+            InputError: as for a field of the constructor, or it is no JSON.
+        """
+        with _told(cls):
+            return super().model_validate_json(json_data, **options)
+
+
+@contextmanager
+def _told(kind: type[BaseModel]) -> Iterator[None]:
+    """Tells what pydantic finds wrong as Placer does; its own error, with every place, is the cause."""
+    try:
+        yield
+    except ValidationError as error:
+        raise InputError(first_fault(error, kind)) from error
+
+
+def read_json(kind: type[M], text: str | bytes, *, strict: bool = False) -> M:
+    """As ``kind.model_validate_json``, for those who tell of every fault.
+
+    Args:
+        kind: of what the JSON holds.
+        text: the JSON.
+        strict: whether ``"1"`` is no number.
+
+    Raises:
+        ValidationError: pydantic's own, with every place.
+    """
+    read: M = kind.__pydantic_validator__.validate_json(text, strict=strict or None)
+    return read
 
 
 def refuse_duplicates(kind: str, names: Sequence[str]) -> None:

@@ -99,6 +99,8 @@ def _described(error: ErrorDetails, model: type[BaseModel]) -> FieldFault:
     place = tuple(part for part in error["loc"] if not str(part).startswith("constrained-"))  # the branch of a union
     if kind == "missing":
         text = "is missing"
+    elif kind == "json_invalid":
+        text = f"should be JSON, not {clip(repr(given[:100]), 60)}: {text.removeprefix('Invalid JSON: ')}"
     elif kind == "extra_forbidden":
         text = f"there is no such field{nearest(str(place[-1]), _fields_at(model, place[:-1]))}"
     elif place and place[-1] == "schema_version" and kind == "literal_error":

@@ -22,6 +22,7 @@ from placer.schema import (
     Placement,
     PlacementRequest,
 )
+from placer.schema.base import read_json
 
 from ..problem import Problem, clip, invalid_body
 from ..workers.solving import read_request
@@ -83,7 +84,7 @@ def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> byte
     """The task of ``:evaluate``: an ``Asking`` to an Evaluation as JSON, or what is wrong with the body."""
     asking: Asking = pickle.loads(payload)  # made by this service, from bytes that are not unpickled
     try:
-        body = EvaluateBody.model_validate_json(asking.body, strict=True)
+        body = read_json(EvaluateBody, asking.body, strict=True)
     except ValidationError as error:
         return invalid_body(error, EvaluateBody)
     request = body.request or _request_of(asking.stored)
@@ -94,7 +95,7 @@ def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes
     """The task of ``:compare``: an ``Asking`` to a Comparison as JSON, or what is wrong with the body."""
     asking: Asking = pickle.loads(payload)
     try:
-        body = CompareBody.model_validate_json(asking.body or b"{}", strict=True)
+        body = read_json(CompareBody, asking.body or b"{}", strict=True)
     except ValidationError as error:
         return invalid_body(error, CompareBody)
     request = body.request or _request_of(asking.stored)

@@ -14,6 +14,7 @@ from functools import partial
 from pydantic import ValidationError
 
 from placer.errors import MissingExtraError
+from placer.schema.base import read_json
 from placer.schema.graph import ProfileRequest
 
 from ..observe.metrics import Metrics
@@ -202,7 +203,7 @@ def profile_graph(payload: bytes, report: Report, stop: threading.Event) -> byte
         MissingExtraError: torch is not installed.
     """
     try:
-        request = ProfileRequest.model_validate_json(payload)
+        request = read_json(ProfileRequest, payload)
     except ValidationError as error:
         return invalid_body(error, ProfileRequest)
     try:

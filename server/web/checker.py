@@ -14,6 +14,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from placer.schema import Batch, Cluster, PlacementRequest
+from placer.schema.base import read_json
 from placer.schema.graph import ProfileRequest
 
 from ..jobs.question import Question
@@ -120,7 +121,7 @@ def check(body: bytes) -> Question:
         Problem: the body is no PlacementRequest; it names the fault.
     """
     try:
-        request = PlacementRequest.model_validate_json(body, strict=True)
+        request = read_json(PlacementRequest, body, strict=True)
     except ValidationError as error:
         raise invalid_body(error) from None
     return Question(request.content_hash(), request.objective, request.time_limit_s)
@@ -139,14 +140,14 @@ def _refuse_many(body: bytes) -> None:
 
 def _read_cluster(body: bytes) -> Cluster:
     try:
-        return Cluster.model_validate_json(body, strict=True)
+        return read_json(Cluster, body, strict=True)
     except ValidationError as error:
         raise invalid_body(error, Cluster) from None
 
 
 def _check_graph(body: bytes) -> None:
     try:
-        ProfileRequest.model_validate_json(body, strict=True)
+        read_json(ProfileRequest, body, strict=True)
     except ValidationError as error:
         raise invalid_body(error, ProfileRequest) from None
 
@@ -158,7 +159,7 @@ def split(body: bytes) -> list[bytes]:
         Problem: the body is no batch, or much larger when written out; it names the fault.
     """
     try:
-        batch = Batch.model_validate_json(body, strict=True)
+        batch = read_json(Batch, body, strict=True)
     except ValidationError as error:
         raise invalid_body(error, Batch) from None
     bodies, left = [], MOST_WRITTEN_OUT

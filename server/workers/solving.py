@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest, Profile
 
@@ -62,8 +60,8 @@ def read_request(payload: bytes) -> PlacementRequest:
     """
     try:
         return PlacementRequest.model_validate_json(payload)
-    except ValidationError as error:
-        raise InputError(f"this version of Placer does not take the request: {error.errors()[0]['msg']}") from error
+    except InputError as error:
+        raise InputError(f"this version of Placer does not take the request: {error}") from error
 
 
 def profile_hash(request: PlacementRequest) -> str:

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
-from placer.errors import PlacementError
+from placer.errors import InputError, PlacementError
 from placer.graph.layers import Layer, LayerGraph
 from placer.schema import Placement
 from placer.schema.base import MERGED, WHOLE
-from placer.schema.faults import first_fault
 
 WRAPPERS = ("module", "_orig_mod")
 """Where DataParallel and its like, and torch.compile, keep the model."""
@@ -83,8 +81,8 @@ def placing(given: Placement | Mapping[str, Any]) -> Placement:
     """
     try:
         placement = given if isinstance(given, Placement) else Placement.model_validate(given)
-    except ValidationError as error:
-        raise PlacementError(f"this is no placement: {first_fault(error, Placement)}") from error
+    except InputError as error:
+        raise PlacementError(f"this is no placement: {error}") from error
     if not placement.layer_devices:
         why = f": {placement.infeasible.reason}" if placement.infeasible else ""
         raise PlacementError(f"the placement is {placement.status} and places no layer{why}")

@@ -6,12 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 import placer
 from placer.errors import InputError
 from placer.schema import Device, Layer, Link, PlacementRequest, Profile
-from placer.schema.faults import first_fault
 
 LAYERS = [{"name": "a", "forward_ms": {"t": 1.0}}]
 DEVICES = [{"name": "d", "type": "t", "memory_bytes": 9}]
@@ -55,19 +54,50 @@ def test_a_program_is_told_the_place_the_value_and_the_nearest_name(make: Any, f
         make(**fields)
 
 
-def test_what_is_read_raises_pydantics_own_error_with_every_place() -> None:
+READ = [
+    lambda kind, content: kind.model_validate(content),
+    lambda kind, content: kind.model_validate_json(json.dumps(content)),
+]
+
+
+@pytest.mark.parametrize("read", READ)
+def test_what_is_read_is_told_as_a_program_is_and_every_place_is_in_the_cause(read: Any) -> None:
     body = {"profile": PROFILE, "constraints": {"pined": {}}, "chunks": 0}
-    for read in (PlacementRequest.model_validate, lambda it: PlacementRequest.model_validate_json(json.dumps(it))):
-        with pytest.raises(ValidationError) as refused:
-            read(body)
-        assert {fault["loc"] for fault in refused.value.errors()} == {("constraints", "pined"), ("chunks",)}
+    with pytest.raises(InputError) as refused:
+        read(PlacementRequest, body)
+    assert str(refused.value) == (
+        "PlacementRequest.constraints.pined: there is no such field; did you mean 'pinned'? (and 1 more)"
+    )
+    assert isinstance(refused.value.__cause__, ValidationError)
+    assert {fault["loc"] for fault in refused.value.__cause__.errors()} == {("constraints", "pined"), ("chunks",)}
+
+
+@pytest.mark.parametrize("read", READ)
+def test_of_one_bad_layer_that_alone_is_told(read: Any) -> None:
+    with pytest.raises(InputError, match=r"^Profile\.layers\.0\.name: is missing$"):
+        read(Profile, {"layers": [{"forward_ms": {"t": 1.0}}]})
+
+
+def test_what_is_no_json_or_no_dictionary_is_told_as_such() -> None:
+    with pytest.raises(InputError, match=r"^Profile: should be JSON, not 'profile\.json': expected value at line 1"):
+        Profile.model_validate_json("profile.json")
+    with pytest.raises(InputError, match=r"^Profile: should be a valid dictionary .*, not 'profile\.json'$"):
+        Profile.model_validate("profile.json")
+
+
+def test_types_within_others_are_read_by_pydantic_with_their_places() -> None:
+    class Body(BaseModel):
+        request: PlacementRequest
+
+    with pytest.raises(ValidationError) as refused:
+        Body.model_validate({"request": {"profile": PROFILE, "chunks": 0}})
+    assert [fault["loc"] for fault in refused.value.errors()] == [("request", "chunks")]
 
 
 def test_of_several_faults_a_misspelt_name_is_told_before_the_missing_one_that_it_explains() -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InputError) as refused:
         Device.model_validate({"name": "d", "typ": "t", "memory_bytes": 9})
-    told = first_fault(refused.value, Device)
-    assert told == "Device.typ: there is no such field; did you mean 'type'? (and 1 more)"
+    assert str(refused.value) == "Device.typ: there is no such field; did you mean 'type'? (and 1 more)"
 
 
 def test_of_a_long_name_or_value_the_middle_is_left_out() -> None:

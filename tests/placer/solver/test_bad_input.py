@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from pydantic import ValidationError
 
+from placer.errors import InputError
 from placer.schema import PlacementRequest, Profile
 
 
@@ -44,9 +44,9 @@ LAYER, DEVICE, LINK = (("profile", "layers", 0), ("cluster", "devices", 1), ("cl
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (setting(math.nan, *LAYER, "forward_ms", "t"), ["profile.layers.0.forward_ms.t", "finite", "nan"]),
-        (setting(math.inf, *LAYER, "backward_ms", "t"), ["profile.layers.0.backward_ms.t", "finite", "inf"]),
-        (setting(math.nan, *LINK, "bandwidth_bytes_per_s"), ["cluster.links.0.bandwidth_bytes_per_s", "nan"]),
+        (setting(math.nan, *LAYER, "forward_ms", "t"), ["profile.layers.0.forward_ms.t", "finite", "NaN"]),
+        (setting(math.inf, *LAYER, "backward_ms", "t"), ["profile.layers.0.backward_ms.t", "finite", "Infinity"]),
+        (setting(math.nan, *LINK, "bandwidth_bytes_per_s"), ["cluster.links.0.bandwidth_bytes_per_s", "NaN"]),
         (setting(-1.0, *LAYER, "forward_ms", "t"), ["profile.layers.0.forward_ms.t", "greater than or equal", "-1.0"]),
         (setting(-7, *LAYER, "param_bytes"), ["profile.layers.0.param_bytes", "-7"]),
         (setting(-5, "profile", "edges", 0, "bytes"), ["profile.edges.0.bytes", "-5"]),
@@ -60,7 +60,7 @@ LAYER, DEVICE, LINK = (("profile", "layers", 0), ("cluster", "devices", 1), ("cl
     ],
 )
 def test_a_number_that_is_none_or_a_device_that_is_out_of_reach_is_refused(edit, words):
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InputError) as refused:
         PlacementRequest.model_validate(question(edit))
     assert all(word in str(refused.value) for word in words)
 
@@ -78,7 +78,7 @@ def test_a_rest_beside_a_slice_that_cannot_be_is_refused(targets, until, words):
     edge = {"source": "a", "targets": targets, "bytes": 5, "rest_bytes": 7}
     content = {"layers": [{"name": name, "forward_ms": {"t": 1.0}} for name in "abcde"]}
     assert Profile.model_validate(content | {"edges": [edge | {"targets": ["b", "d"], "rest_until": "c"}]})
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InputError) as refused:
         Profile.model_validate(content | {"edges": [edge | {"rest_until": until}]})
     assert words in str(refused.value)
 
@@ -87,7 +87,7 @@ def test_layers_that_share_parameters_are_colocated():
     layers = [{"name": name, "forward_ms": {"t": 1.0}} for name in "abc"]
     content = {"layers": layers, "tied": [{"layers": ["a", "c"], "gradient_bytes": 5}]}
     assert Profile.model_validate(content | {"colocated": [["a", "b", "c"]]})
-    with pytest.raises(ValidationError, match="layers 'a', 'c' share parameters; name them together in colocated, too"):
+    with pytest.raises(InputError, match="layers 'a', 'c' share parameters; name them together in colocated, too"):
         Profile.model_validate(content | {"colocated": [["a", "b"]]})
 
 
@@ -116,7 +116,7 @@ def one_way(asked):
     ],
 )
 def test_pins_that_contradict_another_rule_by_themselves_are_refused(edit, constraints, words):
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InputError) as refused:
         PlacementRequest.model_validate(question(edit or (lambda asked: None), **constraints))
     assert "constraints.pinned" in str(refused.value) and words in str(refused.value)
 

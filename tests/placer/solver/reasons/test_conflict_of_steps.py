@@ -7,9 +7,9 @@ from enumeration import Enumeration
 from every_step import Steps, requests
 from hypothesis import assume, given, reject
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from small_requests import examples
 
+from placer.errors import InputError
 from placer.schema import Constraints, PlacementRequest
 from placer.solver.problem import Problem
 from placer.solver.reasons import conflict
@@ -39,7 +39,7 @@ def hard_requests(draw):
         device["memory_bytes"] = limit
     try:
         return PlacementRequest.model_validate(asked.model_dump() | {"constraints": rules, "cluster": cluster})
-    except ValidationError:  # pins that contradict a rule by themselves
+    except InputError:  # pins that contradict a rule by themselves
         reject()
 
 

@@ -7,11 +7,10 @@ import pytest
 from every_step import Steps, requests
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from rows import row
 from small_requests import examples
 
-from placer.errors import PlacementError
+from placer.errors import InputError, PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import maps
 from placer.solver.check import check
@@ -273,7 +272,7 @@ def test_better_placements_are_told_as_they_are_found():
     ],
 )
 def test_what_cannot_be_chosen_is_named(change, words):
-    with pytest.raises(ValidationError, match=words):
+    with pytest.raises(InputError, match=words):
         PlacementRequest.model_validate(row([1.0], chunks=2).model_dump() | _asked(change))
 
 
@@ -286,13 +285,13 @@ def _asked(change):
 def test_profiles_of_other_layers_are_refused():
     request = row([1.0, 1.0], size=2, batch_size=4)
     other = row([1.0, 1.0, 1.0]).profile
-    with pytest.raises(ValidationError, match="the one of 1 samples has other layers"):
+    with pytest.raises(InputError, match="the one of 1 samples has other layers"):
         PlacementRequest.model_validate(request.model_dump() | {"profiles": [other.model_dump()]})
 
 
 def test_two_profiles_of_one_size_are_refused():
     request = row([1.0, 1.0], size=2, batch_size=4)
-    with pytest.raises(ValidationError, match="'2' is listed twice"):
+    with pytest.raises(InputError, match="'2' is listed twice"):
         PlacementRequest.model_validate(request.model_dump() | {"profiles": [request.profile.model_dump()]})
 
 
