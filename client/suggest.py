@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args
 
 from placer.errors import (
@@ -17,7 +18,7 @@ from placer.errors import (
     UnreachableError,
     kind_of,
 )
-from placer.request_spec import blank_profile
+from placer.request_spec import blank_profiles
 from placer.schema import (
     Constraints,
     Objective,
@@ -31,6 +32,7 @@ from placer.schema import (
 from placer.schema.graph import Graph, Optimizer, ProfileRequest
 
 from .client import Client
+from .connection import url_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,13 +119,15 @@ def suggest(
         The placement, for ``DataFlow(model).update_flow(placement)``.
 
     Raises:
-        InputError: an argument cannot be used; the message says which.
+        InputError: an argument cannot be used; the message says which, before anything is measured where that is known.
         MissingExtraError: torch is not installed.
         InfeasibleError: no placement meets the requirements.
         SolveLimitError: none was found in time.
         ServerError: the server cannot be reached or cannot answer.
     """
     server = server or os.environ.get("PLACER_URL")
+    if server:
+        url_of(server)  # else it is told only after minutes of measuring that this is none
     there = profile is None and _measures_there(profile_on_server, server, devices, memory_bytes)
     if (profile is not None or there) and not (loss_fn is None and target is None):
         why = "a server runs no functions" if there else "a profile is given, which was made with a loss or without"
@@ -149,13 +153,17 @@ def suggest(
             explain=explain,
         )
 
+    rules = _rules(constraints)
     if profile is None:
-        request_of([blank_profile(training)], Constraints())  # what is wrong of it is told before minutes of measuring
+        module = _checked(model)
+        example_inputs = _carried_inputs(module) if example_inputs is None else example_inputs
+        expected = _expected(example_inputs, batch_sizes, training, None if there else _names(devices), rules)
+        request_of(expected, rules)  # what is wrong of it is told before minutes of measuring
     if there and server:
         with _waiting("measuring on the server", progress):
             profiles = _measure_there(
                 server,
-                _checked(model),
+                module,
                 example_inputs,
                 devices,
                 training=training,
@@ -165,7 +173,7 @@ def suggest(
             )
     elif profile is None:
         profiles = _measure(
-            model,
+            module,
             example_inputs,
             devices,
             training=training,
@@ -188,10 +196,37 @@ def suggest(
         raise InputError(
             "batch_sizes are measured here, and a profile is given; give one or several profiles, or sizes"
         )
-    request = request_of(profiles, constraints or Constraints())
+    request = request_of(profiles, rules)
     with _waiting("solving", progress):
         placement = _solve(request, server)
     return _found(placement, time_limit_s)
+
+
+def _rules(constraints: Any) -> Constraints:
+    """The constraints, which may be given as what their JSON holds."""
+    if isinstance(constraints, Constraints):
+        return constraints
+    return Constraints.model_validate({} if constraints is None else constraints)
+
+
+def _expected(
+    example_inputs: Any, batch_sizes: Any, training: bool, devices: list[str] | None, rules: Constraints
+) -> list[Profile]:
+    """Blank profiles as they will be measured: on devices that the constraints name, and enough of them, if None."""
+    from placer.profiler import inputs
+
+    layers = [*rules.pinned, *rules.forbidden, *chain(*rules.colocated)]
+    if devices is None:
+        asked = () if isinstance(rules.recompute, str) else rules.recompute
+        devices = [*rules.pinned.values(), *chain(*rules.forbidden.values()), *asked]
+        devices += [f"device {number}" for number in range(rules.min_devices or 1)]
+    return blank_profiles(training, layers, devices, inputs.sizes(example_inputs, batch_sizes))
+
+
+def _names(devices: Any) -> list[str]:
+    from placer.devices import resolve
+
+    return [str(device) for device in resolve(devices)]
 
 
 def _given(profile: Profile | Sequence[Profile]) -> list[Profile]:
@@ -205,13 +240,10 @@ def _given(profile: Profile | Sequence[Profile]) -> list[Profile]:
     return sorted(found, key=lambda one: one.batch_size)
 
 
-def _measure(model: nn.Module | None, example_inputs: Any, devices: Any, **options: Any) -> list[Profile]:
+def _measure(model: nn.Module, example_inputs: Any, devices: Any, **options: Any) -> list[Profile]:
     """The model's profile, or those of several micro-batch sizes, the largest last."""
-    model = _checked(model)
     from placer.profiler.profile import profile
 
-    if example_inputs is None:
-        example_inputs = _carried_inputs(model)
     measured: Profile | list[Profile] = profile(model, example_inputs, devices, **options)
     return [measured] if isinstance(measured, Profile) else measured
 
@@ -260,8 +292,6 @@ def _measure_there(
     """The model's profile on the server's devices, or those of several micro-batch sizes, the largest last."""
     from placer.profiler.sending import describe
 
-    if example_inputs is None:
-        example_inputs = _carried_inputs(model)
     graphs = describe(model, example_inputs, **options)
     requests = [_profile_request(graph, devices, optimizer) for graph in graphs]
     with Client(server) as client:

@@ -6,8 +6,8 @@ layer4=cuda:1      a layer and a device, for pins and bans; a device is a name o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 from placer.errors import InputError
 from placer.schema import (
@@ -15,6 +15,7 @@ from placer.schema import (
     Constraints,
     Device,
     Layer,
+    Link,
     Objective,
     PlacementRequest,
     Profile,
@@ -25,7 +26,7 @@ from placer.schema import (
 )
 from placer.units import parse_bytes
 
-__all__ = ["blank_profile", "check_words", "limited", "request_for", "rules"]
+__all__ = ["blank_profiles", "layer_of", "limited", "request_for", "rules"]
 
 WORDS: tuple[Recompute, ...] = ("never", "auto", "always")
 """Whether a device recomputes."""
@@ -53,36 +54,28 @@ def limited(cluster: Cluster, limits: list[str]) -> Cluster:
     return Cluster(devices=tuple(Device(**device) for device in devices), links=cluster.links)
 
 
-def check_words(training: bool, limits: Sequence[str], pairs: Sequence[str], *asked: Any) -> None:
-    """Find what is wrong whatever the profile holds, before minutes go into measuring one.
+def blank_profiles(
+    training: bool, layers: Iterable[str] = (), devices: Iterable[str] = (), sizes: Iterable[int] = (1,)
+) -> list[Profile]:
+    """Profiles as they will be measured, as far as that is known before: to see whether a request can be made of them.
+
+    What is wrong whatever is measured is told so before minutes of measuring. The layers, which are not known, are
+    those that are asked about, and so many more that every device can have one.
 
     Args:
-        training: whether a training step is to be placed.
-        limits: as for ``limited``.
-        pairs: pins and bans, as for ``rules``.
-        asked: what ``request_for`` is given from the constraints on.
-
-    Raises:
-        InputError: a word is not known, a size or a pair is none, or the parts contradict each other.
+        training: whether they are of a training step.
+        layers: that pins and others name.
+        devices: that will be measured; one of any name if empty.
+        sizes: of the micro-batches that will be measured.
     """
-    for text in limits:
-        parse_bytes(text.rpartition("=")[2])
-    for text in pairs:
-        _split(text)
-    blank = blank_profile(training)
-    assert blank.cluster is not None
-    request_for(blank, blank.cluster, *asked)
-
-
-def blank_profile(training: bool) -> Profile:
-    """A profile of one layer and one device, to see whether a request can be made of everything else.
-
-    Args:
-        training: whether it is one of a training step.
-    """
-    layer = Layer(name="layer", forward_ms={"any": 1.0}, backward_ms={"any": 1.0})
-    cluster = Cluster(devices=(Device(name="device", type="any", memory_bytes=1),))
-    return Profile(layers=(layer,), cluster=cluster, training=training)
+    names = list(dict.fromkeys(devices)) or ["device"]
+    measured = dict.fromkeys([*layers, *(f"layer {number}" for number, _ in enumerate(names))])
+    cluster = Cluster(
+        devices=tuple(Device(name=name, type="any", memory_bytes=1) for name in names),
+        links=tuple(Link(source=names[0], target=name, bandwidth_bytes_per_s=1.0) for name in names[1:]),
+    )
+    rows = tuple(Layer(name=name, forward_ms={"any": 1.0}, backward_ms={"any": 1.0}) for name in measured)
+    return [Profile(layers=rows, cluster=cluster, training=training, batch_size=size) for size in sizes]
 
 
 def _device(cluster: Cluster, name: str) -> str:
@@ -157,6 +150,15 @@ def _recompute(cluster: Cluster, others: Recompute, by_device: Sequence[str]) ->
 def _pair(cluster: Cluster, text: str) -> tuple[str, str]:
     layer, device = _split(text)
     return layer, _device(cluster, device)
+
+
+def layer_of(text: str) -> str:
+    """The layer that a pin or a ban names, as for ``rules``; ``*`` for every layer.
+
+    Raises:
+        InputError: it names no layer and device.
+    """
+    return _split(text)[0]
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -139,7 +139,7 @@ def measure_sizes(
     example = example_of(module, inputs)
     with told():
         measured = profile_here(module, example, _devices(devices), **common, **loss, batch_sizes=sizes)
-    return [_limited(one, memory) for one in (measured if isinstance(measured, list) else [measured])]
+    return as_limited(measured if isinstance(measured, list) else [measured], memory)
 
 
 def _sizes(text: str) -> list[int]:
@@ -166,6 +166,11 @@ def _names(output: str | None, sizes: Sequence[int], as_json: bool) -> list[str 
     return [str(path.with_name(f"{path.stem}-{size}{path.suffix}")) for size in sizes]
 
 
+def as_limited(measured: list[Profile], memory: list[str]) -> list[Profile]:
+    """Profiles with what a placement may use of their devices set by hand, see ``limited``."""
+    return [_limited(one, memory) for one in measured]
+
+
 def _limited(measured: Profile, memory: list[str]) -> Profile:
     if measured.cluster is None:
         return measured
@@ -190,6 +195,23 @@ def loss_of(loss: str | None, target: str | None) -> dict[str, Any]:
         from placer.model_spec import load_function, parse_inputs
     (goal,) = (None,) if target is None else tuple(parse_inputs([target]))
     return {"loss_fn": load_function(loss), "target": goal}
+
+
+def devices_of(text: str | None) -> list[str]:
+    """The names of the devices that a command line names; of all that there are, if None."""
+    with extra("torch"):
+        from placer.devices import resolve
+    return [str(device) for device in resolve(_devices(text))]
+
+
+def sizes_of(inputs: list[str], sizes: list[int] | None) -> list[int]:
+    """Samples in each micro-batch that will be measured, as far as that is known without the model."""
+    if sizes is not None or not inputs:
+        return sizes or [1]
+    from placer.model_spec import parse_inputs
+    from placer.profiler.inputs import sizes as sizes_of_inputs
+
+    return sizes_of_inputs(parse_inputs(inputs), None)
 
 
 def example_of(module: Any, inputs: list[str]) -> Any:

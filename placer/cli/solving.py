@@ -46,11 +46,11 @@ from placer.cli.options import (
     TransfersOption,
     WorkLimit,
 )
-from placer.cli.profiling import cached, loss_of, measure_sizes, sample_counts
+from placer.cli.profiling import as_limited, cached, devices_of, loss_of, measure_sizes, sample_counts, sizes_of
 from placer.cli.terminal import spinner
 from placer.errors import InputError
-from placer.request_spec import check_words, limited, request_for, rules
-from placer.schema import Constraints, Placement, PlacementRequest
+from placer.request_spec import blank_profiles, layer_of, limited, request_for, rules
+from placer.schema import Placement, PlacementRequest, Profile
 
 
 def solve(
@@ -142,18 +142,20 @@ def suggest(
 ) -> None:
     """Profile a model here and find its best placement: profile and solve in one."""
     keep, lost, sizes = cached(cache, no_cache), loss_of(loss, target), _sizes(micro_batches)
-    bounds = Constraints(max_devices=max_devices, min_devices=min_devices, max_layers=max_layers, contiguous=contiguous)
-    words = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, (), break_ties, bottleneck)
-    check_words(not inference, memory, [*pin, *forbid], bounds, *words, work_limit, steps)
+
+    def asked(profiles: list[Profile]) -> PlacementRequest:
+        measured = profiles[-1]  # the largest micro-batch
+        cluster = measured.cluster
+        assert cluster is not None  # profile() measures the devices
+        limits = rules(cluster, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
+        given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
+        return request_for(measured, cluster, limits, *given, break_ties, bottleneck, work_limit, steps)
+
+    _refuse_no_url(server)
+    layers = [layer_of(text) for text in (*pin, *forbid)]
+    asked(as_limited(blank_profiles(not inference, layers, devices_of(devices), sizes_of(input, sizes)), memory))
     where = (model, arg, input, devices, memory, inference, optimizer, granularity)
-    profiles = measure_sizes(*where, keep, sizes, **lost)
-    measured = profiles[-1]  # the largest micro-batch
-    cluster = measured.cluster
-    assert cluster is not None  # profile() measures the devices
-    limits = rules(cluster, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
-    given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
-    request = request_for(measured, cluster, limits, *given, break_ties, bottleneck, work_limit, steps)
-    answer(request, server, output, json)
+    answer(asked(measure_sizes(*where, keep, sizes, **lost)), server, output, json)
 
 
 def _refuse_rest(context: typer.Context, file: str) -> None:
@@ -168,6 +170,14 @@ def _refuse_rest(context: typer.Context, file: str) -> None:
             f"{file} holds a whole request, which stands as it is, so {', '.join(given)} {one} of no use; leave that"
             " out, or give the profile alone"
         )
+
+
+def _refuse_no_url(server: str | None) -> None:
+    """Before a model is measured."""
+    if server is not None:
+        from placer_client.connection import url_of
+
+        url_of(server)
 
 
 def _sizes(text: str | None) -> list[int] | None:

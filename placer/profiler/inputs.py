@@ -45,6 +45,27 @@ def resized(tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
     Raises:
         InputError: there is no size, or one is below 1 or listed twice, or the inputs have no batch dimension.
     """
+    wanted = _in_order(tensors, sizes)
+    batch = batch_size(tensors)
+    return [[_resized(tensor, batch, size) for tensor in tensors] for size in wanted]
+
+
+def sizes(example_inputs: Any, batch_sizes: Sequence[int] | None) -> list[int]:
+    """Samples in each micro-batch that will be measured, the smallest first.
+
+    Args:
+        example_inputs: of one micro-batch.
+        batch_sizes: as for ``profile``: None for the example's own.
+
+    Raises:
+        InputError: as ``split``, ``trackable`` and ``resized`` do.
+    """
+    tensors, _ = trackable(*split(example_inputs))
+    return [batch_size(tensors)] if batch_sizes is None else _in_order(tensors, batch_sizes)
+
+
+def _in_order(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
+    """Sizes that inputs can have, the smallest first."""
     wanted = list(sizes) if isinstance(sizes, Iterable) else []
     if (
         not wanted
@@ -54,8 +75,7 @@ def resized(tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
         raise InputError(f"batch_sizes={sizes!r}: give different whole numbers of samples, such as (8, 16)")
     if not any(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
         raise InputError("the example inputs have no dimension that could be the batch, so batch_sizes has no meaning")
-    batch = batch_size(tensors)
-    return [[_resized(tensor, batch, size) for tensor in tensors] for size in sorted(wanted)]
+    return sorted(wanted)
 
 
 def _resized(tensor: Any, batch: int, size: int) -> Any:

@@ -205,6 +205,36 @@ def test_an_argument_that_cannot_be_used_is_told_before_the_model_is_measured(mo
         suggest(Block(), torch.ones(2, 8), **wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"objective": "step", "batch_size": 17, "batch_sizes": (8, 4)},
+            "batch_size: 17 samples are no whole number of micro-batches of 4 or 8",
+        ),
+        ({"objective": "step", "batch_size": 17}, "batch_size: 17 samples are no whole number of micro-batches of 2;"),
+        ({"objective": "step", "batch_size": 8, "batch_sizes": (0,)}, r"batch_sizes=\(0,\): give different whole"),
+        ({"batch_sizes": (4, 8)}, "profiles: only objective 'step' chooses it"),
+        ({"constraints": placer.Constraints(min_devices=5)}, "min_devices is 5, but there are 2"),
+        ({"constraints": {"pined": {}}}, "Constraints.pined: there is no such field; did you mean 'pinned'?"),
+        ({"constraints": ["pinned"]}, "Constraints: should be a valid dictionary"),
+        ({"constraints": {"pinned": {"first": "cpu:9"}}}, "there is no device 'cpu:9'; did you mean 'cpu:1'?"),
+        ({"server": "localhost:80"}, "server 'localhost:80' is no URL of a service"),
+    ],
+)
+def test_what_no_profile_could_answer_is_told_before_the_model_is_measured(monkeypatch, wrong, message):
+    # These were looked at only in the question that is made of the profile, after minutes of measuring.
+    monkeypatch.setattr(module, "_measure", lambda *_, **__: pytest.fail("it was measured first"))
+    with pytest.raises(InputError, match=message):
+        suggest(Block(), torch.ones(2, 8), devices=["cpu:0", "cpu:1"], **wrong)
+
+
+def test_constraints_may_be_given_as_what_their_json_holds():
+    rules = {"pinned": {"first": "cpu:1"}, "forbidden": {"*": ["cpu:0"]}, "min_devices": 1, "colocated": [["second"]]}
+    placed = suggest(Block(), torch.ones(2, 8), devices=2, constraints=rules, granularity="submodule")
+    assert placed.layer_devices == {"first": "cpu:1", "second": "cpu:1"}
+
+
 @pytest.mark.parametrize("given", ["profile.json", {"layers": []}, ["profile.json"], 3])
 def test_what_is_no_profile_is_refused_with_how_to_make_one_of_json(given):
     with pytest.raises(InputError, match=r"profile is an? \w+; give a Profile, which Profile.model_validate_json"):

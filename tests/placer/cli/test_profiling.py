@@ -118,6 +118,15 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
         (["--pin", "net1"], "'net1' names no layer and device"),
         (["--min-devices", "3", "--max-devices", "2"], "min_devices is 3, but"),
         (["--time-limit", "1e9"], "time_limit_s: should be less than or equal to 86400"),
+        (["--min-devices", "3"], "constraints.min_devices is 3, but there are 2"),
+        (["--pin", "net1=cpu:7"], "there is no device 'cpu:7'; the cluster has cpu:0, cpu:1"),
+        (["--memory", "cpu:7=1GiB"], "there is no device 'cpu:7'; the cluster has cpu:0, cpu:1"),
+        (["--server", "localhost:80"], "server 'localhost:80' is no URL of a service"),
+        (["--objective", "step", "--batch-size", "17"], "17 samples are no whole number of micro-batches of 4;"),
+        (
+            ["--objective", "step", "--batch-size", "17", "--micro-batches", "4,8"],
+            "17 samples are no whole number of micro-batches of 4 or 8",
+        ),
     ],
 )
 def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(

@@ -257,6 +257,14 @@ def test_suggest_profiles_and_solves(run: Run) -> None:
     assert answer.placement.training
 
 
+def test_suggest_uses_as_many_devices_as_it_must(run: Run) -> None:
+    # It was held against the one device of a blank profile: more than one could not be asked for.
+    answer = run("suggest", *TOY, "--min-devices", "2", "--pin", "net1=1")
+    assert answer.code == 0, answer.err
+    devices = answer.placement.layer_devices
+    assert len(set(devices.values())) == 2 and devices["net1"] == "cpu:1"
+
+
 def test_suggest_counts_the_loss_as_a_profile_with_it_does(run: Run) -> None:
     loss = ("--loss", "torch.nn.functional:mse_loss", "--target", "4x5")
     asked = ("--objective", "memory", "--max-devices", "1")
