@@ -313,6 +313,8 @@ class Placement(Wire):
         if len(hosts) > 1 or not found:
             why = f"its devices are of several hosts, {', '.join(hosts)}" if hosts else "it places no layer"
             raise PlacementError(f"this placement has no device map: {why}")
+        if model is not None and (isinstance(model, type) or not hasattr(model, "named_modules")):
+            raise PlacementError(f"device_map was given {model!r:.80}; give the nn.Module that was placed, or nothing")
         return found if model is None else _completed(found, model)
 
 

@@ -40,6 +40,14 @@ def test_what_has_no_device_map_is_told() -> None:
         Placement(status="infeasible", objective="memory").device_map()
 
 
+@pytest.mark.parametrize("model", ["resnet18", nn.Linear, 3])
+def test_a_map_of_what_is_no_model_is_refused(model: object) -> None:
+    with pytest.raises(
+        PlacementError, match=r"device_map was given .*; give the nn.Module that was placed, or nothing"
+    ):
+        _placed(a="cuda:0").device_map(model)
+
+
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "resnet18"])
 @pytest.mark.parametrize("granularity", ["auto", "fine"])
 def test_every_parameter_lies_in_a_module_of_the_map_as_accelerate_wants_it(name: str, granularity: str) -> None:
