@@ -48,6 +48,11 @@ def merge_profiles(*profiles: Profile, network: Rate | Mapping[tuple[str, str], 
     """
     if not profiles:
         raise ProfileError("there is no profile to merge")
+    if len(profiles) == 1 and isinstance(profiles[0], list | tuple):
+        raise ProfileError(
+            f"merge_profiles was given {kind_of(profiles[0])}; give each profile as an argument of its own: "
+            "merge_profiles(*profiles)"
+        )
     for number, profile in enumerate(profiles, start=1):
         if not isinstance(profile, Profile):
             raise ProfileError(

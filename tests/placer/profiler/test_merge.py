@@ -55,8 +55,13 @@ def profile(kind: str = "H200", host: str = "node1", factor: float = 1.0, **chan
 def test_what_is_no_profile_is_named() -> None:
     with pytest.raises(ProfileError, match="profile 2 is a str; give each as an argument of its own, a Profile"):
         merge_profiles(profile(), "b.json")  # type: ignore[arg-type]
-    with pytest.raises(ProfileError, match="profile 1 is a list"):
-        merge_profiles([profile(), profile()])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [[], [profile(), profile()], (profile(),)])
+def test_profiles_in_a_list_are_arguments_with_a_star(given: Any) -> None:
+    words = r"was given a (list|tuple); give each profile as an argument of its own: merge_profiles\(\*profiles\)"
+    with pytest.raises(ProfileError, match=words):
+        merge_profiles(given)
 
 
 def test_unlike_devices_have_their_own_times() -> None:
