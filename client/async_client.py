@@ -26,7 +26,7 @@ from placer.schema import (
 )
 from placer.schema.graph import ProfileRequest
 
-from .connection import RETRIES, TIMEOUT_S, headers_of, timeout_of, url_of
+from .connection import RETRIES, TIMEOUT_S, headers_of, refuse_closed, timeout_of, url_of
 from .dialogue import Dialogue, Health
 from .exchange import Call, Exchange, Outcome, Pause
 from .following import SILENCE_S, Following
@@ -82,6 +82,7 @@ class AsyncClient:
         """See ``Client.events``."""
         following = Following(self._dialogue, id)
         while not following.ended:
+            refuse_closed(self._http)
             try:
                 async with self._http.stream("GET", following.path, timeout=self._stream_timeout()) as reply:
                     if not reply.is_success:
@@ -206,6 +207,7 @@ class AsyncClient:
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
             return None
+        refuse_closed(self._http)
         try:
             return await self._http.request(
                 step.method, step.path, content=step.content, timeout=timeout_of(step, self._timeout_s)

@@ -26,7 +26,7 @@ from placer.schema import (
 )
 from placer.schema.graph import ProfileRequest
 
-from .connection import RETRIES, TIMEOUT_S, headers_of, timeout_of, url_of
+from .connection import RETRIES, TIMEOUT_S, headers_of, refuse_closed, timeout_of, url_of
 from .dialogue import Dialogue, Health
 from .exchange import Call, Exchange, Outcome, Pause
 from .following import SILENCE_S, Following
@@ -40,7 +40,7 @@ class Client:
     """A client of one service; close it, or use it in a ``with`` statement.
 
     What fails on the way is tried again where that is safe: nearly everywhere, for a placement is asked for by its
-    content, so that asking twice is asking once.
+    content, so that asking twice is asking once. A client that was closed raises InputErrors.
 
     Args:
         server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
@@ -121,6 +121,7 @@ class Client:
         """
         following = Following(self._dialogue, id)
         while not following.ended:
+            refuse_closed(self._http)
             try:
                 with self._http.stream("GET", following.path, timeout=self._stream_timeout()) as reply:
                     if not reply.is_success:
@@ -283,6 +284,7 @@ class Client:
         if isinstance(step, Pause):
             time.sleep(step.seconds)
             return None
+        refuse_closed(self._http)
         try:
             return self._http.request(
                 step.method, step.path, content=step.content, timeout=timeout_of(step, self._timeout_s)

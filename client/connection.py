@@ -53,6 +53,16 @@ def url_of(server: str | None) -> str:
     return given.rstrip("/")
 
 
+def refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
+    """Refuse to send by connections that are closed.
+
+    Raises:
+        InputError: they are.
+    """
+    if http.is_closed:
+        raise InputError(f"this client of {str(http.base_url).rstrip('/')} is closed; make another for further calls")
+
+
 def timeout_of(call: Call, timeout_s: float) -> httpx.Timeout:
     """What the service waits on purpose counts on top."""
     return httpx.Timeout(timeout_s, read=timeout_s + call.wait_s)

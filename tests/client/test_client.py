@@ -89,6 +89,28 @@ def ask(flavour):
     return run
 
 
+def test_a_client_that_is_closed_says_so(flavour):
+    # httpx's RuntimeError came through.
+    message = r"^this client of http://service\.test is closed; make another for further calls$"
+    transport = httpx.MockTransport(Script((200, DONE)))
+    if flavour == "sync":
+        client = Client(URL, transport=transport)
+        client.close()
+        for call in (client.health, lambda: next(client.events(KEY))):
+            with pytest.raises(InputError, match=message):
+                call()
+        return
+
+    async def go():
+        client = AsyncClient(URL, transport=transport)
+        await client.aclose()
+        for call in (client.health, lambda: anext(client.events(KEY))):
+            with pytest.raises(InputError, match=message):
+                await call()
+
+    asyncio.run(go())
+
+
 def test_place_posts_the_request_and_returns_the_placement(ask, request_):
     script = Script((200, DONE))
     assert ask(script, "place", request_) == Placement.model_validate(DONE)
