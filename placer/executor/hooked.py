@@ -104,7 +104,7 @@ class HookPath:
             with self._standing.resumed():
                 yield
             return
-        refuse_scripts(self._module, "the model runs through hooks")
+        refuse_scripts(self._module)
         alignment = Alignment(renewal=partial(self._renewed, again or partial(self.standing, assignment)))
         arrivals = Arrivals(self._places(assignment), alignment)
         self._standing, self._thread = alignment, get_ident()

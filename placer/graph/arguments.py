@@ -34,8 +34,19 @@ def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str,
     return (inputs,), {}
 
 
-def advice(error: BaseException) -> str:
-    """What helps where a model refuses keyword arguments that were one dict; empty for other errors."""
-    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+def advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:
+    """What helps where a model refuses the form in which its inputs were given; empty for other errors.
+
+    Args:
+        error: what the model raised.
+        args: the positional arguments.
+    """
+    if not isinstance(error, TypeError | AttributeError):
+        return ""
+    if "unexpected keyword argument" in str(error):
         return "; a dict is one of keyword arguments: where the model takes a dict itself, give it as (inputs,)"
+    if len(args) == 1 and isinstance(args[0], list):
+        return "; give a tuple, not a list, of positional arguments"
+    if args and all(isinstance(size, int) for size in args):
+        return f"; give a tensor, not a shape, such as torch.randn({', '.join(map(str, args))})"
     return ""

@@ -99,18 +99,18 @@ def trace(
     return graph
 
 
-def refuse_scripts(model: nn.Module, reason: str) -> None:
+def refuse_scripts(model: nn.Module, reason: str = "") -> None:
     """Raise a CaptureError if a module allows no hooks.
 
     Args:
         model: to look at.
-        reason: why it has to run through hooks.
+        reason: why it has to run through hooks, where that is known.
     """
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
-                f"{reason}; and {path or 'the model'} was compiled by torch.jit, which allows no hooks: "
-                "give the module that it was made from"
+                f"{path or 'the model'} was compiled by torch.jit, and can neither be captured nor run through hooks: "
+                f"give the module that it was made from{reason and f' ({reason})'}"
             )
 
 
@@ -119,7 +119,7 @@ def _run(model: nn.Module, inputs: Structure, tensors: Sequence[Any]) -> Any:
     try:
         return model(*args, **kwargs)
     except Exception as error:
-        help = arguments.advice(error) if kwargs else ""
+        help = arguments.advice(error, args)
         raise CaptureError(f"the model fails on the example inputs: {type(error).__name__}: {error}{help}") from error
 
 

@@ -93,6 +93,19 @@ def test_a_dict_that_the_model_takes_itself_is_given_in_a_tuple_which_the_error_
         suggest(TakesADict(), batch, devices=["cpu:0"], cache=False, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "hint"),
+    [
+        ([torch.ones(2, 8)], "; give a tuple, not a list, of positional arguments$"),
+        ((2, 8), r"; give a tensor, not a shape, such as torch.randn\(2, 8\)$"),
+        (torch.Size([2, 8]), r"; give a tensor, not a shape, such as torch.randn\(2, 8\)$"),
+    ],
+)
+def test_a_list_of_arguments_and_a_shape_are_told_what_to_give_instead(inputs, hint):
+    with pytest.raises(CaptureError, match=f"the model fails on the example inputs: .*{hint}"):
+        suggest(Block(), inputs, devices=["cpu:0"], cache=False, progress=False)
+
+
 @pytest.mark.parametrize("model", [Carrying, CarryingLikeTransformers])
 def test_without_inputs_those_that_the_model_carries_are_used(model):
     assert names(suggest(model(), devices=["cpu:0"], granularity="submodule")) == {"first", "second"}

@@ -136,8 +136,10 @@ class TrainStep:
 
         Raises:
             InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode, or the target is of
-                another size than the batch.
+                another size than the batch, or ``update`` or ``flow.in_flight`` is not what it can be.
         """
+        if update not in (True, False):
+            raise InputError(f"update is {update!r}; give True, or False to let the gradients wait")
         with nothing_held(), self.flow.lock:
             batch = self._taken(inputs, target, chunks)
             self.flow.follow(self.update.optimizer)
@@ -286,6 +288,7 @@ class TrainStep:
             raise InputError("inference mode makes no gradients: leave torch.inference_mode() for a training step")
         if not flow.module.training:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
+        _room(flow)
 
     def _pipeline(
         self,
@@ -363,9 +366,6 @@ class TrainStep:
     ) -> Tensor:
         """A model that could not be captured: micro-batches one after another."""
         module, place = self.flow.module, self.flow.output_device
-        if self.flow.not_captured_because and not self._has_told:
-            self._has_told = True
-            _told(f"the model is not captured: {self.flow.not_captured_because}")
         if self.flow.deferred_batch_norm and len(sizes) > 1:
             refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
         kept = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
@@ -381,6 +381,7 @@ class TrainStep:
             for part, goal, size in parts:
                 args, kwargs = inputs.unflatten(part)
                 output = self.flow(*args, chunks=1, **kwargs)
+                self._tell_once()  # only now: where the model itself fails on its inputs, that is what is told
                 there = [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in goal]
                 loss = self.loss_fn(output, target.unflatten(there))
                 refuse_no_number(loss)
@@ -395,6 +396,12 @@ class TrainStep:
             kept.restore()
             raise_explained(error, self._place(error, len(losses)))
         return torch.stack(losses).sum()
+
+    def _tell_once(self) -> None:
+        """Say why the model runs through hooks, the first time that it does."""
+        if self.flow.not_captured_because and not self._has_told:
+            self._has_told = True
+            _told(f"the model is not captured: {self.flow.not_captured_because}")
 
     def _place(self, error: BaseException, micro_batch: int) -> Place:
         """Where a micro-batch failed on its way through hooks."""
