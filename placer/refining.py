@@ -26,8 +26,9 @@ from placer.executor.compiled_segments import Backend, backend_of
 from placer.executor.dataflow import DataFlow
 from placer.executor.inference.stream import Known
 from placer.executor.segments import MicroBatch, Segment, segments
+from placer.graph import arguments
 from placer.graph.batch import batch_size
-from placer.graph.given import refuse_no_loss, refuse_no_module
+from placer.graph.given import refuse_half_a_loss, refuse_no_loss, refuse_no_module
 from placer.graph.layers import tensor_bytes
 from placer.graph.losses import LossFunction
 from placer.graph.structure import flatten, flatten_inputs
@@ -86,20 +87,20 @@ def refine(
 
     Raises:
         InputError: there is no placement, or rounds or repeats are below 1; the profile is of other layers, another
-            model or another batch; a target is given without a loss; or torch knows no such backend.
+            model or another batch; a loss or a target is given without the other; or torch knows no such backend.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
         raise InputError(f"placement is {kind_of(placement)}; give one that suggest or solve returned")
     if not placement.layer_devices:
         raise InputError(f"the placement is {placement.status} and places no layer, so there is nothing to measure")
-    if not all(isinstance(number, int) and number >= 1 for number in (rounds, repeats)):
-        raise InputError(f"rounds is {rounds!r} and repeats {repeats!r}; both must be at least 1")
+    for name, number in (("rounds", rounds), ("repeats", repeats)):
+        if not isinstance(number, int) or number < 1:
+            raise InputError(f"{name} is {number!r}; give a whole number, at least 1")
     refuse_no_module(model)
+    refuse_half_a_loss(loss_fn, target)
     if loss_fn is not None:
         refuse_no_loss(loss_fn)
-    elif target is not None:
-        raise InputError("target is given without loss_fn; give both to have the loss measured, or none")
     backend = backend_of(compile)
     _refuse_others(profile, request)
     if request is None:
@@ -308,6 +309,7 @@ class _Stages:
             flow(*self._args, chunks=1, **self._kwargs)
         except Exception as error:  # whatever the model's own code may raise
             text = f"the model fails on the example inputs: {type(error).__name__}: {error}"
+            text += arguments.advice(error, self._args)
             raise InputError(f"{text}; give inputs such as it was profiled with") from error
 
 
@@ -394,7 +396,7 @@ def _profile(
 ) -> Profile:
     """A profile of the placement's layers on the devices that it uses, with the loss where it has a target."""
     names = list(dict.fromkeys(placement.layer_devices.values()))
-    has_loss = placement.training and loss_fn is not None and target is not None
+    has_loss = placement.training and loss_fn is not None
     return measure_profile(
         model,
         example_inputs,

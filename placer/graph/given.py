@@ -45,6 +45,17 @@ def refuse_no_loss(loss_fn: Any) -> None:
         )
 
 
+def refuse_half_a_loss(loss_fn: Any, target: Any) -> None:
+    """Refuse a loss without what it compares with, or the other way round.
+
+    Raises:
+        InputError: one of the two is missing.
+    """
+    if (loss_fn is None) != (target is None):
+        there, missing = ("target", "loss_fn") if loss_fn is None else ("loss_fn", "target")
+        raise InputError(f"{there} is given without {missing}; give both to have the loss measured, or none")
+
+
 def refuse_sum(loss_fn: Any) -> None:
     """Refuse a loss that adds samples up: of micro-batches the mean is taken, which is no loss that anybody knows.
 
@@ -81,4 +92,4 @@ def refuse_no_chunks(chunks: Any) -> None:
         raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
 
 
-__all__ = ["refuse_lbfgs", "refuse_no_chunks", "refuse_no_loss", "refuse_no_module", "refuse_sum"]
+__all__ = ["refuse_half_a_loss", "refuse_lbfgs", "refuse_no_chunks", "refuse_no_loss", "refuse_no_module", "refuse_sum"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from placer import devices, schema
 from placer.errors import InputError, PlacerError, ProfilingError
-from placer.graph.given import refuse_no_loss
+from placer.graph.given import refuse_half_a_loss, refuse_no_loss
 from placer.graph.layers import Layer, LayerGraph, Value, tensor_bytes
 from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
 from placer.graph.structure import Structure, flatten
@@ -110,11 +110,9 @@ def given_loss(loss_fn: LossFunction | None, target: Any, training: bool, batch:
         InputError: one of the two is missing, or the loss has parameters, or no training step is measured, or the
             target is of another batch.
     """
-    if loss_fn is None and target is None:
+    refuse_half_a_loss(loss_fn, target)
+    if loss_fn is None:
         return None
-    if loss_fn is None or target is None:
-        there, missing = ("target", "loss_fn") if loss_fn is None else ("loss_fn", "target")
-        raise InputError(f"{there} is given without {missing}; give both to have the loss measured, or none")
     if not training:
         raise InputError("loss_fn and target belong to training; leave them out with training=False")
     refuse_no_loss(loss_fn)
