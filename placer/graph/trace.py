@@ -108,8 +108,9 @@ def refuse_scripts(model: nn.Module, reason: str = "") -> None:
     """
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
+            name = f"module {path!r}" if path else "the model"
             raise CaptureError(
-                f"{path or 'the model'} was compiled by torch.jit, and can neither be captured nor run through hooks: "
+                f"{name} was compiled by torch.jit, and can neither be captured nor run through hooks: "
                 f"give the module that it was made from{reason and f' ({reason})'}"
             )
 

@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_captured_is_named_with_the_reason():
         (lambda g: g["layers"][0].update(results=[]), "1 writes and 0 results"),
         (lambda g: g["state"][0].update(shape=[2**40, 2**40]), "takes more than"),
         (lambda g: g["state"][0].update(shape=[-1]), "greater than or equal to 0"),
-        (lambda g: g["state"][0].update(dtype="object"), "Input should be"),
+        (lambda g: g["state"][0].update(dtype="object"), "dtype: should be .*, not .object."),
         (lambda g: g["layers"][0]["operations"][0]["args"].append({"code": "x"}), "no argument that can be sent"),
         (lambda g: g["layers"][0]["operations"][0]["args"].append([[[[[1]]]]]), "nested too deeply"),
         (lambda g: g["layers"][0]["operations"][0]["args"].append({"ref": "r0", "dtype": "x"}), "no argument"),
