@@ -86,17 +86,24 @@ class Weighing:
         Raises:
             InputError: ``weigh`` gives something else than a number for each sample.
         """
-        weights = None if self._weigh is None else self._weigh(inputs, target)
+        weights = self._asked(inputs, target)
         if weights is None and not self._is_asked:
             leaves, structure = flatten(target)
             self._tell_of_labels([*tensors, *leaves])
             return leaves, structure
         if not isinstance(weights, Tensor) or weights.shape != (size,):
-            given = tuple(weights.shape) if isinstance(weights, Tensor) else kind_of(weights)
+            given = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else kind_of(weights)
             raise InputError(f"weigh gave {given}; let it give a tensor of a number for each of the {size} samples")
         with torch.no_grad():
             weights = weights.detach().double()
             return flatten(Weighed(target, weights * (size / weights.sum())))
+
+    def _asked(self, inputs: Any, target: Any) -> Tensor | None:
+        try:
+            return None if self._weigh is None else self._weigh(inputs, target)
+        except Exception as error:  # whatever a user's function raises
+            what = f"{type(error).__name__}: {error}"
+            raise InputError(f"weigh(inputs, target) failed: {what}; it is given those of the step") from error
 
     def _tell_of_labels(self, tensors: Sequence[Any]) -> None:
         """Warn once, in a first batch, where labels are left out, of which no loss here knows how many."""

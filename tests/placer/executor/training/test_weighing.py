@@ -150,9 +150,11 @@ def test_labels_that_are_left_out_without_a_weight_are_told_once(inputs: Any, ta
 @pytest.mark.parametrize(
     ("weigh", "said"),
     [
-        (lambda inputs, target: target, r"weigh gave \(10, 3\).*each of the 10 samples"),
+        (lambda inputs, target: target, r"weigh gave a tensor of shape \(10, 3\).*each of the 10 samples"),
         (lambda inputs, target: 3, "weigh gave.*int"),
         (lambda inputs, target: None, "weigh gave"),
+        (lambda target: target, r"weigh\(inputs, target\) failed: TypeError"),
+        (lambda inputs, target: target["mask"], r"weigh\(inputs, target\) failed: .*those of the step"),
     ],
 )
 def test_weights_that_are_none_of_samples_are_refused(weigh: Any, said: str) -> None:
