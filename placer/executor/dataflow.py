@@ -45,8 +45,8 @@ __all__ = ["DataFlow"]
 class DataFlow(PlacedCalls):
     """Runs an unmodified module with each of its layers on the device that ``layer_gpus`` names.
 
-    The module's source is never rewritten. Its Parameters stay the same objects, so an
-    optimizer made before stays valid, and the keys of its ``state_dict`` never change.
+    The module's source is never rewritten. Its Parameters stay the same objects, so an optimizer made before stays
+    valid, and the keys of its ``state_dict`` never change.
 
     Args:
         module: the model.
@@ -242,12 +242,8 @@ class DataFlow(PlacedCalls):
             inputs: their structure.
             needed: False lets it run so, too, where call after call would need a capture of its own.
         """
-        captures = self._program.captures([tensors], inputs, needed or self.enable_clone or self.deferred_batch_norm)
+        captures = self._program.captures([tensors], inputs, needed or self._needs_captures)
         return None if captures is None else captures[0]
-
-    def whole(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
-        """Those of the inputs that are no part of the batch, though as long; ``Program.whole`` tells more."""
-        return self._program.whole(tensors, inputs, needed or self.enable_clone or self.deferred_batch_norm)
 
     def holds(self, capture: Capture) -> bool:
         """Whether a capture is still of the model as it is."""

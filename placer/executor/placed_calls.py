@@ -84,7 +84,7 @@ class PlacedCalls(PipelinedRuns):
         with nothing_held(), self._turn(), self._hooks.paused():
             if self._assignment is None:  # another thread has undone it meanwhile
                 return self.module(*args, **kwargs)
-            whole = self._whole(tensors, inputs) if chunks > 1 else ()
+            whole = self.whole(tensors, inputs, needed=False) if chunks > 1 else ()
             parts = scatter(tensors, chunks, batch, whole) if chunks > 1 else [tensors]
             weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
             captures, results = self._run_recorded(parts, inputs, weights)
@@ -149,8 +149,14 @@ class PlacedCalls(PipelinedRuns):
             )
         return self(*args, chunks=1, **kwargs)
 
-    def _whole(self, tensors: list[Any], inputs: Structure) -> frozenset[int]:
-        return self._program.whole(tensors, inputs, self.enable_clone or self.deferred_batch_norm)
+    def whole(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
+        """Those of the inputs that are no part of the batch, though as long; ``Program.whole`` tells more."""
+        return self._program.whole(tensors, inputs, needed or self._needs_captures)
+
+    @property
+    def _needs_captures(self) -> bool:
+        """Whether no call may run through hooks because a capture would take long."""
+        return self.enable_clone or self.deferred_batch_norm
 
     def _turn(self) -> AbstractContextManager[Any]:
         """The lock, but for what runs again in a backward pass: who waits for that has it, or nobody."""
@@ -163,8 +169,7 @@ class PlacedCalls(PipelinedRuns):
         captures, results = self._run_ahead(parts, inputs, weights)
         if results is None:
             with torch.inference_mode(False):  # inside it, constants could not be trained with later
-                needed = self.enable_clone or self.deferred_batch_norm
-                captures = self._program.captures(parts, inputs, needed, waits=self._hooks.stand)
+                captures = self._program.captures(parts, inputs, self._needs_captures, waits=self._hooks.stand)
         if results is None and captures is not None and self._can_be_streamed(weights):
             results = self._repeated.run(captures, parts, weights)
         return captures, results

@@ -105,9 +105,8 @@ class Alignment(WideMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            self._is_paused or torch.compiler.is_dynamo_compiling()
-        ):  # a branch of torch.cond, say: what it is given is aligned
+        # What is compiled, a branch of torch.cond, say, is given what is aligned.
+        if self._is_paused or torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name not in _KEEPS_ITS_PLACE and not name.startswith(_OF_LISTS):

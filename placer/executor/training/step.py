@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -78,6 +78,28 @@ class Flow(Protocol):
         """Run the model."""
 
 
+class _Batch(NamedTuple):
+    """What a step takes, flattened.
+
+    Attributes:
+        tensors: the inputs.
+        inputs: their structure.
+        goals: the target.
+        target: its structure.
+        sizes: samples in each micro-batch.
+    """
+
+    tensors: list[Any]
+    inputs: Structure
+    goals: list[Any]
+    target: Structure
+    sizes: list[int]
+
+    def without_gradients(self) -> _Batch:
+        """The same, nothing of which asks for a gradient."""
+        return self._replace(tensors=_without_gradients(self.tensors), goals=_without_gradients(self.goals))
+
+
 class TrainStep:
     """A training step of a flow.
 
@@ -144,7 +166,7 @@ class TrainStep:
             batch = self._taken(inputs, target, chunks)
             self.flow.follow(self.update.optimizer)
             keep, self.flow.gradients_wait = self.flow.gradients_wait, False
-            loss = self._computed(*batch, keep)
+            loss = self._computed(batch, keep)
             self.flow.gradients_wait = not update
             if update:
                 self.update(self.flow.module)
@@ -153,38 +175,34 @@ class TrainStep:
                 _waiting.add(self.flow)
             return loss
 
-    def _computed(
-        self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int], keep: bool
-    ) -> Tensor:
+    def _computed(self, batch: _Batch, keep: bool) -> Tensor:
         """The loss of a batch; gradients are in place then, and gone where it fails."""
         pipeline = None
         try:
-            pipeline = self._ready(tensors, inputs, goals, target, sizes)
+            pipeline = self._ready(batch)
             self._others.look(pipeline)
             if not keep:
                 self._others.drop_gradients()
             if pipeline is None:
-                return self._through_hooks(tensors, inputs, goals, target, sizes, keep)
-            return pipeline.run(tensors, goals, keep, self.update.scale(pipeline.stages[-1].device))
+                return self._through_hooks(batch, keep)
+            return pipeline.run(batch.tensors, batch.goals, keep, self.update.scale(pipeline.stages[-1].device))
         except BaseException as error:
             self.flow.module.zero_grad()
             self._let_go(None if isinstance(error, Exception) else pipeline)
             raise
 
-    def _ready(
-        self, tensors: list[Any], inputs: Structure, goals: list[Any], target: Structure, sizes: list[int]
-    ) -> TrainingPipeline | None:
+    def _ready(self, batch: _Batch) -> TrainingPipeline | None:
         """As ``_pipeline``, its passes made; without those of other shapes, where there is no memory for both.
 
         A shape beside others is recorded when it comes for the second time.
         """
-        pipeline = self._pipeline(tensors, inputs, goals, target, sizes)
+        pipeline = self._pipeline(batch)
         others = len(self._pipelines) - 1
         try:
             if pipeline is not None:
                 with nothing_held():
                     # Recording pays where a shape comes back: the first is taken to, others when they have.
-                    pipeline.prepare(tensors, goals, record=pipeline.is_prepared or not others)
+                    pipeline.prepare(batch.tensors, batch.goals, record=pipeline.is_prepared or not others)
             return pipeline
         except torch.OutOfMemoryError as error:
             if not others:
@@ -197,7 +215,7 @@ class TrainStep:
             f"there is no memory for a batch of this shape beside the passes of {others} other(s), which are let go of "
             f"and made again when such a batch comes: {why}"
         )
-        return self._pipeline(tensors, inputs, goals, target, sizes)
+        return self._pipeline(batch)
 
     def _let_go(self, interrupted: TrainingPipeline | None) -> None:
         """Keep no passes that were half made, and none that an interrupt, which comes anywhere, may have left so."""
@@ -219,13 +237,10 @@ class TrainStep:
         Returns:
             The stages, None where the model runs through hooks; and the flattened inputs and target.
         """
-        tensors, structure, goals, target_structure, sizes = self._taken(inputs, target, chunks)
-        tensors, goals = _without_gradients(tensors), _without_gradients(goals)
-        return self._pipeline(tensors, structure, goals, target_structure, sizes, needed=True), tensors, goals
+        batch = self._taken(inputs, target, chunks).without_gradients()
+        return self._pipeline(batch, needed=True), batch.tensors, batch.goals
 
-    def _taken(
-        self, inputs: Any, target: Any, chunks: int | None
-    ) -> tuple[list[Any], Structure, list[Any], Structure, list[int]]:
+    def _taken(self, inputs: Any, target: Any, chunks: int | None) -> _Batch:
         """Inputs and target, flattened and with their structures, and the sizes of micro-batches."""
         self._refuse()
         tensors, structure = flatten_inputs(*arguments.split(inputs))
@@ -237,9 +252,8 @@ class TrainStep:
         sizes = _sizes(self.flow.chunks if chunks is None else chunks, size)
         if len(sizes) > 1:
             goals, target_structure = self.loss_fn.with_weights(inputs, target, tensors, size)
-        if not torch.is_grad_enabled():
-            tensors, goals = _without_gradients(tensors), _without_gradients(goals)
-        return tensors, structure, goals, target_structure, sizes
+        batch = _Batch(tensors, structure, goals, target_structure, sizes)
+        return batch if torch.is_grad_enabled() else batch.without_gradients()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the passes, which are made again when needed."""
@@ -290,26 +304,18 @@ class TrainStep:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
         _room(flow)
 
-    def _pipeline(
-        self,
-        tensors: list[Any],
-        inputs: Structure,
-        goals: list[Any],
-        target: Structure,
-        sizes: list[int],
-        needed: bool = False,
-    ) -> TrainingPipeline | None:
+    def _pipeline(self, batch: _Batch, needed: bool = False) -> TrainingPipeline | None:
         """The stages for batches like this one; None where micro-batches run one after another through the flow.
 
         So they do where there is no capture; where a layer reads a number that another took from a tensor: passes are
         prepared once, and would keep the number that they were prepared with; where a segment uses what another one
         changes; and where parameters have hooks, which passes over aliases of them would not run.
         """
-        flow = self.flow
+        flow, (tensors, inputs, goals, target, sizes) = self.flow, batch
         if flow.assignment is not self._placed:
             self._pipelines.keep_only(lambda key: False)
             self._placed = flow.assignment
-        whole = self._whole(tensors, inputs, sizes, needed)
+        whole = self._whole(batch, needed)
         parts = cut(tensors, sizes, whole)
         capture = flow.captured(parts[0], inputs, needed)
         if capture is None:
@@ -332,7 +338,7 @@ class TrainStep:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
             equal = _equal_sizes(len(sizes), sum(sizes))
             _tell_of(equal, sizes)
-            return self._pipeline(tensors, inputs, goals, target, equal, needed)
+            return self._pipeline(batch._replace(sizes=equal), needed)
         recipe = Recipe(
             self.loss_fn,
             capture.exported.outputs,
@@ -351,21 +357,15 @@ class TrainStep:
         made.weights.leave_out(flow.module.parameters())
         return made
 
-    def _whole(self, tensors: list[Any], inputs: Structure, sizes: list[int], needed: bool) -> frozenset[int]:
-        return self.flow.whole(tensors, inputs, needed) if len(sizes) > 1 else frozenset()
+    def _whole(self, batch: _Batch, needed: bool = False) -> frozenset[int]:
+        """The positions of the inputs that are not cut with the batch."""
+        return self.flow.whole(batch.tensors, batch.inputs, needed) if len(batch.sizes) > 1 else frozenset()
 
     @torch.enable_grad()
-    def _through_hooks(
-        self,
-        tensors: list[Any],
-        inputs: Structure,
-        goals: list[Any],
-        target: Structure,
-        sizes: list[int],
-        keep: bool,
-    ) -> Tensor:
+    def _through_hooks(self, batch: _Batch, keep: bool) -> Tensor:
         """A model that could not be captured: micro-batches one after another."""
         module, place = self.flow.module, self.flow.output_device
+        tensors, inputs, goals, target, sizes = batch
         if self.flow.deferred_batch_norm and len(sizes) > 1:
             refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
         kept = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
@@ -375,8 +375,8 @@ class TrainStep:
         losses: list[Tensor] = []
         given = [*tensors, *goals]
         leaves = detached(given)
-        whole, goals = self._whole(tensors, inputs, sizes, needed=False), leaves[len(tensors) :]
-        parts = zip(cut(leaves[: len(tensors)], sizes, whole), cut(goals, sizes), sizes, strict=True)
+        of_inputs, of_target = leaves[: len(tensors)], leaves[len(tensors) :]
+        parts = zip(cut(of_inputs, sizes, self._whole(batch)), cut(of_target, sizes), sizes, strict=True)
         try:
             for part, goal, size in parts:
                 args, kwargs = inputs.unflatten(part)
