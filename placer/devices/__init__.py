@@ -11,6 +11,7 @@ from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import Courier, Delivery, Lane, Mark, shared_lane
 from placer.devices.memory import (
     context_bytes,
+    counts_bytes,
     fragmented_bytes,
     library_bytes,
     memory_bytes,
@@ -70,6 +71,7 @@ __all__ = [
     "context_bytes",
     "copy",
     "copy_s",
+    "counts_bytes",
     "current",
     "default_kind",
     "detour",

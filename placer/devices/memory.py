@@ -21,9 +21,14 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
 
+def counts_bytes(device: torch.device) -> bool:
+    """Whether an allocator counts what the device holds."""
+    return device.type == "cuda"
+
+
 def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
     """The most memory that ``run`` held beyond what was held before it, in bytes; None where no allocator counts it."""
-    if device.type != "cuda":
+    if not counts_bytes(device):
         run()
         return None
     synchronise(device)
@@ -40,7 +45,7 @@ def fragmented_bytes(device: torch.device) -> int:
     Torch's allocator takes memory in segments, of 2, 20 or more MiB. What is left of one that holds a tensor it cannot
     give back, and larger tensors do not fit there.
     """
-    if device.type != "cuda":
+    if not counts_bytes(device):
         return 0
     return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.peak", 0))
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from placer import devices
 from placer.graph.halves import LINEAR, can_wait
 from placer.profiler.side_by_side import LANES
 from placer.profiler.storages import StorageLog, key_of, peak_bytes
@@ -67,23 +68,35 @@ def _measured(trial: Trial, again: bool) -> Halves:
     log, waiting = StorageLog(trial.device, trial.state, trial.reads), _Waiting()
     trial.set_gradients(present=True)
     log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
-    gradients: list[Tensor | None] = []
     try:
         with log:
             with waiting:
                 trial.forward()
             before = log.count
-            by_input = partial(trial.backward_by_input, waiting.edges, waiting.weights, again)
-            input_bytes = peak_bytes(trial.device, log, lambda: gradients.extend(by_input()))
-            found = gradients[: len(waiting.edges)]
-            keys = {key_of(gradient) for gradient in found if gradient is not None and gradient.layout == torch.strided}
-            deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
-            slices = _slices(log, trial.of_reads(gradients[len(found) :], waiting.weights))
-            halves = zip(waiting.operations, found if again else [None] * len(found), strict=True)
-            by_weight = [_weights_bytes(trial, log, *each) for each in halves]
+            log.begin_anew()
+            gradients = trial.backward_by_input(waiting.edges, waiting.weights, again)
+            input_bytes = log.peak_bytes()
+        found = gradients[: len(waiting.edges)]
+        keys = {key_of(gradient) for gradient in found if gradient is not None and gradient.layout == torch.strided}
+        deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
+        slices = _slices(log, trial.of_reads(gradients[len(found) :], waiting.weights))
+        halves = zip(waiting.operations, found if again else [None] * len(found), strict=True)
+        by_weight = [_weights_bytes(trial, log, *each) for each in halves]
+        if devices.counts_bytes(trial.device):
+            del gradients, found, halves
+            input_bytes = _counted(trial, again)
         return Halves(deferred, input_bytes, LANES * max(by_weight, default=0), slices)
     finally:
         trial.set_gradients(present=False)
+
+
+def _counted(trial: Trial, again: bool) -> int:
+    """What the half by input holds where an allocator counts, without a log: see ``peak_bytes``."""
+    waiting = _Waiting()
+    with waiting:
+        trial.forward()
+    run = partial(trial.backward_by_input, waiting.edges, waiting.weights, again)
+    return devices.peak_bytes(trial.device, run) or 0
 
 
 def _slices(log: StorageLog, gradients: Mapping[int, Tensor]) -> tuple[Slices, ...]:
@@ -120,6 +133,7 @@ def _weights_bytes(trial: Trial, log: StorageLog, operation: _Operation, gradien
     def run() -> Sequence[Tensor | None]:
         return torch.autograd.grad([operation.edge], wanted, [gradient], retain_graph=True, allow_unused=True)
 
+    log.begin_anew()
     return peak_bytes(trial.device, log, run)
 
 

@@ -131,10 +131,8 @@ def _training_memory(
     trial.set_gradients(present=True)
     log.begin({*inside, *kept_writes})
     log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
-    with log:
-        backward_peak = devices.peak_bytes(trial.device, trial.accumulate_alone)
+    backward_workspace = peak_bytes(trial.device, log, trial.accumulate_alone)
     trial.set_gradients(present=False)
-    backward_extra = max(0, backward_peak - log.peak_bytes()) if backward_peak is not None else 0
     fragmented = max(fragmented, devices.fragmented_bytes(trial.device))
     halves = measure_halves(trial)
     return LayerMemory(
@@ -142,7 +140,7 @@ def _training_memory(
         saved_reads=saved_reads,
         saved_writes=saved_writes,
         forward_workspace_bytes=forward_workspace,
-        backward_workspace_bytes=log.peak_bytes() + backward_extra,
+        backward_workspace_bytes=backward_workspace,
         # Where nothing was made and kept, nothing is freed.
         pass_workspace_bytes=_pass_workspace(trial) if inside or kept_writes else 0,
         fragmented_bytes=fragmented,
@@ -162,7 +160,8 @@ def _pass_workspace(trial: Trial) -> int:
     try:
         with log:
             trial.forward_adding()
-            return peak_bytes(trial.device, log, partial(trial.accumulate_alone, again=True))
+        log.begin_anew()
+        return peak_bytes(trial.device, log, partial(trial.accumulate_alone, again=True))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # some operations (those of torch.compile) refuse to keep what a backward pass has used

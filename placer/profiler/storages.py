@@ -124,9 +124,12 @@ def peak_bytes(device: torch.device, log: StorageLog, run: Callable[[], object])
 
     Args:
         device: where it runs.
-        log: is in force, and begins a new peak.
-        run: frees nothing of what is there.
+        log: begins where the run does, and is in force where no allocator counts. Elsewhere it is not: torch adds a
+            second gradient of a value to the first in place, but into memory of its own while such a log is in force.
+        run: is run once.
     """
-    log.begin_anew()
-    seen = devices.peak_bytes(device, run)
-    return max(log.peak_bytes(), seen or 0)
+    if not devices.counts_bytes(device):
+        with log:
+            run()
+        return log.peak_bytes()
+    return devices.peak_bytes(device, run) or 0
