@@ -41,6 +41,11 @@ class Request:
     size: int | None = None
 
 
+def repeated(requests: Sequence[Request], turns: int) -> list[Request]:
+    """The same requests again and again, each time for tensors of their own."""
+    return [Request((request.tensor << 2) + turn, request.size) for turn in range(turns) for request in requests]
+
+
 def most_at_once(requests: Iterable[Request]) -> int:
     """The most bytes that are there at once, as the allocator rounds them: what no way to place them is below."""
     there: dict[int, int] = {}

@@ -7,15 +7,15 @@ import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from placer.devices.caching import Request
+from placer.devices.caching import Request, repeated
 from placer.devices.fitting import Rooms, fit
 from placer.devices.names import RECORDING, synchronise
 
@@ -114,7 +114,14 @@ def record(
         return [_captured(run, stream, pool, drawn_from, own)[0].replay for run, pool, drawn_from, own in rows]
 
 
-def fitting_rooms(passes: Sequence[Callable[[], Any]], device: torch.device) -> list[Rooms]:
+_TURNS = 2
+"""So often a pass that shares its memory is recorded there to see what those like it take: the first leaves pieces in
+another order than it found them."""
+
+
+def fitting_rooms(
+    passes: Sequence[Callable[[], Any]], device: torch.device, shared: Collection[int] = ()
+) -> list[Rooms]:
     """By pass, the pieces of memory from which it takes the least in all; none: it does best piece by piece.
 
     The passes are warm then, see ``record``.
@@ -126,6 +133,7 @@ def fitting_rooms(passes: Sequence[Callable[[], Any]], device: torch.device) -> 
     Args:
         passes: as for ``record``; each is to have memory of its own, or to share it with others as large.
         device: where they run.
+        shared: the places of those that share it.
 
     Raises:
         NotRecordable: a pass cannot be recorded.
@@ -133,21 +141,34 @@ def fitting_rooms(passes: Sequence[Callable[[], Any]], device: torch.device) -> 
     with _recordable(device) as stream:
         _warm_up(passes, stream)
 
-        def taken(rooms: Sequence[Rooms]) -> list[int]:
-            rows = zip(passes, rooms, strict=True)
-            return [_captured(run, stream, memory_pool(device), (), own)[1] for run, own in rows]
+        turns = [_TURNS if place in shared else 1 for place in range(len(passes))]
+
+        def taken(rooms: Sequence[Rooms], histories: Sequence[_History] = ()) -> list[int]:
+            pools, sizes = [memory_pool(device) for _ in passes], [0] * len(passes)
+            graphs = []  # keep the memory that the next turn shares
+            for turn in range(max(turns)):
+                for place, (run, own) in enumerate(zip(passes, rooms, strict=True)):
+                    again = turn < turns[place]
+                    pool = pools[place] if again else memory_pool(device)
+                    with _noting(histories[place], stream.device) if histories and not turn else nullcontext():
+                        graph, size = _captured(run, stream, pool, (), own)
+                    if again:
+                        sizes[place] += size
+                    if place in shared:
+                        graphs.append(graph)
+            return sizes
 
         asked: list[_History] = [[] for _ in passes]
-        first = []
-        for run, history in zip(passes, asked, strict=True):
-            with _noting(history, stream.device):
-                first.append(_captured(run, stream, memory_pool(device), (), ())[1])
+        first = taken([()] * len(passes), asked)
         torch.cuda.empty_cache()
         scarce = 2 * sum(first) > torch.cuda.mem_get_info(device)[0]  # a trial may take more than it will save
         if scarce:
             return [()] * len(passes)
         streams = [stream.cuda_stream, recorder(device).beside.cuda_stream]
-        rows = [[[*_requests(history, one)] for one in streams] for history in asked]
+        rows = [
+            [repeated([*_requests(history, one)], often) for one in streams]
+            for history, often in zip(asked, turns, strict=True)
+        ]
         return fit(taken, first, rows if all(asked) else None)
 
 

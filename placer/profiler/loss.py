@@ -160,8 +160,8 @@ def _joined(layer: schema.Layer, measured: Mapping[str, Measurement], target_byt
                 *(pieces + (row.input_workspace_bytes or row.backward_workspace_bytes) for row in memories),
             ),
             "pass_workspace_bytes": max(
-                layer.pass_workspace_bytes,
-                *(row.pass_workspace_bytes and pieces + row.pass_workspace_bytes for row in memories),
+                layer.pass_workspace_bytes or layer.backward_workspace_bytes,
+                *(pieces + (row.pass_workspace_bytes or row.backward_workspace_bytes) for row in memories),
             ),
             "backward_workspace_bytes": max(
                 layer.backward_workspace_bytes, *(pieces + row.backward_workspace_bytes for row in memories)

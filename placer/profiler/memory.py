@@ -141,8 +141,8 @@ def _training_memory(
         saved_writes=saved_writes,
         forward_workspace_bytes=forward_workspace,
         backward_workspace_bytes=backward_workspace,
-        # Where nothing was made and kept, nothing is freed.
-        pass_workspace_bytes=_pass_workspace(trial) if inside or kept_writes else 0,
+        # Where nothing was made and kept, nothing is freed; without parameters no product is added either.
+        pass_workspace_bytes=_pass_workspace(trial) if inside or kept_writes or trial.parameters else 0,
         fragmented_bytes=fragmented,
         deferred_bytes=sum(halves.deferred),
         input_workspace_bytes=halves.input_workspace_bytes,

@@ -22,11 +22,10 @@ _NEEDED = (
     "saved_bytes",
     "forward_workspace_bytes",
     "backward_workspace_bytes",
-    "pass_workspace_bytes",
     "deferred_bytes",
-    "input_workspace_bytes",
     "weights_workspace_bytes",
 )
+_TOLD_APART = ("pass_workspace_bytes", "input_workspace_bytes")
 
 
 def merge_profiles(*profiles: Profile, network: Rate | Mapping[tuple[str, str], Rate] | None = None) -> Profile:
@@ -110,7 +109,14 @@ def _crossing(edge: Edge) -> tuple[str, tuple[str, ...], int]:
 def _layer(same: Sequence[Layer]) -> Layer:
     times = {field: _largest(getattr(layer, field) for layer in same) for field in _TIMES}
     needed = {field: max(getattr(layer, field) for layer in same) for field in _NEEDED}
+    needed |= {field: _told_apart([getattr(layer, field) for layer in same], same) for field in _TOLD_APART}
     return same[0].model_copy(update=times | needed)
+
+
+def _told_apart(sizes: Sequence[int], same: Sequence[Layer]) -> int:
+    """The larger workspace; 0 stands for that of an eager backward pass."""
+    whole = [layer.backward_workspace_bytes for layer in same]
+    return max(own or other for own, other in zip(sizes, whole, strict=True)) if any(sizes) else 0
 
 
 def _largest(named: Iterable[Mapping[str, float]]) -> dict[str, float]:

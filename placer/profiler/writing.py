@@ -7,7 +7,7 @@ that makes them, in training until their gradients have come back to it, in infe
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -78,9 +78,13 @@ def write(
                 forward_workspace_bytes=pieces
                 + max(0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)),
                 backward_workspace_bytes=pieces + around[index] + max(row.backward_workspace_bytes for row in memories),
-                pass_workspace_bytes=_beside(_pass_workspace(memories), pieces + around[index]),
+                pass_workspace_bytes=_beside(
+                    _told_apart((memory.pass_workspace_bytes for memory in memories), memories), pieces + around[index]
+                ),
                 deferred_bytes=max(memory.deferred_bytes for memory in memories),
-                input_workspace_bytes=_beside(_input_workspace(memories), pieces + around[index]),
+                input_workspace_bytes=_beside(
+                    _told_apart((memory.input_workspace_bytes for memory in memories), memories), pieces + around[index]
+                ),
                 weights_workspace_bytes=_beside(
                     _material(max(memory.weights_workspace_bytes for memory in memories)), pieces
                 ),
@@ -238,17 +242,10 @@ def _material(size_bytes: int) -> int:
     return size_bytes if size_bytes >= 2**20 else 0
 
 
-def _pass_workspace(memories: Sequence[LayerMemory]) -> int:
-    """What a backward pass holds that frees nothing; 0 where that is about what another one does."""
-    own = max(memory.pass_workspace_bytes for memory in memories)
-    return own if _material(own - max(memory.backward_workspace_bytes for memory in memories)) else 0
-
-
-def _input_workspace(memories: Sequence[LayerMemory]) -> int:
-    """What the half by input holds; 0, which stands for what all of the backward pass does, where that is about it."""
-    half = max(memory.input_workspace_bytes for memory in memories)
-    whole = max(memory.backward_workspace_bytes for memory in memories)
-    return half if _material(abs(half - whole)) else 0
+def _told_apart(sizes: Iterable[int], memories: Sequence[LayerMemory]) -> int:
+    """What a recorded pass, or the half by input, holds; 0, which stands for what an eager pass does, if about that."""
+    own = max(sizes)
+    return own if _material(abs(own - max(memory.backward_workspace_bytes for memory in memories))) else 0
 
 
 def _placer_version() -> str:

@@ -54,8 +54,9 @@ class Layer(Wire):
             model that wait for a reader, and its results so far.
         backward_workspace_bytes: the same for a backward pass: gradients of what the layer reads and writes, and those
             of its parameters until they are added to the ones of earlier micro-batches.
-        pass_workspace_bytes: the same where nothing of what was kept is freed meanwhile, as in recorded passes, whose
-            memory is their own. Left out where it is no more than 1 MiB above ``backward_workspace_bytes``.
+        pass_workspace_bytes: the same of a recorded pass: nothing of what was kept is freed meanwhile, as its memory is
+            its own, and products are added to the gradients of parameters as they are made. 0: it was not told apart,
+            or is within 1 MiB of ``backward_workspace_bytes``, and is taken to be those.
         deferred_bytes: what the half of a backward pass by input leaves to the half by weight, where a schedule lets
             the two run apart, beside what was kept already: gradients of results of linear layers and convolutions.
             Under ``zero-bubble`` a device has them of every micro-batch in flight.

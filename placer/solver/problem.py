@@ -257,8 +257,8 @@ def input_workspace_bytes(layer: Layer) -> int:
 
 
 def pass_workspace_bytes(layer: Layer) -> int:
-    """What a layer's backward pass holds where it frees nothing of what was kept."""
-    return max(layer.pass_workspace_bytes, layer.backward_workspace_bytes)
+    """What a layer's recorded backward pass holds; what an eager one does where that was not told apart."""
+    return layer.pass_workspace_bytes or layer.backward_workspace_bytes
 
 
 def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ...]:

@@ -264,10 +264,9 @@ class Enumeration:
                 if there and self.order.index(e.source) < now < max(there):
                     held += e.gradient_bytes
             works_in = layer.backward_workspace_bytes
-            if not self.apart:
-                works_in = max(works_in, layer.pass_workspace_bytes)
-            if self.apart and layer.input_workspace_bytes:
-                works_in = layer.input_workspace_bytes
+            told_apart = layer.input_workspace_bytes if self.apart else layer.pass_workspace_bytes
+            if told_apart:
+                works_in = told_apart
             back = max(back, held + works_in)
         return back
 

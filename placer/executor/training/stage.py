@@ -257,7 +257,8 @@ class Stage:
     def _rooms(self, slot: Slot) -> list[devices.Rooms]:
         """In which pieces of memory each pass of a slot works best; the passes of all slots are warm then."""
         passes = [slot.forward, slot.backward, slot.weights] if self.split else [slot.forward, slot.backward]
-        return devices.fitting_rooms(passes, self.device)
+        shared = [len(passes) - 1] if len(self.slots) > 1 else []
+        return devices.fitting_rooms(passes, self.device, shared)
 
     def _recorded(self, slot: Slot, rooms: Sequence[devices.Rooms], warm: bool) -> None:
         # What a pass leaves must not lie where another one works before it is used. A forward pass leaves activations

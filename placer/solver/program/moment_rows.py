@@ -67,9 +67,10 @@ def rows_of_training(problem: Problem, nodes: Reduction, limit_bytes: int) -> li
     rows = []
     for step in reversed(range(len(problem.layers))):
         layer, node = problem.layers[step], nodes.node_of[step]
-        # A device that may recompute may also not, and let the halves of its backward pass run apart.
-        least = problem.back_workspace_bytes[step]
-        needs = (layer.forward_workspace_bytes, min(layer.backward_workspace_bytes, least))
+        backwards = layer.backward_workspace_bytes
+        if problem.recorded:  # a device that may recompute may also not, and run recorded passes
+            backwards = min(backwards, problem.back_workspace_bytes[step])
+        needs = (layer.forward_workspace_bytes, backwards)
         for forwards in (False, True):
             there, need, wait = moments[step][not forwards], needs[not forwards], waits[not forwards][step]
             # A later step of the same node, or the other one of this, keeps no less.

@@ -190,10 +190,8 @@ class Memory:
             waiting -= used[step]
             if step in layer_at:
                 layer = layer_at[step]
-                half = layer.input_workspace_bytes if self._apart else 0
-                whole = layer.backward_workspace_bytes
-                whole = whole if self._apart else max(whole, layer.pass_workspace_bytes)
-                most = max(most, left + waiting + (half or whole))
+                own = layer.input_workspace_bytes if self._apart else layer.pass_workspace_bytes
+                most = max(most, left + waiting + (own or layer.backward_workspace_bytes))
                 left += layer.deferred_bytes if self._apart else 0
             waiting += arriving[step]
         return max(most, left)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placer.devices.caching import Request, most_at_once, taken
+from placer.devices.caching import Request, most_at_once, repeated, taken
 
 MIB, KIB = 2**20, 2**10
 
@@ -54,6 +54,17 @@ def test_rooms_are_pieces_that_are_there_before():
     gone = [*come(30 * MIB, 30 * MIB), Request(0), Request(1), Request(2, 60 * MIB)]
     assert taken(gone, (60 * MIB,)) == 60 * MIB
     assert taken(gone, (30 * MIB, 60 * MIB)) == 90 * MIB
+
+
+def test_what_comes_again_may_find_the_blocks_in_an_order_that_does_not_serve():
+    """The second large one went into a piece of its own, which serves the first one of the next turn."""
+    asked = [*come(72 * MIB, 72 * MIB), Request(0), Request(2, 96 * MIB), Request(2), Request(1)]
+    assert [taken(repeated(asked, turns), (96 * MIB,)) for turns in (1, 2, 3)] == [168 * MIB, 264 * MIB, 264 * MIB]
+    assert [taken(repeated(asked, turns), (96 * MIB, 98 * MIB)) for turns in (1, 2, 3)] == [194 * MIB] * 3
+
+
+def test_what_comes_again_is_another_tensor_than_one_that_stayed():
+    assert taken(repeated(come(30 * MIB), 3)) == 90 * MIB
 
 
 def test_what_goes_without_having_come_is_of_other_memory():

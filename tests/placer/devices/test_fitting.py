@@ -115,6 +115,13 @@ def test_a_proposal_takes_no_more_than_no_pieces_and_no_less_than_is_there_at_on
     assert caching.most_at_once(asked) <= size <= caching.taken(asked)
 
 
+def test_pieces_for_what_is_recorded_twice_serve_it_the_second_time_as_well():
+    asked = [Request(0, 72 * MIB), Request(1, 72 * MIB), Request(0), Request(2, 96 * MIB), Request(2), Request(1)]
+    once, twice = propose(asked), propose(caching.repeated(asked, 2))
+    assert caching.taken(asked, once) <= 190 * MIB < 260 * MIB < caching.taken(caching.repeated(asked, 2), once)
+    assert caching.taken(caching.repeated(asked, 2), twice) <= 200 * MIB
+
+
 def test_of_a_history_what_comes_and_goes_on_one_stream_counts():
     rows = [("alloc", 1, 64, 7), ("alloc", 2, 32, 8), ("free_requested", 1, 64, 7), ("free_completed", 1, 64, 7)]
     rows += [("segment_alloc", 3, 2**21, 7), ("alloc", 1, 16, 7), ("free_completed", 2, 32, 8)]
@@ -204,6 +211,29 @@ def test_torchs_allocator_takes_what_its_rules_say(monkeypatch):
         assert torch.cuda.memory_reserved(place) - before == caching.taken(asked, rooms)
         kept[0]()
         del kept
+
+
+@pytest.mark.gpu
+def test_passes_that_share_their_memory_take_no_more_than_one_of_them():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    place = torch.device("cuda", 0)
+
+    def run():
+        first, second = (torch.empty(72 * MIB, dtype=torch.uint8, device=place) for _ in range(2))
+        del first
+        third = torch.empty(96 * MIB, dtype=torch.uint8, device=place)
+        del third, second
+
+    sizes = []
+    for shared in ([], [0]):
+        rooms = devices.fitting_rooms([run], place, shared)
+        torch.cuda.empty_cache()
+        before, pool = torch.cuda.memory_reserved(place), devices.memory_pool(place)
+        replays = [devices.record([run], place, pools=[pool], rooms=rooms, warm=True)[0] for _ in range(3)]
+        sizes.append(torch.cuda.memory_reserved(place) - before)
+        del replays
+    assert sizes[1] <= 210 * MIB < 250 * MIB < sizes[0]
 
 
 @pytest.mark.gpu

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+import placer
 from placer import devices
 from placer.profiler.memory import measure_memory
 
@@ -199,3 +200,11 @@ def test_a_recorded_backward_pass_makes_no_gradient_beside_the_one_that_it_adds_
     trial = make_trial(linear, [torch.randn(2, 256, requires_grad=True)], [torch.randn(256, 256, requires_grad=True)])
     found = measure_memory(trial, training=True)
     assert found.backward_workspace_bytes >= 4 * 256 * 256 > 10 * found.pass_workspace_bytes
+
+
+def test_what_a_profile_says_of_a_recorded_pass_may_be_less_than_of_an_eager_one() -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+    found = placer.profile(model, torch.randn(4, 1024), training=True, progress=False)
+    for layer in (found.layers[0], found.layers[2]):
+        assert layer.backward_workspace_bytes >= 4 * 1024 * 1024
+        assert 0 < layer.pass_workspace_bytes < 10 * 4 * 4 * 1024

@@ -76,6 +76,18 @@ def test_the_slower_time_of_one_type_and_the_larger_memory_count() -> None:
     assert {layer.saved_bytes for layer in merged.layers} == {15}
 
 
+@pytest.mark.parametrize("field", ["pass_workspace_bytes", "input_workspace_bytes"])
+def test_a_workspace_that_was_not_told_apart_is_that_of_an_eager_backward_pass(field: str) -> None:
+    def worked(own: int, eager: int) -> Profile:
+        made = profile()
+        sizes = {field: own, "backward_workspace_bytes": eager}
+        return made.model_copy(update={"layers": tuple(layer.model_copy(update=sizes) for layer in made.layers)})
+
+    for own, others, merged in ((5, 0, 9), (12, 0, 12), (5, 7, 7), (0, 0, 0)):
+        found = merge_profiles(worked(own, 6), worked(others, 9))
+        assert {getattr(layer, field) for layer in found.layers} == {merged}
+
+
 def test_the_larger_share_of_an_optimizers_step_counts() -> None:
     gpu = profile("A100", "node2", optimizer_step_share=1.0)
     assert merge_profiles(profile(), gpu).optimizer_step_share == 1.0
