@@ -7,6 +7,7 @@ tried. Where that is not known, or a trial shows that other rules hold, one piec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations_with_replacement
 from random import Random
 
 from placer.devices import caching
@@ -45,6 +46,9 @@ _COMPUTED = 300
 
 _LIKELY = 30
 """So many sizes of tensors, the largest, are tried beside what is there else."""
+
+_PAIRED = 5
+"""And so many beside each other."""
 
 _IN_VAIN = 100
 """After so many that were no better no more are computed."""
@@ -89,14 +93,18 @@ def propose(asked: Sequence[Request]) -> Pieces:
     random = Random(0)
     for count in range(1, _MOST_ROOMS + 1):
         best_size, best, came = least, Pieces(), 0
-        likely = _likely(asked, count, most)
+        likely = list(_likely(asked, count, most))
         for trial in range(min(_COMPUTED, _MOST_REQUESTS // max(1, len(asked)))):
             if best_size <= (1 + _ENOUGH_SHARE) * most:
                 return best
             if trial - came > _IN_VAIN:
                 break
-            draws = trial < _DRAWN or not best
-            tried = next(likely, ()) or (_drawn(random, count, most) if draws else _varied(random, best, most))
+            if trial < len(likely):
+                tried = likely[trial]
+            elif trial < len(likely) + _DRAWN or not best:
+                tried = _drawn(random, count, most)
+            else:
+                tried = _varied(random, best, most)
             size = caching.taken(asked, tried)
             if size < best_size:
                 best_size, best, came = size, tried, trial
@@ -106,12 +114,17 @@ def propose(asked: Sequence[Request]) -> Pieces:
 
 
 def _likely(asked: Sequence[Request], count: int, most: int) -> Iterator[Pieces]:
-    """Pieces as large as what is there at once; of two, one is as large as a tensor that is asked for, or beside."""
+    """Pieces as large as what is there at once; of two, one is as large as a tensor that is asked for, or beside.
+
+    Or both are: then tensors of several sizes change places in them, turn by turn.
+    """
     if count == 1:
         yield (_room(most),)
         return
-    for size in sorted({_room(request.size) for request in asked if request.size}, reverse=True)[:_LIKELY]:
+    sizes = sorted({_room(request.size) for request in asked if request.size}, reverse=True)
+    for size in sizes[:_LIKELY]:
         yield from ((_room(whole), size) for whole in (most - size, most) if whole >= caching.LEAST_ROOM_BYTES)
+    yield from (pair for pair in combinations_with_replacement(sizes[:_PAIRED], 2) if sum(pair) >= most)
 
 
 def _drawn(random: Random, count: int, most: int) -> Pieces:
