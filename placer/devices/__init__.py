@@ -44,6 +44,7 @@ from placer.devices.recording import (
     recording,
     replay_ms,
     side_by_side,
+    warm_libraries,
 )
 from placer.devices.routes import HOST, detour, has_detour, straight, take_detours
 from placer.devices.stand_ins import Onlooker, Registry, observed, registries, stand_ins, unobserved
@@ -114,5 +115,6 @@ __all__ = [
     "take_detours",
     "type_name",
     "unobserved",
+    "warm_libraries",
     "write",
 ]

@@ -51,6 +51,16 @@ def recorder(device: torch.device) -> Recorder:
         return Recorder(stream, beside, max(0, int(torch.cuda.memory_allocated(device)) - before))
 
 
+def warm_libraries(device: torch.device) -> None:
+    """Let libraries take what they keep, on the stream in use and those of recordings, before anything is cached.
+
+    Later they would take it of a larger piece that is free just then, which could not be given back any more.
+    """
+    if device.type == "cuda":
+        _use_libraries(device, torch.cuda.current_stream(device))
+        recorder(device)
+
+
 def _use_libraries(device: torch.device, stream: torch.cuda.Stream) -> None:
     """Run what takes a workspace on a stream, forwards and backwards."""
     with torch.cuda.stream(stream), torch.enable_grad():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from placer import schema
-from placer.devices import DeviceLike, keep_random_state, resolve, type_name, unobserved
+from placer.devices import DeviceLike, keep_random_state, resolve, type_name, unobserved, warm_libraries
 from placer.errors import InputError, ProfilingError
 from placer.graph.batch import batch_size
 from placer.graph.capture import capture
@@ -140,6 +140,8 @@ def profile(
         loss = given_loss(loss_fn, target, training, batch_size(tensors))
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
         calls = [structure.unflatten(batch) for batch in given]
+        for device in found:
+            warm_libraries(device)
         with progress_bar(progress, links_to_measure(found, folder)) as step:
             graphs = _graphs(model, calls, granularity, folder, list(known.values()), step, loss is not None)
             layers = [layer for graph in graphs for layer in graph.layers]

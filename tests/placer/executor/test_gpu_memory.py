@@ -113,8 +113,6 @@ def _assert_reserved(
     model: nn.Module, placement: Placement, schedule: Schedule, batch: Tensor, target: Tensor, share: float
 ) -> None:
     """What a third step reserves at its peak is what the placement predicts within a share of it."""
-    for index in range(2):
-        _warm_libraries(index)
     gc.collect()  # what earlier tests left would be freed meanwhile
     torch.cuda.empty_cache()
     before = [torch.cuda.memory_reserved(index) for index in range(2)]
