@@ -41,12 +41,14 @@ class Halves:
         input_workspace_bytes: the most that the half by input holds beyond what was kept; those included.
         weights_workspace_bytes: the most that the half by weight holds beside them, of two operations like the largest.
         slices: of each storage of which gradients of reads are slices: its bytes, and the positions of these reads.
+        deferred_writes: the positions of the writes whose gradients are among what is deferred.
     """
 
     deferred: tuple[int, ...] = ()
     input_workspace_bytes: int = 0
     weights_workspace_bytes: int = 0
     slices: tuple[Slices, ...] = ()
+    deferred_writes: frozenset[int] = frozenset()
 
 
 def measure_halves(trial: Trial) -> Halves:
@@ -79,13 +81,14 @@ def _measured(trial: Trial, again: bool) -> Halves:
         found = gradients[: len(waiting.edges)]
         keys = {key_of(gradient) for gradient in found if gradient is not None and gradient.layout == torch.strided}
         deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
+        arrived = frozenset(place for place, key in trial.arrived.items() if key in keys)
         slices = _slices(log, trial.of_reads(gradients[len(found) :], waiting.weights))
         halves = zip(waiting.operations, found if again else [None] * len(found), strict=True)
         by_weight = [_weights_bytes(trial, log, *each) for each in halves]
         if devices.counts_bytes(trial.device):
             del gradients, found, halves
             input_bytes = _counted(trial, again)
-        return Halves(deferred, input_bytes, LANES * max(by_weight, default=0), slices)
+        return Halves(deferred, input_bytes, LANES * max(by_weight, default=0), slices, arrived)
     finally:
         trial.set_gradients(present=False)
 

@@ -56,6 +56,7 @@ class LayerMemory:
             the largest.
         slices: of each storage of which gradients of reads are slices, as those of what is concatenated are: its bytes,
             and the positions of these reads. All of it is held until the last of them was used.
+        deferred_writes: the positions of the writes whose gradients are part of ``deferred_bytes``.
         in_segments: whether the device's allocator takes memory in such segments.
         fragmented_bytes: the most memory that stood empty beside the layer's tensors, where an allocator counts it.
     """
@@ -70,6 +71,7 @@ class LayerMemory:
     input_workspace_bytes: int = 0
     weights_workspace_bytes: int = 0
     slices: tuple[Slices, ...] = ()
+    deferred_writes: frozenset[int] = frozenset()
     in_segments: bool = False
     fragmented_bytes: int = 0
 
@@ -148,6 +150,7 @@ def _training_memory(
         input_workspace_bytes=halves.input_workspace_bytes,
         weights_workspace_bytes=halves.weights_workspace_bytes,
         slices=halves.slices,
+        deferred_writes=halves.deferred_writes,
         in_segments=trial.device.type == "cuda",
     )
 

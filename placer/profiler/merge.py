@@ -137,6 +137,7 @@ def _edge(same: Sequence[Edge]) -> Edge:
             "saved_by": tuple(name for name in ends if name in kept),
             "rest_bytes": rest.rest_bytes,
             "rest_until": rest.rest_until,
+            "deferred": all(edge.deferred for edge in same),
         }
     )
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from placer import devices
 from placer.graph.deferred import AtOnce, DeferWeights, Queue
 from placer.graph.layers import Layer, Value
+from placer.profiler.storages import key_of
 
 
 class Trial:
@@ -25,6 +26,7 @@ class Trial:
         gradients: the result of the last backward pass, in the order of ``parameters`` and the reads after them.
         parameters: those of ``state`` that take a gradient.
         deferred: what the last backward pass left to ``accumulate_later``.
+        arrived: by position among the writes, the storage of the gradient that came to it in the last such pass.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Trial:
         self.gradients: tuple[Tensor | None, ...] = ()
         self._function = layer.function
         self.deferred = Queue()
+        self.arrived: dict[int, int] = {}
         self._training = training
         self._mutated = frozenset(mutated_reads)
         self._write_gradients: list[Tensor] | None = None
@@ -131,7 +134,10 @@ class Trial:
         if not self.flows or not wanted:
             return (None,) * len(wanted)
         arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
-        return torch.autograd.grad(arrival, wanted, torch.empty_like(arrival), retain_graph=again, allow_unused=True)
+        found = torch.autograd.grad(arrival, wanted, torch.empty_like(arrival), retain_graph=again, allow_unused=True)
+        places = [place for place, write in enumerate(self.writes) if _is_end(write)]
+        self.arrived = dict(zip(places, arrival.grad_fn.made, strict=True))
+        return found
 
     def of_reads(self, gradients: Sequence[Tensor | None], left_out: Collection[int]) -> dict[int, Tensor]:
         """Those of the reads among gradients of leaves, by the position of the read.
@@ -154,7 +160,7 @@ class Trial:
 
     def _ends(self) -> list[Tensor]:
         """The writes that gradients come back to."""
-        return [write for write in self.writes if isinstance(write, Tensor) and write.requires_grad]
+        return [write for write in self.writes if _is_end(write)]
 
     def _forget_read_gradients(self) -> None:
         for leaf in self._leaves[len(self.parameters) :]:
@@ -205,6 +211,10 @@ def _alias(tensor: Tensor) -> Tensor:
     return alias
 
 
+def _is_end(write: Any) -> bool:
+    return isinstance(write, Tensor) and write.requires_grad
+
+
 class _Arrival(torch.autograd.Function):
     """Nothing forwards; backwards, gradients that nobody else holds: each is freed when it was used."""
 
@@ -216,7 +226,9 @@ class _Arrival(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.ones_like(like, device=ctx.device) for like in ctx.likes)
+        made = tuple(torch.ones_like(like, device=ctx.device) for like in ctx.likes)
+        ctx.made = [key_of(gradient) for gradient in made]
+        return made
 
 
 class _Alias(torch.autograd.Function):

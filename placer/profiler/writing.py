@@ -7,7 +7,7 @@ that makes them, in training until their gradients have come back to it, in infe
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -49,7 +49,7 @@ def write(
     sizes = _sizes(graph, measured)
     beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
     around, rests = beside_slices(graph, measured, sizes)
-    edges = _edges(graph, kept, sizes, training, rests)
+    edges = _edges(graph, kept, sizes, training, rests, _deferred(graph, measured))
     pieces = max(row.memory.pieces_bytes for rows in measured.values() for row in rows) if training else 0
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
@@ -198,6 +198,7 @@ def _edges(
     sizes: Mapping[str, int],
     training: bool,
     rests: Mapping[str, Rest],
+    deferred: Collection[str],
 ) -> list[_Sent]:
     edges = []
     for name, readers in graph.readers().items():
@@ -214,9 +215,19 @@ def _edges(
             saved_by=tuple(layer for layer in (value.source, *targets) if name in kept[layer]),
             rest_bytes=rest.bytes,
             rest_until=rest.until,
+            deferred=name in deferred and len(targets) == 1 and _material(sizes[name]) > 0,
         )
         edges.append(_Sent(name, edge))
     return edges
+
+
+def _deferred(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> set[str]:
+    """The values whose gradients are part of what their layers leave to weight passes, on every type of device."""
+    found: set[str] = set()
+    for index, layer in enumerate(graph.layers):
+        of_each = [rows[index].memory.deferred_writes for rows in measured.values()]
+        found.update(layer.writes[place] for place in frozenset.intersection(*of_each))
+    return found
 
 
 def _first_kept(graph: LayerGraph, kept: Mapping[str, set[str]]) -> dict[str, set[str]]:

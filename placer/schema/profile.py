@@ -118,6 +118,10 @@ class Edge(Wire):
             held: so much besides, of which no other gradient that waits is a part.
         rest_until: the layer that is the last, backwards, to use that rest: it counts from there on, no sooner than
             after the last target, which it is if empty.
+        deferred: whether the source's half by weight needs the gradient of the value, which is then part of
+            ``Layer.deferred_bytes``: a linear layer's or convolution's result. Where it comes from the device of its
+            only target it needs no other place beside. Left out
+            below 1 MiB, and of values with several targets, of which it is not asked.
     """
 
     source: Name
@@ -127,6 +131,7 @@ class Edge(Wire):
     saved_by: Annotated[tuple[Name, ...], FIRST] = ()
     rest_bytes: Bytes = 0
     rest_until: str = ""
+    deferred: bool = False
 
 
 class TiedParameters(Wire):

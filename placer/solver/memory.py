@@ -55,6 +55,7 @@ memory of its own, and weight passes, of which nothing is left, have one for all
                   + in_flight(d) * (max over t of O(d, t) + crossing(d) + max(deferred(d), max over t of P(d, t)))
                   + max of weights_workspace(l) over l on d + step(d)
     P(d,t)      = input_workspace(t) + sum of deferred(l) over l > t on d + gradients as above
+    crossing(d) = as above, without gradients of values with one reader that deferred(l) has: they wait where they come
     deferred(d) = sum of deferred(l) over l on d
 
 Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
@@ -305,7 +306,7 @@ def crossing_bytes(held: Held) -> int:
         if value.source not in here:
             total += 0 if here.isdisjoint(value.readers) else value.held_bytes
         elif not here.issuperset(value.readers):
-            total += value.gradient_bytes
+            total += value.arriving_bytes
     return total
 
 

@@ -30,6 +30,8 @@ class Value:
             tied parameters, that gradient.
         rest_from: the layer until which, backwards, it waits.
         rest_until: the layer from which on, backwards, it waits.
+        arriving_bytes: of its gradient, what has a place beside passes where it comes from another device: none where
+            the weight pass of its source waits with it anyhow.
         ordered: whether its source must be at its readers' stage or before, where contiguity is asked for.
         weightless: whether it takes no memory, as in published inputs that count state alone.
     """
@@ -42,6 +44,7 @@ class Value:
     rest_bytes: int = 0
     rest_from: int = 0
     rest_until: int = 0
+    arriving_bytes: int = 0
     ordered: bool = True
     weightless: bool = False
 
@@ -262,10 +265,11 @@ def pass_workspace_bytes(layer: Layer) -> int:
 
 
 def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ...]:
-    training = request.is_training
+    training, apart = request.is_training, request.schedule == "zero-bubble"
     values = []
     for edge in request.profile.edges:
         ends = place[edge.source], *sorted({place[target] for target in edge.targets})
+        kept_anyhow = apart and edge.deferred and len(ends) == 2
         values.append(
             Value(
                 source=ends[0],
@@ -276,6 +280,7 @@ def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ..
                 rest_bytes=edge.rest_bytes if training else 0,
                 rest_from=ends[-2],
                 rest_until=place[edge.rest_until] if edge.rest_until else ends[-1],
+                arriving_bytes=edge.gradient_bytes if training and not kept_anyhow else 0,
             )
         )
     for tie in request.profile.tied if training else ():

@@ -244,7 +244,8 @@ class Enumeration:
             stays = sum(e.bytes for e in sent if e.source in done and not set(e.targets) & names & to_come)
             ahead = max(ahead, self.step(names, layer, False, own) + stays)
         come = sum(e.bytes for e in edges if e not in own and names & set(e.targets))
-        return ahead + come + sum(e.gradient_bytes for e in gone)
+        waits = [e for e in gone if self.apart and e.deferred and len(set(e.targets)) == 1]
+        return ahead + come + sum(e.gradient_bytes for e in gone if e not in waits)
 
     def landing(self, names):
         """Gradients that a device of these layers sends for one micro-batch."""

@@ -155,6 +155,7 @@ class DrawnRequest:
                         bytes=self.random.choice(SIZES),
                         gradient_bytes=self.random.choice(SIZES) if training else 0,
                         saved_by=[reader for reader in near if self.random.random() < 0.4] if training else [],
+                        deferred=training and self.random.random() < 0.4,
                         **rest,
                     )
                 )

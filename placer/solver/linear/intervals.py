@@ -214,7 +214,7 @@ class Intervals:
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             transfers.enter(source, readers, value.held_bytes)
-            transfers.leave(source, readers, value.gradient_bytes)
+            transfers.leave(source, readers, value.arriving_bytes)
         return transfers.size
 
     @cached_property

@@ -128,8 +128,8 @@ def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tu
         source = nodes.node_of[value.source]
         made = place.share(source)
         read = [place.share(reader) for reader in sorted({nodes.node_of[one] for one in value.readers} - {source})]
-        here, back = value.held_bytes // unit, value.gradient_bytes // unit
-        lands = 0 if problem.weights_apart else back
+        here, back = value.held_bytes // unit, value.arriving_bytes // unit
+        lands = 0 if problem.weights_apart else value.gradient_bytes // unit
         comes = [one - made for one in read if not _is_never(one)]
         if comes and (here or lands):
             enters = _at_least(place, comes)

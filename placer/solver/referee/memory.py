@@ -169,7 +169,8 @@ class Memory:
             if self._where[edge.source] != device:
                 places += edge.bytes
             elif any(self._where[name] != device for name in edge.targets):
-                places += edge.gradient_bytes
+                waits_anyhow = self._apart and edge.deferred and len(set(edge.targets)) == 1
+                places += 0 if waits_anyhow else edge.gradient_bytes
         return places
 
     def _step(self, device: str) -> int:

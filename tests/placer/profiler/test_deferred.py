@@ -126,6 +126,29 @@ def test_a_profile_says_what_the_weight_passes_of_a_step_wait_with(name: str, mo
     assert len(found) > 1
 
 
+def test_a_weight_pass_waits_with_a_gradient_in_the_place_where_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[tuple[set[int], set[int]]] = []
+    weights = Stage._weights
+
+    def watched(stage: Stage, slot: Slot) -> None:
+        waiting = {addition.gradient.untyped_storage().data_ptr() for addition in slot.deferred}
+        places.append((waiting, {gradient.untyped_storage().data_ptr() for gradient in slot.gradients.values()}))
+        weights(stage, slot)
+
+    monkeypatch.setattr(Stage, "_weights", watched)
+    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 4))
+    found = profile(model, torch.randn(256, 8), [CPU], progress=False, repeats=1)
+    assert [edge.deferred for edge in found.edges] == [True]
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus.update({"0": 0, "1": 1})
+        flow.update_flow()
+        step = flow.train_step(nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.01), "zero-bubble")
+        step(torch.randn(6, 8), torch.randn(6, 4), chunks=3)
+    firsts = [(waiting, arrived) for waiting, arrived in places if arrived]
+    assert firsts and all(waiting == arrived for waiting, arrived in firsts)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gpus_weight_passes_wait_with_as_much_as_the_hosts(name: str) -> None:

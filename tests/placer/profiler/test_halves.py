@@ -41,6 +41,16 @@ def test_what_is_left_to_weight_passes_stays_while_the_half_by_input_goes_on(mak
     assert halves.input_workspace_bytes == 6 * 4 * BATCH * INSIDE  # and the gradient of what the layer reads
 
 
+def test_of_writes_those_are_told_whose_gradients_weight_passes_wait_with(make_trial: Any) -> None:
+    def both(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        found = linear(x, weight)
+        return functional.relu(found), found.detach(), linear(x, weight)
+
+    halves = measure_halves(make_trial(both, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE)]))
+    assert len(halves.deferred) == 2
+    assert halves.deferred_writes == {2}
+
+
 def test_what_was_kept_leaves_no_room_to_the_half_by_input(make_trial: Any) -> None:
     def block(x: Tensor) -> Tensor:
         return torch.exp(torch.exp(torch.exp(x)))

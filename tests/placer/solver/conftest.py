@@ -50,9 +50,8 @@ def make_training_problem(random, objective="memory", schedule="fill-drain"):
             *_, before, last = sorted(map(names.index, targets))
             until = random.choice(["", *names[before + 1 : last + 1]])
             rest = {"rest_bytes": random.choice(sizes), "rest_until": until}
-        edges.append(
-            Edge(source=source, targets=targets, bytes=size, gradient_bytes=gradient, saved_by=saved_by, **rest)
-        )
+        crossing = {"bytes": size, "gradient_bytes": gradient, "deferred": random.random() < 0.4}
+        edges.append(Edge(source=source, targets=targets, saved_by=saved_by, **crossing, **rest))
     devices = [Device(name=f"d{i}", type="t", memory_bytes=10_000) for i in range(random.randint(2, 3))]
     links = [
         Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(devices, 2)

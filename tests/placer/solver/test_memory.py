@@ -105,6 +105,16 @@ def test_what_is_left_to_weight_passes_stays_while_the_layers_before_run_backwar
     assert apart("xx", [], input_workspace_bytes={"a": 4, "b": 50}, **left) == (50, 0)
 
 
+def test_a_gradient_that_weight_passes_wait_with_needs_no_other_place_where_it_arrives():
+    value = {"source": "a", "bytes": 3, "gradient_bytes": 4}
+    for waits, readers, arriving in ((False, ["b"], 4), (True, ["b"], 0), (True, ["b", "c"], 4)):
+        edges = [Edge(**value, targets=readers, deferred=waits)]
+        assert apart("xyy", edges, chunks=2, deferred_bytes={"a": 4}) == (3 + 4 + arriving, 0)
+        # Else it has its place for itself: what a pass that all share works in is no place to wait.
+        kept = memory("xyy", edges, chunks=2, schedule="1f1b", contiguous=True, deferred_bytes={"a": 4})
+        assert kept.activation_bytes == 2 * (3 + 4)
+
+
 def test_weight_passes_of_all_micro_batches_work_in_the_same_memory():
     assert apart("xx", [], chunks=3, weights_workspace_bytes={"a": 7, "b": 9}) == (0, 9)
 
