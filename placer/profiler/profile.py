@@ -141,7 +141,7 @@ def profile(
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
         calls = [structure.unflatten(batch) for batch in given]
         for device in found:
-            warm_libraries(device)
+            _begin_on(device)
         with progress_bar(progress, links_to_measure(found, folder)) as step:
             graphs = _graphs(model, calls, granularity, folder, list(known.values()), step, loss is not None)
             layers = [layer for graph in graphs for layer in graph.layers]
@@ -165,6 +165,16 @@ def profile(
         each = zip(profiles, graphs, loss.resized(batch_sizes), losses, strict=True)
         profiles = [with_loss(*of_size) for of_size in each]
     return profiles[0] if batch_sizes is None else profiles
+
+
+def _begin_on(device: torch.device) -> None:
+    try:
+        warm_libraries(device)
+    except torch.OutOfMemoryError as error:
+        raise ProfilingError(
+            f"{device} has too little memory free to begin with: end what holds it there, or leave it out of devices="
+            f" ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _losses(

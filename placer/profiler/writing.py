@@ -255,8 +255,9 @@ def _material(size_bytes: int) -> int:
 
 def _told_apart(sizes: Iterable[int], memories: Sequence[LayerMemory]) -> int:
     """What a recorded pass, or the half by input, holds; 0, which stands for what an eager pass does, if about that."""
-    own = max(sizes)
-    return own if _material(abs(own - max(memory.backward_workspace_bytes for memory in memories))) else 0
+    eager = [memory.backward_workspace_bytes for memory in memories]
+    own = max(size or other for size, other in zip(sizes, eager, strict=True))
+    return own if _material(abs(own - max(eager))) else 0
 
 
 def _placer_version() -> str:

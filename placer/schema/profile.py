@@ -120,8 +120,8 @@ class Edge(Wire):
             after the last target, which it is if empty.
         deferred: whether the source's half by weight needs the gradient of the value, which is then part of
             ``Layer.deferred_bytes``: a linear layer's or convolution's result. Where it comes from the device of its
-            only target it needs no other place beside. Left out
-            below 1 MiB, and of values with several targets, of which it is not asked.
+            only target it needs no other place beside. Left out below 1 MiB, and of values with several targets, of
+            which it is not asked.
     """
 
     source: Name

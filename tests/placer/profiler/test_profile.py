@@ -393,3 +393,12 @@ def test_layers_must_be_timed_at_least_once(repeats: Any) -> None:
 def test_what_is_no_model_is_refused(given: Any, told: str) -> None:
     with pytest.raises(InputError, match=told):
         quick_profile(given, torch.randn(2, 4))
+
+
+def test_a_device_without_memory_to_begin_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32 MiB.\nand more")
+
+    monkeypatch.setattr(profile_module, "warm_libraries", full)
+    with pytest.raises(ProfilingError, match=r"cpu:0 has too little memory free .* out of devices= .*32 MiB.\)$"):
+        placer.profile(small_cnn(), torch.randn(2, 3, 16, 16), ["cpu:0"], progress=False)
