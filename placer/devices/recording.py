@@ -158,11 +158,11 @@ def fitting_rooms(
             graphs = []  # keep the memory that the next turn shares
             for turn in range(max(turns)):
                 for place, (run, own) in enumerate(zip(passes, rooms, strict=True)):
-                    again = turn < turns[place]
-                    pool = pools[place] if again else memory_pool(device)
+                    counts = turn < turns[place]  # else it only runs for those behind it
+                    pool = pools[place] if counts else memory_pool(device)
                     with _noting(histories[place], stream.device) if histories and not turn else nullcontext():
                         graph, size = _captured(run, stream, pool, (), own)
-                    if again:
+                    if counts:
                         sizes[place] += size
                     if place in shared:
                         graphs.append(graph)

@@ -151,7 +151,7 @@ def _training_memory(
         weights_workspace_bytes=halves.weights_workspace_bytes,
         slices=halves.slices,
         deferred_writes=halves.deferred_writes,
-        in_segments=trial.device.type == "cuda",
+        in_segments=devices.counts_bytes(trial.device),
     )
 
 
