@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,22 +22,16 @@ def is_batched(tensor: Any, batch: int) -> bool:
 def batch_symbols(graph: fx.Graph) -> frozenset[Any]:
     """The symbols of the batch's size: that of the same input as ``batch_size``; none where it is fixed.
 
-    Further ones are of inputs as long in the example that are returned, sample by sample as far as sizes tell.
+    Further ones are of inputs as long in the example that nothing tells to be another size: a graph ties sizes by the
+    operations that ask for it, and a padding mask whose rows are picked by their numbers is tied to nothing.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     first = next((node for node in inputs if _first_length(node) is not None), None)
     if first is None or isinstance(_first_size(first), int):
         return frozenset()
     alike = {_first_size(node) for node in inputs if _first_length(node) == _first_length(first)}
-    returned = alike.intersection(map(_first_size, graph.output_node().all_input_nodes))
-    kept = {size for size in returned if not isinstance(size, int) and _is_kept(graph, size)}
-    return frozenset({_first_size(first), *kept})
-
-
-def _is_kept(graph: fx.Graph, size: Any) -> bool:
-    """Whether all that is made of what has this first size has it, too."""
-    users = (user for node in graph.nodes if _first_size(node) == size for user in node.users)
-    return all(user.op == "output" or _first_size(user) == size for user in users)
+    others = {size for size in alike if isinstance(size, int)} | _inner_sizes(inputs) | _sizes_of_tables(graph)
+    return frozenset({_first_size(first), *(alike - others)})
 
 
 def beside_batch(graph: fx.Graph) -> frozenset[int]:
@@ -54,6 +48,53 @@ def beside_batch(graph: fx.Graph) -> frozenset[int]:
         for place, node in enumerate(inputs)
         if _first_length(node) in lengths and _first_size(node) not in symbols
     )
+
+
+def _inner_sizes(inputs: Iterable[fx.Node]) -> set[Any]:
+    """The symbols of other dimensions than the first of inputs: of the length of a sequence, say."""
+    sizes = (size for node in inputs for size in _shape(node)[1:])
+    return {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+
+
+def _sizes_of_tables(graph: fx.Graph) -> set[Any]:
+    """The first sizes of all in which numbers of the data look up rows; those of a range, which are all, do not."""
+    return {
+        _first_size(node.args[0])
+        for node in graph.nodes
+        if node.op == "call_function" and node.target in _LOOKS_UP and _is_data(_LOOKS_UP[node.target](*node.args))
+    }
+
+
+_LOOKS_UP: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.embedding.default: lambda table, rows, *rest: rows,
+    torch.ops.aten.index_select.default: lambda table, dimension, rows: rows if dimension == 0 else None,
+    torch.ops.aten.index.Tensor: lambda table, rows: rows[0],
+}
+"""What says which rows are looked up, of the operations that look up rows of what they are given first."""
+
+
+def _is_data(rows: Any) -> bool:
+    """Whether these are numbers that come from an input's values, not from sizes alone."""
+    if not isinstance(rows, fx.Node) or not _holds_numbers(rows) or rows.meta["val"].dtype == torch.bool:
+        return False  # truth values pick sample by sample
+    seen, left = {rows}, [rows]
+    while left:
+        node = left.pop()
+        if node.op == "placeholder":
+            return True
+        behind = [other for other in node.all_input_nodes if other not in seen and _holds_numbers(other)]
+        seen.update(behind)
+        left += behind
+    return False
+
+
+def _holds_numbers(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _shape(node: fx.Node) -> Sequence[Any]:
+    value = node.meta.get("val")
+    return value.shape if isinstance(value, Tensor) else ()
 
 
 def _first_length(node: fx.Node) -> int | None:

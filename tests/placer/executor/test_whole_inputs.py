@@ -47,6 +47,37 @@ class Lookup(nn.Module):
         return result if labels is None else (result, labels)
 
 
+class Padded(nn.Module):
+    """Rows of the mask are picked by their numbers, as transformers does: nothing ties it to the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows, tokens = torch.arange(x.shape[0]), torch.arange(x.shape[1])
+        result: Tensor = self.last(self.first(x) * mask[rows[:, None], tokens[None]][..., None])
+        return result
+
+
+class Scattered(nn.Module):
+    """What is made of images takes the places of some tokens, one sample after another; they are returned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.images, self.last = nn.Embedding(B, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, tokens: Tensor, images: Tensor) -> Any:
+        x, images = self.first(tokens), self.images(images)
+        return self.last(x.masked_scatter((tokens == 1)[..., None].expand_as(x), images)), images
+
+
+PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "padded": (Padded, lambda: (X, torch.tril(torch.ones(B, B, dtype=torch.float64)))),
+    "scattered": (Scattered, lambda: (torch.tensor([[1, 0, 1, 2, 3]] * B), X[:, :2])),
+}
+
+
 INPUTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "mask": (Attention, lambda: (X, SQUARE, WEIGHTS)),
     "table": (Lookup, lambda: (torch.arange(2 * B).reshape(B, 2) % B, X[0].clone())),
@@ -101,6 +132,32 @@ def test_a_step_in_micro_batches_makes_the_gradients_of_the_unsplit_model(
         torch.testing.assert_close(ours.grad.cpu(), other.grad.cpu())
     if whole_needs_a_gradient:
         torch.testing.assert_close(inputs[1].grad.cpu(), theirs[1].grad.cpu())
+
+
+@pytest.mark.parametrize("chunks", [2, 3, B])
+@pytest.mark.parametrize("name", PARTS)
+def test_what_nothing_in_the_graph_ties_to_another_size_is_a_part_of_the_batch(name: str, chunks: int) -> None:
+    """A padding mask went whole to every micro-batch: all were computed with the first samples' rows."""
+    make, inputs = PARTS[name]
+    model, reference = twins(make, training=True)
+    given, target = inputs(), torch.zeros(B)
+
+    def loss_fn(result: Any, target: Tensor) -> Tensor:
+        parts = result if isinstance(result, tuple) else (result,)
+        loss: Tensor = sum((part.square().mean((1, 2)).mean() for part in parts), torch.zeros((), dtype=torch.float64))
+        return loss
+
+    with logical_devices(3):
+        flow = placed(model)
+        with torch.no_grad():
+            found = flow(*given, chunks=chunks)
+        torch.testing.assert_close(found, reference(*given), check_device=False)
+        loss = flow.train_step(loss_fn)(given, target, chunks=chunks)
+        expected = loss_fn(reference(*given), target)
+        expected.backward()
+    torch.testing.assert_close(loss.cpu(), expected.detach().cpu())
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), other.grad.cpu())
 
 
 def test_one_capture_tells_it_and_serves_the_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
