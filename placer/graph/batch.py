@@ -22,47 +22,82 @@ def is_batched(tensor: Any, batch: int) -> bool:
 def batch_symbols(graph: fx.Graph) -> frozenset[Any]:
     """The symbols of the batch's size: that of the same input as ``batch_size``; none where it is fixed.
 
-    Further ones are of inputs as long in the example that nothing tells to be another size: a graph ties sizes by the
-    operations that ask for it, and a padding mask whose rows are picked by their numbers is tied to nothing.
+    Further ones are of inputs as long in the example that nothing tells to be another size: a padding mask whose rows
+    are picked by their numbers is tied to nothing.
     """
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    first = next((node for node in inputs if _first_length(node) is not None), None)
-    if first is None or isinstance(_first_size(first), int):
+    first, alike = _alike(graph)
+    if first is None:
         return frozenset()
-    alike = {_first_size(node) for node in inputs if _first_length(node) == _first_length(first)}
-    others = {size for size in alike if isinstance(size, int)} | _inner_sizes(inputs) | _sizes_of_tables(graph)
-    return frozenset({_first_size(first), *(alike - others)})
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    sizes = {_first_size(node) for node in alike if not _is_beside(node, first, inputs)}
+    return frozenset({first, *(size for size in sizes if not isinstance(size, int))})
 
 
 def beside_batch(graph: fx.Graph) -> frozenset[int]:
     """The inputs whose first dimension is as long as the batch was in the example, and is another.
 
     That of a mask is, which is added to a square of another size, and that of a table in which is looked up. None are
-    known where the batch's size is fixed.
+    known where the batch's size is fixed. That an input's size is fixed tells nothing: a model may go by its number.
     """
-    symbols = batch_symbols(graph)
+    first, alike = _alike(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    lengths = {_first_length(node) for node in inputs if _first_size(node) in symbols}
-    return frozenset(
-        place
-        for place, node in enumerate(inputs)
-        if _first_length(node) in lengths and _first_size(node) not in symbols
-    )
+    return frozenset(place for place, node in enumerate(inputs) if node in alike and _is_beside(node, first, inputs))
 
 
-def _inner_sizes(inputs: Iterable[fx.Node]) -> set[Any]:
-    """The symbols of other dimensions than the first of inputs: of the length of a sequence, say."""
-    sizes = (size for node in inputs for size in _shape(node)[1:])
-    return {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+def _alike(graph: fx.Graph) -> tuple[Any, list[fx.Node]]:
+    """The symbol of the batch's size, None where it is fixed; and the inputs that were as long in the example."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    first = next((node for node in inputs if _first_length(node) is not None), None)
+    if first is None or isinstance(_first_size(first), int):
+        return None, []
+    return _first_size(first), [node for node in inputs if _first_length(node) == _first_length(first)]
 
 
-def _sizes_of_tables(graph: fx.Graph) -> set[Any]:
-    """The first sizes of all in which numbers of the data look up rows; those of a range, which are all, do not."""
-    return {
-        _first_size(node.args[0])
-        for node in graph.nodes
-        if node.op == "call_function" and node.target in _LOOKS_UP and _is_data(_LOOKS_UP[node.target](*node.args))
-    }
+def _is_beside(node: fx.Node, batch: Any, inputs: Iterable[fx.Node]) -> bool:
+    """Whether an input's first size is that of another dimension, or its rows are looked up by an input's values."""
+    size = _first_size(node)
+    if size == batch:
+        return False
+    inner = (length for other in inputs for length in _shape(other)[1:] if isinstance(length, torch.SymInt))
+    if any(length.node.expr == size for length in inner):
+        return True
+    seen, left = {node}, [(node, 0)]  # where its first dimension lies in what is made of it
+    while left:
+        at, place = left.pop()
+        for user in at.users:
+            if place == 0 and user.args and user.args[0] is at and _looks_up(user):
+                return True
+            behind = _place_in(user, at, place)
+            if behind is None or user in seen:
+                continue
+            if behind > 0 and _first_size(user) == batch:
+                return True
+            seen.add(user)
+            left.append((user, behind))
+    return False
+
+
+def _place_in(user: fx.Node, node: fx.Node, place: int) -> int | None:
+    """Where a dimension of a node lies in what one that uses it makes; None where that is not known."""
+    rank = len(_shape(user))
+    if user.op != "call_function" or not rank:
+        return None
+    if user.target is torch.ops.aten.unsqueeze.default:
+        at = user.args[1]
+        assert isinstance(at, int)
+        return place + (at % rank <= place)
+    lined_up = user.target in _LINED_UP or torch.Tag.pointwise in getattr(user.target, "tags", ())
+    if user.target is torch.ops.aten.scaled_dot_product_attention.default:
+        lined_up = node not in user.args[:3]  # the mask
+    return place + rank - len(_shape(node)) if lined_up else None
+
+
+_LINED_UP = {torch.ops.aten.expand.default, torch.ops.aten.clone.default, torch.ops.aten.detach.default}
+"""Beside operations on each number: those whose last dimensions are those of what they are given."""
+
+
+def _looks_up(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _LOOKS_UP and _is_data(_LOOKS_UP[node.target](*node.args))
 
 
 _LOOKS_UP: dict[Any, Callable[..., Any]] = {

@@ -47,6 +47,22 @@ class Lookup(nn.Module):
         return result if labels is None else (result, labels)
 
 
+class Heads(nn.Module):
+    """The mask is one of all heads, and given to torch's attention; there is one weight for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, B)
+
+    def forward(self, x: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+        x = self.first(x)
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, (mask > 0)[None, None])
+        mixed = mixed + functional.scaled_dot_product_attention(heads, heads, heads, mask)
+        result: Tensor = self.last(mixed.transpose(1, 2).flatten(2)) * weights
+        return result[..., :2]
+
+
 class Padded(nn.Module):
     """Rows of the mask are picked by their numbers, as transformers does: nothing ties it to the batch."""
 
@@ -72,14 +88,23 @@ class Scattered(nn.Module):
         return self.last(x.masked_scatter((tokens == 1)[..., None].expand_as(x), images)), images
 
 
+class Listed(Scattered):
+    """Goes through the images one by one, so that the graph is for so many; they are not returned."""
+
+    def forward(self, tokens: Tensor, images: Tensor) -> Any:
+        return super().forward(tokens, torch.stack(list(images)))[0]
+
+
 PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "padded": (Padded, lambda: (X, torch.tril(torch.ones(B, B, dtype=torch.float64)))),
     "scattered": (Scattered, lambda: (torch.tensor([[1, 0, 1, 2, 3]] * B), X[:, :2])),
+    "listed": (Listed, lambda: (torch.tensor([[1, 0, 1, 2, 3]] * B), X[:, :2])),
 }
 
 
 INPUTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "mask": (Attention, lambda: (X, SQUARE, WEIGHTS)),
+    "heads": (Heads, lambda: (X, SQUARE + 2 * torch.eye(B, dtype=torch.float64), WEIGHTS)),
     "table": (Lookup, lambda: (torch.arange(2 * B).reshape(B, 2) % B, X[0].clone())),
 }
 
