@@ -65,7 +65,7 @@ def _is_beside(node: fx.Node, batch: Any, inputs: Iterable[fx.Node]) -> bool:
     while left:
         at, place = left.pop()
         for user in at.users:
-            if place == 0 and user.args and user.args[0] is at and _looks_up(user):
+            if place == 0 and user.args and user.args[0] is at and (_looks_up(user) or _takes_some(user)):
                 return True
             behind = _place_in(user, at, place)
             if behind is None or user in seen:
@@ -98,6 +98,14 @@ _LINED_UP = {torch.ops.aten.expand.default, torch.ops.aten.clone.default, torch.
 
 def _looks_up(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _LOOKS_UP and _is_data(_LOOKS_UP[node.target](*node.args))
+
+
+def _takes_some(node: fx.Node) -> bool:
+    """Whether it is some of the first rows, by their number."""
+    if node.target is not torch.ops.aten.slice.Tensor or len(node.args) < 4 or node.args[1] != 0:
+        return False
+    end = node.args[3]
+    return isinstance(end, int) and end < 2**62
 
 
 _LOOKS_UP: dict[Any, Callable[..., Any]] = {
