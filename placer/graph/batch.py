@@ -28,8 +28,7 @@ def batch_symbols(graph: fx.Graph) -> frozenset[Any]:
     first, alike = _alike(graph)
     if first is None:
         return frozenset()
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    sizes = {_first_size(node) for node in alike if not _is_beside(node, first, inputs)}
+    sizes = {_first_size(node) for node in alike if not _is_beside(node, first, _inputs(graph))}
     return frozenset({first, *(size for size in sizes if not isinstance(size, int))})
 
 
@@ -40,13 +39,17 @@ def beside_batch(graph: fx.Graph) -> frozenset[int]:
     known where the batch's size is fixed. That an input's size is fixed tells nothing: a model may go by its number.
     """
     first, alike = _alike(graph)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = _inputs(graph)
     return frozenset(place for place, node in enumerate(inputs) if node in alike and _is_beside(node, first, inputs))
+
+
+def _inputs(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _alike(graph: fx.Graph) -> tuple[Any, list[fx.Node]]:
     """The symbol of the batch's size, None where it is fixed; and the inputs that were as long in the example."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = _inputs(graph)
     first = next((node for node in inputs if _first_length(node) is not None), None)
     if first is None or isinstance(_first_size(first), int):
         return None, []
@@ -54,7 +57,7 @@ def _alike(graph: fx.Graph) -> tuple[Any, list[fx.Node]]:
 
 
 def _is_beside(node: fx.Node, batch: Any, inputs: Iterable[fx.Node]) -> bool:
-    """Whether an input's first size is that of another dimension, or its rows are looked up by an input's values."""
+    """Whether its first size is another dimension's, or its rows are looked up by values, or some by their number."""
     size = _first_size(node)
     if size == batch:
         return False
