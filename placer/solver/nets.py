@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from placer.schema import Link
 from placer.solver.problem import Problem
@@ -28,6 +29,47 @@ class Net:
     back_ms: float
 
 
+class Exchange(NamedTuple):
+    """Values with the same ends.
+
+    Attributes:
+        source: the node that makes them.
+        readers: the other nodes that read them.
+        number: how many there are.
+        bytes: of all of them.
+        gradients: how many of them have gradients.
+        gradient_bytes: of all of these.
+    """
+
+    source: int
+    readers: tuple[int, ...]
+    number: int
+    bytes: int
+    gradients: int
+    gradient_bytes: int
+
+    def over(self, link: Link) -> Net:
+        """With the times over a link."""
+        latency_ms, ms_per_byte = 1e3 * link.latency_s, 1e3 / link.bandwidth_bytes_per_s
+        there_ms = self.number * latency_ms + self.bytes * ms_per_byte
+        return Net(self.source, self.readers, there_ms, self.gradients * latency_ms + self.gradient_bytes * ms_per_byte)
+
+
+def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
+    """What nodes exchange, by its ends."""
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for value in problem.values:
+        source = nodes.node_of[value.source]
+        readers = tuple(sorted(nodes.of(value.readers) - {source}))
+        if readers:
+            sums = found[source, readers]
+            sums[0] += 1
+            sums[1] += value.bytes
+            sums[2] += value.gradient_bytes > 0
+            sums[3] += value.gradient_bytes
+    return [Exchange(*ends, *sums) for ends, sums in found.items()]
+
+
 def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) -> list[Net]:
     """The values by their ends, over such a link; those that cannot be cut, or cost nothing, are left out.
 
@@ -38,15 +80,8 @@ def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) ->
     """
     link = link or problem.one_link
     assert link is not None
-    by_ends: dict[tuple[int, tuple[int, ...]], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for value in problem.values:
-        source = nodes.node_of[value.source]
-        readers = tuple(sorted(nodes.of(value.readers) - {source}))
-        if readers:
-            times = by_ends[source, readers]
-            times[0] += link.transfer_ms(value.bytes)
-            times[1] += link.transfer_ms(value.gradient_bytes) if value.gradient_bytes else 0.0
-    return [Net(source, readers, there, back) for (source, readers), (there, back) in by_ends.items() if there or back]
+    nets = [exchange.over(link) for exchange in exchanges(problem, nodes)]
+    return [net for net in nets if net.there_ms or net.back_ms]
 
 
 def best_link(links: Sequence[Link]) -> Link:

@@ -107,7 +107,7 @@ def _divide_pairs(search: Search, pairs: PairSearch | None, share: float, longes
 
 def move_layers(search: Search, share: float) -> None:
     """Local search from the best so far, until a share of the time or the work is over."""
-    if search.best is None or not local.applies(search.problem):
+    if search.best is None or search.over(share) or not local.applies(search.problem):
         return
 
     def over() -> bool:

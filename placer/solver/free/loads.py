@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from math import inf
 
 from placer.schema import Link
-from placer.solver.nets import Net, joined_nets
+from placer.solver.nets import Net, exchanges
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -68,21 +68,21 @@ class Loads:
 
 def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Times]]:
     """The nets, with times over some link, and by net, device of the source and of the reader, those of a copy."""
-    ways = {_way(link): link for row in problem.links for link in row if link is not None}
-    by_way = {
-        way: {(net.source, net.readers): net for net in joined_nets(problem, nodes, link)} for way, link in ways.items()
-    }
+    links = {_way(link): link for row in problem.links for link in row if link is not None}
+    found = exchanges(problem, nodes) if links else []
+    over = {way: [exchange.over(link) for exchange in found] for way, link in links.items()}
     pairs = _there_and_back(problem)
-    different = {pair for row in pairs for pair in row}
+    kinds = {pair: kind for kind, pair in enumerate({pair: None for row in pairs for pair in row})}
+    places = [[kinds[pair] for pair in row] for row in pairs]
     nets, each_ms = [], []
-    for ends in dict.fromkeys(ends for found in by_way.values() for ends in found):
-        over = {way: found.get(ends, Net(*ends, 0.0, 0.0)) for way, found in by_way.items()}
-        copy_ms = {(a, b): over[a].there_ms + over[b].back_ms if a and b else inf for a, b in different}
-        nets.append(next(iter(over.values())))
-        if problem.one_link is None:
-            each_ms.append([[copy_ms[pair] for pair in row] for row in pairs])
-        else:
-            each_ms.append([[min(copy_ms.values())] * len(pairs)] * len(pairs))
+    for number, alike in enumerate(zip(*over.values(), strict=True)):
+        if any(net.there_ms or net.back_ms for net in alike):
+            copy_ms = [over[a][number].there_ms + over[b][number].back_ms if a and b else inf for a, b in kinds]
+            nets.append(alike[0])
+            if problem.one_link is None:
+                each_ms.append([[copy_ms[kind] for kind in row] for row in places])
+            else:
+                each_ms.append([[min(copy_ms)] * len(pairs)] * len(pairs))
     return nets, each_ms
 
 

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver import costs
-from placer.solver.linear.intervals import Exchange, Intervals
+from placer.solver.linear.intervals import Intervals
+from placer.solver.nets import Exchange
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 
@@ -62,7 +63,7 @@ def best_cut(
         problem: what is asked.
         nodes: its layers in nodes, in topological order.
         order: another topological order of the nodes; theirs if left out.
-        exchanged: as ``intervals.exchanges`` tells it, where it is known.
+        exchanged: as ``nets.exchanges`` tells it, where it is known.
     """
     return cut_of_blocks(problem, nodes, even_runs(problem, nodes, order or range(len(nodes.nodes))), exchanged)
 

@@ -17,7 +17,7 @@ from math import inf, isqrt
 from time import monotonic
 
 from placer.solver.linear import exact
-from placer.solver.linear.intervals import exchanges
+from placer.solver.nets import exchanges
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 

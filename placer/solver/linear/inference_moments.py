@@ -7,12 +7,14 @@ made there, until the last of all::
     v   s . . r1 . . . r2        r1 joins: v is held from s until r1 in the stages without s
         |------|-------|         r2 joins: there until r2, from r1 on, and from s in the stages without r1
 
-Steps are those of the profile, whatever the order, so that the moment is that of the placement.
+Steps are those of the profile, whatever the order, so that the moment is that of the placement. What is held only
+grows: of a run of steps that a value is held throughout, no more is kept than how much that is, and the run's most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -20,18 +22,21 @@ from numpy.typing import NDArray
 
 from placer.solver.problem import Problem, Value
 
+LEAST_RUN = 64
+"""Of so few steps each is counted by itself: that takes no longer than to count a run."""
+
 
 class _Hold(NamedTuple):
     """What some stages hold at some steps, once a block has joined them.
 
     Attributes:
         firsts: the stages, by first block.
-        steps: at which.
+        steps: from which until before which.
         size: in bytes.
     """
 
     firsts: slice
-    steps: slice
+    steps: tuple[int, int]
     size: int
 
 
@@ -43,16 +48,58 @@ def inference_moments(problem: Problem, blocks: Sequence[Sequence[int]]) -> NDAr
         blocks: the layers of each block, in a topological order.
     """
     count = len(blocks)
-    held = np.zeros((count, len(problem.layers)), np.int64)
-    worst = np.zeros(count, np.int64)
+    held = _Held(count, len(problem.layers))
     moments = np.zeros((count + 1, count + 1))
     for block, joined in enumerate(_joined(problem, blocks)):
-        for firsts, steps, size in joined:
-            here = held[firsts, steps]
-            here += size
-            np.maximum(worst[firsts], here.max(axis=1), out=worst[firsts])
-        moments[:-1, block + 1] = worst
+        for hold in joined:
+            held.add(hold)
+        moments[:-1, block + 1] = held.worst
     return moments
+
+
+class _Held:
+    """What is held by first block and step, in runs of steps.
+
+    Args:
+        blocks: how many there are.
+        steps: likewise.
+
+    Attributes:
+        worst: by first block, the most that is held at a step.
+    """
+
+    def __init__(self, blocks: int, steps: int) -> None:
+        self.worst = np.zeros(blocks, np.int64)
+        self._run = max(isqrt(steps), LEAST_RUN)
+        runs = -(-steps // self._run)
+        self._throughout = np.zeros((blocks, runs), np.int64)
+        self._beside = np.zeros((blocks, runs * self._run), np.int64)
+        self._most = np.zeros((blocks, runs), np.int64)
+
+    def add(self, hold: _Hold) -> None:
+        """Count a hold; its whole runs at once."""
+        firsts, (begin, end), run = hold.firsts, hold.steps, self._run
+        first, last = begin // run, (end - 1) // run
+        self._add_within(firsts, first, begin, min(end, (first + 1) * run), hold.size)
+        if last > first:
+            self._add_within(firsts, last, last * run, end, hold.size)
+        if last > first + 1:
+            self._throughout[firsts, first + 1 : last] += hold.size
+            most = self._most[firsts, first + 1 : last]
+            most += hold.size
+            self._raise(self.worst[firsts], most.max(axis=1))
+
+    def _add_within(self, firsts: slice, run: int, begin: int, end: int, size: int) -> None:
+        """Count what is held at some steps of a run."""
+        here = self._beside[firsts, begin:end]
+        here += size
+        most = here.max(axis=1) + self._throughout[firsts, run]
+        self._raise(self._most[firsts, run], most)
+        self._raise(self.worst[firsts], most)
+
+    @staticmethod
+    def _raise(known: NDArray[np.int64], most: NDArray[np.int64]) -> None:
+        np.maximum(known, most, out=known)
 
 
 def _joined(problem: Problem, blocks: Sequence[Sequence[int]]) -> list[list[_Hold]]:
@@ -62,7 +109,7 @@ def _joined(problem: Problem, blocks: Sequence[Sequence[int]]) -> list[list[_Hol
     for step, layer in enumerate(problem.layers):
         block, size = block_of[step], layer.forward_workspace_bytes
         if size:
-            joined[block].append(_Hold(slice(0, block + 1), slice(step, step + 1), size))
+            joined[block].append(_Hold(slice(0, block + 1), (step, step + 1), size))
     for value in problem.values:
         for block, hold in _holds(value, block_of) if value.held_bytes else ():
             joined[block].append(hold)
@@ -80,6 +127,6 @@ def _holds(value: Value, block_of: dict[int, int]) -> Iterator[tuple[int, _Hold]
         begin = end = block + 1
         while held and held[-1][1] < until:
             first, known = held.pop()
-            yield block, _Hold(slice(first, end), slice(known + 1, until + 1), value.held_bytes)
+            yield block, _Hold(slice(first, end), (known + 1, until + 1), value.held_bytes)
             end = first
         held.append((end, until))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from math import inf
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,46 +13,12 @@ from numpy.typing import NDArray
 from placer.schedule import in_flight
 from placer.solver.linear.inference_moments import inference_moments
 from placer.solver.linear.interval_moments import TrainingMoments
+from placer.solver.nets import Exchange, exchanges
 from placer.solver.problem import Problem, Value
 from placer.solver.program import memory_rules
 from placer.solver.reduce import Reduction
 
 Table = NDArray[np.float64]
-
-
-class Exchange(NamedTuple):
-    """Values with the same ends.
-
-    Attributes:
-        source: the node that makes them.
-        readers: the other nodes that read them.
-        number: how many there are.
-        bytes: of all of them.
-        gradients: how many of them have gradients.
-        gradient_bytes: of all of these.
-    """
-
-    source: int
-    readers: tuple[int, ...]
-    number: int
-    bytes: int
-    gradients: int
-    gradient_bytes: int
-
-
-def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
-    """What nodes exchange, by its ends."""
-    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for value in problem.values:
-        source = nodes.node_of[value.source]
-        readers = tuple(sorted(nodes.of(value.readers) - {source}))
-        if readers:
-            sums = found[source, readers]
-            sums[0] += 1
-            sums[1] += value.bytes
-            sums[2] += value.gradient_bytes > 0
-            sums[3] += value.gradient_bytes
-    return [Exchange(*ends, *sums) for ends, sums in found.items()]
 
 
 class Intervals:

@@ -9,7 +9,7 @@ from random import Random
 
 from placer.solver.components import topological_order
 from placer.solver.linear import class_rows, exact
-from placer.solver.linear.intervals import exchanges
+from placer.solver.nets import exchanges
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction, reduced
 

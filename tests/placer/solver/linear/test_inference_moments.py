@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from placer.schema import Cluster, Device, Edge, Layer, PlacementRequest, Profile
+from placer.solver.linear import inference_moments as by_run
 from placer.solver.linear.inference_moments import inference_moments
 from placer.solver.problem import Problem
 
@@ -49,9 +50,11 @@ def differing(problem, blocks):
     return [span for span, layers in held.items() if table[span] != float(worst_moment(problem, layers))]
 
 
+@pytest.mark.parametrize("least_run", [by_run.LEAST_RUN, 1], ids=["one run", "runs of up to 3 steps"])
 @pytest.mark.parametrize("shuffled", [False, True], ids=["the profile's order", "any order"])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_interval_holds_what_a_device_with_its_layers_does(seed, shuffled):
+def test_each_interval_holds_what_a_device_with_its_layers_does(seed, shuffled, least_run, monkeypatch):
+    monkeypatch.setattr(by_run, "LEAST_RUN", least_run)
     random = Random(seed)
     for _ in range(60):
         problem = drawn(random)
