@@ -121,6 +121,7 @@ class DataFlow(PlacedCalls):
         if inference_only:
             module.requires_grad_(False)
         self._clones = Clones(module, self._devices) if enable_clone else None
+        self._planned_with = 0
 
     def update_flow(
         self,
@@ -291,7 +292,9 @@ class DataFlow(PlacedCalls):
     def _refresh_clones(self) -> None:
         if self._clones is not None:
             self._clones.refuse_training()
-            if self._clones.refresh():
+            self._clones.refresh()
+            if self._planned_with != self._clones.times_copied:
+                self._planned_with = self._clones.times_copied
                 self._plans.clear()
 
     def _adopt(self, placement: Placement) -> None:

@@ -20,6 +20,9 @@ class Clones:
 
     The module's own tensors stay where they are and stand in on their own device. When they change (an optimizer step,
     ``load_state_dict``), ``refresh`` brings the copies up to date.
+
+    Attributes:
+        times_copied: how often; flows that share the clones see by it that theirs are earlier ones.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[torch.device]) -> None:
@@ -29,10 +32,11 @@ class Clones:
         self._state: dict[str, Tensor] = {}
         self._written: list[int] = []
         self._copies: dict[torch.device, dict[str, Tensor]] = {}
+        self.times_copied = 0
         self.refresh()
 
-    def refresh(self) -> bool:
-        """Copy again if the module's state has changed since; says whether it had."""
+    def refresh(self) -> None:
+        """Copy again if the module's state has changed since."""
         if self._census is None or not self._census.holds():
             self._census = Census(self._module)
             state = named_state(self._module)
@@ -41,13 +45,13 @@ class Clones:
             self._state = state
         written = writes([*self._state.values()])
         if written == self._written:
-            return False
+            return
         self._written = written
+        self.times_copied += 1
         with torch.no_grad():
             self._copies = {
                 place: {name: _twin(tensor, place) for name, tensor in self._state.items()} for place in self._places
             }
-        return True
 
     def refuse_training(self) -> None:
         """Raise an InputError where the model would be trained: clones would not be."""

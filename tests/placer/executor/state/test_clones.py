@@ -87,8 +87,11 @@ def test_clones_follow_an_optimizer_and_stay_while_others_step(fused: bool) -> N
             steps[0].step(), steps[1].step()
             with torch.no_grad():
                 torch.testing.assert_close(flow(X).cpu(), reference(X), atol=1e-10, rtol=1e-10)
+            assert flow._clones is not None
+            times_copied = flow._clones.times_copied
             steps[2].step()
-            assert flow._clones is not None and not flow._clones.refresh()
+            flow._clones.refresh()
+            assert flow._clones.times_copied == times_copied
 
 
 def test_construct_module_is_a_second_flow_on_the_same_clones() -> None:
@@ -100,6 +103,23 @@ def test_construct_module_is_a_second_flow_on_the_same_clones() -> None:
         assert dict(other.layer_gpus) != dict(flow.layer_gpus)
         for run in (flow, other, flow):
             torch.testing.assert_close(run(X).cpu(), reference(X), atol=1e-10, rtol=1e-10)
+
+
+def test_each_flow_on_the_same_clones_follows_a_change_of_the_weights() -> None:
+    # The first flow that ran after it brought the clones up to date, and the others kept the ones before.
+    model, reference = twins(_layers, training=False)
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model, enable_clone=True)
+        flow.layer_gpus.update({"0": 0, "3": 1})
+        flow.update_flow()
+        other = flow.construct_module({"0": 1, "1": 1, "2": 1, "3": 0})
+        flow(X), other(X)
+        for order in ((flow, other), (other, flow)):
+            for module in (model, reference):
+                module[0].weight.mul_(2)
+                module[3].weight.mul_(2)
+            for run in order:
+                torch.testing.assert_close(run(X).cpu(), reference(X), atol=1e-10, rtol=1e-10)
 
 
 def test_construct_module_without_clones_is_refused() -> None:
