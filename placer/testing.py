@@ -137,8 +137,7 @@ class _Tags:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     """The storage of a tensor; of a sparse one, that of its values; inside ``torch.func``, that of what it wraps."""
-    while devices.is_transformed(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    tensor = devices.unwrapped(tensor)
     return (tensor._values() if tensor.layout == torch.sparse_coo else tensor).untyped_storage()
 
 

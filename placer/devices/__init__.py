@@ -18,7 +18,18 @@ from placer.devices.memory import (
     peak_bytes,
     release_cache,
 )
-from placer.devices.moving import copy, fill, has_tangents, is_transformed, location, move, same, staged, write
+from placer.devices.moving import (
+    copy,
+    fill,
+    has_tangents,
+    is_transformed,
+    location,
+    move,
+    same,
+    staged,
+    unwrapped,
+    write,
+)
 from placer.devices.names import (
     CPU,
     DeviceLike,
@@ -115,6 +126,7 @@ __all__ = [
     "take_detours",
     "type_name",
     "unobserved",
+    "unwrapped",
     "warm_libraries",
     "write",
 ]

@@ -42,6 +42,13 @@ def is_transformed(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that this one stands for inside ``torch.func``, which has memory of its own; itself elsewhere."""
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def has_tangents() -> bool:
     """Whether tensors may have tangents now, inside ``torch.autograd.forward_ad.dual_level()``."""
     return int(getattr(forward_ad, "_current_level", -1)) >= 0

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
+from placer import devices
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.alone import alone
@@ -310,13 +311,16 @@ def _export(
 
 def _refuse_shared(tensors: Sequence[Any], written_to: set[int]) -> None:
     """Raise a CaptureError if forward writes to an input whose memory another one shares: a graph has copies."""
-    places = [tensor.untyped_storage()._cdata if _has_storage(tensor) else None for tensor in tensors]
+    places = [_memory(tensor) for tensor in tensors]
     if any(places.count(places[place]) > 1 for place in written_to if places[place] is not None):
         raise CaptureError("forward writes to an input whose memory another input shares, which would not see it")
 
 
-def _has_storage(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.layout == torch.strided
+def _memory(tensor: Any) -> int | None:
+    """What tells the memory of a tensor from others'; None of what has none of its own: a sparse one, or no tensor."""
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        return None
+    return int(devices.unwrapped(tensor).untyped_storage()._cdata)
 
 
 def _refuse_shapes_from_values(graph: fx.Graph) -> None:

@@ -330,7 +330,7 @@ def test_tangents_pass_from_device_to_device(training: bool, chunks: int, gradie
                 torch.testing.assert_close(one.detach().cpu(), other.detach())
 
 
-@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.jacrev, torch.func.hessian])
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.jacrev, torch.func.hessian, torch.vmap])
 def test_the_first_call_of_a_flow_may_be_in_a_transform(transform: Callable[..., Any]) -> None:
     model, reference = twins(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
     flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
@@ -338,6 +338,23 @@ def test_the_first_call_of_a_flow_may_be_in_a_transform(transform: Callable[...,
     flow.update_flow()
     x = torch.randn(2, 3, dtype=torch.float64)
     torch.testing.assert_close(transform(flow)(x), transform(reference)(x))
+
+
+def test_vmap_of_a_flow_sees_that_two_inputs_share_memory() -> None:
+    class Writes(_Base):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x.add_(1)
+            return self.third(self.first(x) + y)
+
+    model, reference = twins(Writes, training=False)
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(3, 2, 4)
+    other_x = x.clone()
+    with logical_devices(2), torch.no_grad():
+        flow = DataFlow(model)
+        flow.layer_gpus.update(first=0, third=1)
+        flow.update_flow()
+        torch.testing.assert_close(torch.vmap(flow)(x, x).cpu(), torch.vmap(reference)(other_x, other_x))
+        torch.testing.assert_close(x, other_x)
 
 
 def test_after_a_failure_inside_torch_func_other_work_goes_on() -> None:
