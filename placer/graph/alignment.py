@@ -26,7 +26,6 @@ _KEEPS_ITS_PLACE = {
     "to",
     "cpu",
     "cuda",
-    "copy_",
     "__get__",
     "__set__",
     "backward",
@@ -36,8 +35,11 @@ _KEEPS_ITS_PLACE = {
     "register_hook",
 }
 
-_OF_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
-"""Names of what takes lists, whose tensors are each with their own of the other lists, not all together."""
+_OF_LISTS = "_foreach_"
+"""How names begin of what takes lists, whose tensors are each with their own of the other lists, not all together."""
+
+_OF_GROUPS = ("_fused_", "_amp_foreach_")
+"""The same, where the caller has sorted them by device: several of the lists are written to."""
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
 
@@ -109,7 +111,9 @@ class Alignment(WideMode):
         if self._is_paused or torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name not in _KEEPS_ITS_PLACE and not name.startswith(_OF_LISTS):
+        if name.startswith(_OF_LISTS):
+            args, kwargs = _beside_the_first(args, kwargs)
+        elif name not in _KEEPS_ITS_PLACE and not name.startswith(_OF_GROUPS):
             args, kwargs = self._aligned(name, args, kwargs)
         result = func(*args, **kwargs)
         if self._observer is not None:
@@ -184,6 +188,22 @@ def _written_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if name in ("batch_norm", "instance_norm"):
         return kwargs.get("running_mean", args[1:2])
     return kwargs.get("out")
+
+
+def _beside_the_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Lists of tensors, each tensor where the one at its place in the first list is."""
+    first, *_ = (*args, *kwargs.values())
+    places = [devices.location(tensor) for tensor in first]
+
+    def beside(nest: Any) -> Any:
+        if not isinstance(nest, (list, tuple)) or len(nest) != len(places):
+            return nest
+        return [
+            devices.move(item, place) if isinstance(item, Tensor) else item
+            for item, place in zip(nest, places, strict=True)
+        ]
+
+    return tuple(map(beside, args)), {name: beside(nest) for name, nest in kwargs.items()}
 
 
 def _are_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -629,3 +629,31 @@ def test_what_is_written_in_place_is_there_whatever_device_it_came_from(name: st
             flow.update_flow()
             torch.testing.assert_close(flow(x).cpu(), reference(x))
             assert flow.not_captured_because
+
+
+class CopiesIntoAPart(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.first(x).clone(), self.second(x)
+        y[:, :2].copy_(z[:, :2] if x.norm() > 0 else z[:, 2:])
+        return self.third(y)
+
+
+class CalculatesOnLists(_Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.first(x), self.second(x)
+        products = torch._foreach_mul([y, z], [z, y] if x.norm() > 0 else [y, z])
+        torch._foreach_addcmul_(products, [z, y], tensor2=[y, z.exp()], value=0.5)
+        return self.third(products[0] + products[1])
+
+
+@pytest.mark.parametrize("make", [CopiesIntoAPart, CalculatesOnLists])
+def test_gradients_of_copies_and_of_operations_on_lists_cross_devices(make: type[nn.Module]) -> None:
+    # A copy of torch's own sent its gradient to no stand-in; lists met lists of other devices.
+    model, reference = twins(make)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus.update(first=0, second=1, third=0)
+        flow.update_flow()
+        split = step(flow, model, [X], {})
+    assert flow.not_captured_because
+    assert_same(split, step(reference, reference, [X], {}))
