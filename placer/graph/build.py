@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from placer.graph import nested
 from placer.graph.export import PREFIX, Exported, draws_random, updates_running_statistics
-from placer.graph.granularity import hint
+from placer.graph.granularity import hint, is_fixed
 from placer.graph.grouping import Group, storage_roots, written
 from placer.graph.inlining import REGIONS
 from placer.graph.layers import Layer, Value, named_state
@@ -191,7 +191,7 @@ class Builder:
 
     def _is_batch(self, size: int | torch.SymInt) -> bool:
         if not self._exported.batch_symbols:
-            return isinstance(size, int) and size == self._exported.batch_size
+            return is_fixed(size) and hint(size) == self._exported.batch_size
         return isinstance(size, torch.SymInt) and size.node.expr in self._exported.batch_symbols
 
     def _layer(self, draft: _Draft) -> Layer:

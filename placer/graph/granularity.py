@@ -214,6 +214,11 @@ def hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def is_fixed(size: int | torch.SymInt) -> bool:
+    """Whether the graph holds for this size alone; one that was open until the model asked for its number, too."""
+    return isinstance(size, int) or bool(size.node.expr.is_number)
+
+
 def _elements(tensor: Tensor) -> float:
     return _product(_shape(tensor))
 

@@ -55,8 +55,17 @@ class _OfOneSize(nn.Module):
         return result
 
 
-def test_results_of_a_model_whose_graph_holds_for_one_size_are_joined() -> None:
-    model, reference = twins(_OfOneSize, training=False)
+class _OfOneSizeInTheEnd(_OfOneSize):
+    """The size of its batch is open in its graph until it is asked for as a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x))
+        return result if float(x.shape[0]) else result[:0]
+
+
+@pytest.mark.parametrize("make", [_OfOneSize, _OfOneSizeInTheEnd])
+def test_results_of_a_model_whose_graph_holds_for_one_size_are_joined(make: type[nn.Module]) -> None:
+    model, reference = twins(make, training=False)
     with logical_devices(2):
         flow = DataFlow(model)
         scatter_layers(flow, 2)
