@@ -73,7 +73,8 @@ def calls_instead(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]
 def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], outputs: Structure) -> Any:
     """The results of micro-batches that ran through hooks, where sizes alone tell which outputs have a batch."""
     batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
-    return outputs.unflatten(join(results, batched, weights, outputs.paths))
+    constant = [False] * len(batched)
+    return outputs.unflatten(join(results, batched, constant, weights, outputs.paths))
 
 
 def joined(
@@ -91,7 +92,8 @@ def joined(
         What the model returns, and the tensors that it left in its inputs.
     """
     batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
+    constant = [name in exported.constants for name in graph.outputs]
     outputs, left = exported.outputs, exported.left
     paths = (*outputs.paths, *(() if left is None else left.paths))
-    leaves = join(results, batched, weights, paths)
+    leaves = join(results, batched, constant, weights, paths)
     return outputs.unflatten(leaves), leaves[len(outputs.paths) :]

@@ -112,6 +112,7 @@ def gather(
     weights: Sequence[int],
     path: str,
     way_out: str = "call the flow with chunks=1",
+    is_constant: bool = False,
 ) -> Any:
     """Join one output of all micro-batches.
 
@@ -121,6 +122,7 @@ def gather(
         weights: samples in each micro-batch; numbers are averaged by them, as a loss that is a mean over samples is.
         path: where the output stands in the result, for messages.
         way_out: for messages.
+        is_constant: whether it is made of no input: then it is that of any, if it is one and the same.
 
     Raises:
         InputError: the output belongs to a micro-batch as a whole and is no number.
@@ -135,6 +137,8 @@ def gather(
         return torch.stack([part * (weight / total) for part, weight in zip(parts, weights, strict=True)]).sum()
     if not isinstance(first, Tensor) and all(part == first for part in parts):
         return first
+    if is_constant and all(torch.equal(part, first) for part in parts):
+        return first
     raise InputError(
         f"output {path or '(the result)'} has no batch dimension, so the micro-batches' results cannot be joined; "
         f"{way_out}"
@@ -142,13 +146,18 @@ def gather(
 
 
 def join(
-    results: Sequence[Sequence[Any]], batched: Sequence[bool], weights: Sequence[int], paths: Sequence[str]
+    results: Sequence[Sequence[Any]],
+    batched: Sequence[bool],
+    constant: Sequence[bool],
+    weights: Sequence[int],
+    paths: Sequence[str],
 ) -> list[Any]:
     """Join the outputs of all micro-batches, see ``gather``.
 
     Args:
         results: the outputs of each micro-batch.
         batched: of each output, whether its first dimension is the batch.
+        constant: of each, whether it is made of no input.
         weights: samples in each micro-batch.
         paths: where each output stands in the result.
     """
@@ -159,8 +168,8 @@ def join(
         )
     columns = zip(*results, strict=True)
     return [
-        gather(parts, is_batched, weights, path)
-        for parts, is_batched, path in zip(columns, batched, paths, strict=True)
+        gather(parts, is_batched, weights, path, is_constant=is_constant)
+        for parts, is_batched, is_constant, path in zip(columns, batched, constant, paths, strict=True)
     ]
 
 

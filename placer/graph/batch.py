@@ -43,6 +43,15 @@ def beside_batch(graph: fx.Graph) -> frozenset[int]:
     return frozenset(place for place, node in enumerate(inputs) if node in alike and _is_beside(node, first, inputs))
 
 
+def made_of_no_input(graph: fx.Graph) -> frozenset[str]:
+    """The names of what is made of no input, and by no input's size: constants, unless drawn or written to."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_function") and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return frozenset(node.name for node in found)
+
+
 def _inputs(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +26,7 @@ from placer import devices
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.alone import alone
-from placer.graph.batch import batch_size, batch_symbols, is_batched
+from placer.graph.batch import batch_size, batch_symbols, is_batched, made_of_no_input
 from placer.graph.footprint import differs_later
 from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
@@ -80,6 +81,11 @@ class Exported:
     def placeholders(self) -> list[fx.Node]:
         """One for each tensor of the inputs."""
         return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    @cached_property
+    def constants(self) -> frozenset[str]:
+        """The names of what the graph makes of no input; none where the batch's size, too, is a constant of it."""
+        return made_of_no_input(self.module.graph) if self.batch_symbols else frozenset()
 
     def other_sizes(self, tensors: Sequence[Any]) -> list[set[int]]:
         """For each input the dimensions that are not of one size, here and in these tensors or by the graph itself."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,6 +121,44 @@ def test_an_output_without_a_batch_dimension_is_refused_with_the_way_out() -> No
         with pytest.raises(InputError, match="chunks=1"):
             flow(X, chunks=2)
         assert flow(X).shape == (2,)
+
+
+class Beside(Model):
+    """Returns something beside the result of its layers."""
+
+    def __init__(self, beside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> Any:
+        return {"y": super().forward(x)["y"], "beside": self.beside(x)}
+
+
+@pytest.mark.parametrize("constant", [lambda _: torch.tensor(4096), lambda _: 2 * torch.arange(3)])
+def test_a_constant_that_every_micro_batch_returns_is_returned(constant: Callable[[Tensor], Tensor]) -> None:
+    # As the size of a sliding window is, which caches of transformers have in a tensor.
+    with logical_devices(2):
+        flow = DataFlow(Beside(constant).double().eval())
+        scatter_layers(flow, 2)
+        assert torch.equal(flow(X, chunks=2)["beside"].cpu(), constant(X))
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        lambda x: (x == x).sum(),
+        lambda x: torch.tensor(len(x)),
+        lambda x: torch.zeros(3, dtype=torch.int64).add_(len(x)),
+        lambda _: torch.randint(2**40, (3,)),
+    ],
+    ids=["count", "size", "size written", "drawn"],
+)
+def test_what_is_alike_in_micro_batches_and_no_constant_is_refused(beside: Callable[[Tensor], Tensor]) -> None:
+    with logical_devices(2):
+        flow = DataFlow(Beside(beside).double().eval())
+        scatter_layers(flow, 2)
+        with pytest.raises(InputError, match=r"\['beside'\] has no batch dimension"):
+            flow(X, chunks=2)
 
 
 @pytest.mark.parametrize(("segments", "chunks"), [(1, 1), (3, 1), (1, 4), (3, 5), (5, 2)])
