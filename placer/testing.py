@@ -14,13 +14,13 @@ with everything, and a host tensor may index one on a device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -70,7 +70,7 @@ def logical_devices(count: int) -> Iterator[list[torch.device]]:
     devices.stand_ins.append(count)
     devices.registries.append(tags)
     try:
-        with _CopiesAndQueries(tags), _OneDevicePerOperation(tags, leaves):
+        with tags.answers, _OneDevicePerOperation(tags, leaves):
             yield [torch.device("cpu", index) for index in range(count)]
     finally:
         leaves.release()
@@ -84,6 +84,7 @@ class _Tags:
     def __init__(self) -> None:
         self._of: dict[int, tuple[StorageWeakRef, int]] = {}
         self._writes = 0
+        self.answers = _CopiesAndQueries(self)
         self.alone: int | None = None  # the stand-in that is the current one, if a layer runs
         self.inside_operation = False  # whether what is dispatched now is a part of an operation on tensors
 
@@ -133,6 +134,11 @@ class _Tags:
             return torch.device("meta")
         index = self.get(tensor)
         return torch.device("cpu") if index < 0 else torch.device("cpu", index)
+
+    def answering(self) -> AbstractContextManager[Any]:
+        """In it the mode is in force that answers where tensors are; ``Tensor.backward`` is called without it."""
+        is_here = self.answers in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        return nullcontext() if is_here else self.answers
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -58,7 +58,7 @@ from placer.devices.recording import (
     warm_libraries,
 )
 from placer.devices.routes import HOST, detour, has_detour, straight, take_detours
-from placer.devices.stand_ins import Onlooker, Registry, observed, registries, stand_ins, unobserved
+from placer.devices.stand_ins import Onlooker, Registry, answering, observed, registries, stand_ins, unobserved
 from placer.devices.transfers import Shipment, copy_s, host_buffer
 
 __all__ = [
@@ -77,6 +77,7 @@ __all__ = [
     "Rooms",
     "Shipment",
     "addresses",
+    "answering",
     "available",
     "boot_id",
     "cache_bytes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -24,6 +24,9 @@ class Registry(Protocol):
 
     def only(self, device: torch.device) -> AbstractContextManager[None]:
         """Raise a MixedDevicesError if an operation inside meets tensors of another device."""
+
+    def answering(self) -> AbstractContextManager[None]:
+        """In it ``tensor.device`` is where the tensor is also in backward passes, where torch leaves that to nobody."""
 
 
 class Onlooker:
@@ -55,6 +58,11 @@ def unobserved() -> Iterator[None]:
         yield
     finally:
         _observed.pop()
+
+
+def answering() -> AbstractContextManager[None]:
+    """In it tensors on stand-ins say where they are: for what is run again in a backward pass."""
+    return registries[-1].answering() if registries else nullcontext()
 
 
 def observed() -> bool:

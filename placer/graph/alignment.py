@@ -141,7 +141,7 @@ class Alignment(WideMode):
         def again(*args: Any, **kwargs: Any) -> Any:
             if self.is_here:  # the pass before, which a reentrant checkpoint begins with this, too
                 return function(*args, **kwargs)
-            with renewal() as alignment, alignment.resumed():
+            with devices.answering(), renewal() as alignment, alignment.resumed():
                 latest, alignment.place = alignment.place, place
                 try:
                     return function(*args, **kwargs)

@@ -145,6 +145,47 @@ def test_an_operation_runs_again_on_the_device_that_it_ran_on() -> None:
         _assert_close(_gradients(model, x), _gradients(reference, y))
 
 
+class _WithBias(nn.Module):
+    """As a layer of T5, which makes a bias where its activations are, as a leaf, for the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        if bias is None:
+            bias = torch.zeros(1, 8, device=x.device, dtype=x.dtype)
+            bias.requires_grad = True
+        return x + bias, bias
+
+
+class _Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList([_WithBias(), _WithBias()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = self.first(x), None
+        for layer in self.layers:
+            x, bias = checkpoint(layer, x, bias, use_reentrant=True)
+        return x
+
+
+def test_what_runs_again_is_told_the_device_of_a_tensor() -> None:
+    # A backward pass leaves torch's function modes: the device was a bare cpu, the bias was moved from the host, and so
+    # its gradient was moved back there.
+    model, reference = twins(_Biased)
+    x, y = _leaf(), _leaf()
+    reference(y).pow(2).sum().backward()
+    with logical_devices(2):
+        flow = DataFlow(model, fine_grained=True)
+        flow.layer_gpus.update({"first": 0, "layers.0.linear": 0, "layers.1.linear": 1})
+        flow.update_flow()
+        flow(x).pow(2).sum().backward()
+        _assert_close(_gradients(model, x), _gradients(reference, y))
+
+
 @pytest.mark.parametrize("make", [Coder, Asks])
 def test_a_checkpoint_may_run_the_flow_itself(make: type[Coder], monkeypatch: pytest.MonkeyPatch) -> None:
     # What capturing saved for a backward pass of its own counted as the checkpoint's, and the error by which it ends
