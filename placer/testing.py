@@ -269,8 +269,9 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             self._one(name, together)
 
     def _spread(self, args: Any, result: Any) -> None:
-        if isinstance(result, (list, tuple)) and args and isinstance(args[0], (list, tuple)):
-            for source, made in zip(args[0], result, strict=False):
+        sources = next((item for item in args if isinstance(item, (list, tuple))), ())  # powers: behind the number
+        if isinstance(result, (list, tuple)):
+            for source, made in zip(sources, result, strict=False):
                 if isinstance(made, Tensor) and isinstance(source, Tensor):
                     self._tag(made, self._tags.get(source))
 

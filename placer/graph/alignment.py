@@ -192,7 +192,7 @@ def _written_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _beside_the_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Lists of tensors, each tensor where the one at its place in the first list is."""
-    first, *_ = (*args, *kwargs.values())
+    first = next(nest for nest in (*args, *kwargs.values()) if isinstance(nest, (list, tuple)))
     places = [devices.location(tensor) for tensor in first]
 
     def beside(nest: Any) -> Any:

@@ -643,7 +643,7 @@ class CalculatesOnLists(_Base):
         y, z = self.first(x), self.second(x)
         products = torch._foreach_mul([y, z], [z, y] if x.norm() > 0 else [y, z])
         torch._foreach_addcmul_(products, [z, y], tensor2=[y, z.exp()], value=0.5)
-        return self.third(products[0] + products[1])
+        return self.third(products[0] + products[1] + torch._foreach_pow(2.0, products)[1])
 
 
 @pytest.mark.parametrize("make", [CopiesIntoAPart, CalculatesOnLists])
