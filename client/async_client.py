@@ -89,8 +89,8 @@ class AsyncClient:
                         await reply.aread()
                         await asyncio.sleep(following.refused(reply))
                         continue
-                    async for line in reply.aiter_lines():
-                        if (told := following.line(line)) is not None:
+                    async for piece in reply.aiter_bytes():
+                        for told in following.read(piece):
                             yield told
                 if not following.ended:
                     await asyncio.sleep(following.lost(None))

@@ -128,9 +128,8 @@ class Client:
                         reply.read()
                         time.sleep(following.refused(reply))
                         continue
-                    for line in reply.iter_lines():
-                        if (told := following.line(line)) is not None:
-                            yield told
+                    for piece in reply.iter_bytes():
+                        yield from following.read(piece)
                 if not following.ended:
                     time.sleep(following.lost(None))
             except httpx.RequestError as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -19,7 +22,7 @@ SILENCE_S = 25.0
 
 
 class Following:
-    """What a stream brings, line by line, and what to do when it ends.
+    """What a stream brings, piece by piece, and what to do when it ends.
 
     Args:
         sender: of the service.
@@ -36,14 +39,31 @@ class Following:
         self._sender = sender
         self._failures = 0
         self._told = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """What a stream that broke off has left half is told again by the next one."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = io.IncrementalNewlineDecoder(utf8, translate=True)  # \r\n, \n and \r alone end a line of events
+        self._half: list[str] = []
         self._fields: dict[str, str] = {}
 
-    def line(self, text: str) -> Progress | Placement | None:
-        """What a line of the stream tells; None if it takes another.
+    def read(self, piece: bytes) -> Iterator[Progress | Placement]:
+        """What a piece of the stream tells, with what came before it.
 
         Raises:
             PlacerError: the solve failed.
         """
+        *ends, rest = self._text.decode(piece).split("\n")
+        for end in ends:
+            line = "".join((*self._half, end))
+            self._half = []
+            if (told := self._line(line)) is not None:
+                yield told
+        self._half.append(rest)
+
+    def _line(self, text: str) -> Progress | Placement | None:
+        """What a line tells; None if it takes another."""
         name, _, value = text.partition(": ")
         if text:
             self._fields[name] = value
@@ -95,5 +115,5 @@ class Following:
 
     def _pause_s(self) -> float:
         self._failures += 1
-        self._fields = {}
+        self._begin()
         return backoff_s(self._failures - 1)

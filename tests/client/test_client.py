@@ -255,17 +255,40 @@ def test_a_service_that_was_never_there_is_not_waited_for(ask, request_, pauses)
 
 
 def test_a_stream_that_told_something_is_taken_up_again_from_a_service_that_starts_again():
-    def refusals(*lines):
+    def refusals(stream):
         following, pauses = Following(exchange.Sender(URL, 4), KEY), []
-        for line in lines:
-            following.line(line)
+        list(following.read(stream))
         with pytest.raises(UnreachableError):
             while len(pauses) < 100:
                 pauses.append(following.lost(httpx.ConnectError("refused")))
         return len(pauses)
 
-    assert refusals() == 4
-    assert refusals("event: progress", f"data: {json.dumps(RUNNING)}", "") == 4 + exchange.AWAY_RETRIES
+    assert refusals(b"") == 4
+    assert refusals(f"event: progress\ndata: {json.dumps(RUNNING)}\n\n".encode()) == 4 + exchange.AWAY_RETRIES
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_of_a_stream_end_where_its_standard_says_and_not_within_names(flavour, end):
+    # httpx's iter_lines ends lines at U+0085, U+2028 and U+2029, too, which JSON has as they are.
+    done = DONE | {"layer_devices": {"a\x85b\u2028c\u2029": "cpu:0", "\U0001f600": "cpu:0"}}
+    stream = f"event: done{end}data: {json.dumps(done, ensure_ascii=False)}{end}{end}\n".encode()
+
+    async def broken():
+        for number in range(len(stream)):
+            yield stream[number : number + 1]
+
+    async def go():
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, content=broken()))
+        async with AsyncClient(URL, transport=transport) as client:
+            return [one async for one in client.events(KEY)]
+
+    if flavour == "async":
+        told = asyncio.run(go())
+    else:
+        pieces = (stream[number : number + 1] for number in range(len(stream)))
+        with Client(URL, transport=httpx.MockTransport(lambda _: httpx.Response(200, content=pieces))) as client:
+            told = list(client.events(KEY))
+    assert told == [Placement.model_validate(done)]
 
 
 def test_pauses_double(ask, request_, pauses):
