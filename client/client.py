@@ -98,8 +98,8 @@ class Client:
             For each question its placement, or the error that ``place`` would have raised for it.
 
         Raises:
-            UnreachableError: the service cannot be reached.
-            ServerError: it cannot answer.
+            UnreachableError: the service cannot be reached; if that comes after some answers, it is the others' error.
+            ServerError: it cannot answer, as before.
         """
         return self._carry_out(self._dialogue.place_many(requests, wait))
 

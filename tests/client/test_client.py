@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from placer.errors import InputError, ServerError, TimeoutExceeded, UnreachableError
-from placer.schema import Cluster, Placement, PlacementRequest
+from placer.schema import Batch, Cluster, Placement, PlacementRequest
 from placer_client import AsyncClient, Client, exchange
 from placer_client.following import Following
 
@@ -380,3 +380,57 @@ def test_a_stream_that_ends_with_a_problem_that_is_none_is_still_a_typed_error(d
     script = Script((200, f"event: failed\ndata: {data}\n\n".encode(), {"Content-Type": "text/event-stream"}))
     with Client(URL, transport=httpx.MockTransport(script)) as client, pytest.raises(ServerError, match="does not say"):
         list(client.events(KEY))
+
+
+class Batches:
+    """A service that takes batches of at most so many bytes, answers so many of them, and is broken then."""
+
+    def __init__(self, most_bytes: int = 2**30, calls: int = 100) -> None:
+        self.most_bytes, self.calls = most_bytes, calls
+        self.sizes: list[int] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if len(request.content) > self.most_bytes:
+            return httpx.Response(413, json={"detail": f"{len(request.content)} bytes are too many"})
+        batch = Batch.model_validate_json(request.content)
+        self.sizes.append(len(batch.requests))
+        if len(self.sizes) > self.calls:
+            return httpx.Response(500, json={"detail": "broken"})
+        asked = [PlacementRequest.model_validate({**batch.shared, **one}) for one in batch.requests]
+        answers = [{"status": 200, "placement": {**DONE, "id": one.content_hash()}} for one in asked]
+        return httpx.Response(200, json={"answers": answers})
+
+
+def named(request, model):
+    return request.model_copy(update={"profile": request.profile.model_copy(update={"model": model})})
+
+
+def many(request, count):
+    return [request.model_copy(update={"seed": seed}) for seed in range(count)]
+
+
+def test_a_batch_is_no_larger_than_a_service_takes_and_checks_in_time(ask, request_, monkeypatch):
+    # 24 questions of 4 MB in one call were refused, all of them; the profile that they share is checked for each.
+    asked = many(named(request_, "x" * 500), 7)
+    monkeypatch.setattr("placer_client.dialogue.BATCH_BYTES", 2300)
+    service = Batches()
+    assert [found.id for found in ask(service, "place_many", asked)] == [one.content_hash() for one in asked]
+    assert service.sizes == [3, 3, 1]
+
+
+def test_a_batch_that_is_too_large_for_a_service_is_asked_in_parts_and_only_what_fails_alone_fails(ask, request_):
+    asked = many(request_, 8)
+    asked[5] = named(asked[5], "x" * 500)
+    service = Batches(most_bytes=600)
+    found = ask(service, "place_many", asked)
+    assert isinstance(found.pop(5), InputError)
+    assert [one.id for one in found] == [one.content_hash() for one in asked if one.seed != 5]
+    assert service.sizes == [4, 1, 2]
+
+
+def test_answers_are_not_lost_with_a_later_batch_that_fails(ask, request_):
+    found = ask(Batches(calls=1), "place_many", many(request_, 66))
+    assert all(isinstance(one, Placement) for one in found[:64])
+    assert [str(one) for one in found[64:]] == [f"the service at {URL} answered 500: broken"] * 2
+    with pytest.raises(ServerError, match="broken"):
+        ask(Batches(calls=0), "place_many", many(request_, 66))
