@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from placer.errors import InputError
+from placer.files import write_whole
 from placer.report.explain import table
 from placer.report.refinement import refinement_table
 from placer.report.timeline import Measurement
@@ -64,7 +65,7 @@ def writing(path: Path) -> Iterator[None]:
 def write_text(path: Path, text: str) -> None:
     """Write a file, or say why it cannot be."""
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
 
 
 def people() -> Console:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import platformdirs
 
 from placer.errors import InputError
+from placer.files import write_whole
 
 CacheLike = bool | str | os.PathLike[str]
 """True: the folder that ``PLACER_CACHE`` names, else the user's own; False: none; or a folder."""
@@ -65,7 +65,7 @@ class Cache:
         path = self._path(kind, key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_whole(path, json.dumps({"digest": _digest(content), "content": content}))
+            write_whole(path, json.dumps({"digest": _digest(content), "content": content}))
         except OSError as error:
             self._writable = False
             _log.warning("nothing is cached: cannot write to %s: %s", self.folder, error.strerror or error)
@@ -140,15 +140,3 @@ def key_of(**facts: Any) -> str:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write beside the file and move it there in one step: no reader, and no crash, sees half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

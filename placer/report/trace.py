@@ -18,6 +18,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placer.files import write_whole
+
 if TYPE_CHECKING:
     from placer.report.timeline import Row
 
@@ -37,7 +39,7 @@ def save(path: str | PathLike[str], timelines: Mapping[str, Sequence[Row]], devi
         devices: in the order in which they are shown.
     """
     content = {"traceEvents": events(timelines, devices), "displayTimeUnit": "ms"}
-    Path(path).write_text(json.dumps(content))
+    write_whole(Path(path), json.dumps(content))
 
 
 def events(timelines: Mapping[str, Sequence[Row]], devices: Sequence[str]) -> list[Event]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +121,22 @@ def test_a_file_that_cannot_be_written_is_exit_code_2_and_the_placement_is_still
     answer = run("solve", chain_file, "-o", tmp_path, terminal=True)
     assert (answer.code, answer.placement.status) == (2, "optimal")
     assert f"cannot write {tmp_path}: Is a directory" in answer.err
+
+
+def test_a_file_that_cannot_be_written_is_left_as_it_was(
+    run: Run, chain_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "placed.json"
+    path.write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    answer = run("solve", chain_file, "-o", path)
+    assert (answer.code, answer.placement.status) == (2, "optimal")
+    assert f"cannot write {path}: No space left on device" in answer.err
+    assert path.read_text() == "before"
 
 
 def test_pins_and_bans_are_respected(run: Run, chain_file: Path) -> None:
