@@ -13,7 +13,7 @@ import placer
 from placer import errors
 from placer.cli import caching, machine, measuring, profiling, refining, serving, showing, solving
 from placer.cli.blame import blamed
-from placer.cli.terminal import ended_by_interrupts, err
+from placer.cli.terminal import ended_by_interrupts, err, settle_streams
 from placer.errors import PlacerError
 
 EXIT_CODES = (
@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: of the command line; ``sys.argv`` if None.
     """
+    settle_streams()
     try:
         try:
             with ended_by_interrupts():

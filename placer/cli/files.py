@@ -89,10 +89,17 @@ def print_json(subject: Answer | Cluster) -> None:
 def read(file: str) -> str:
     """The text of a file, or of stdin for ``-``."""
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = _read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
         return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")  # which editors on Windows begin a file with
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file}: {getattr(error, 'strerror', error)}") from error
+        raise InputError(f"cannot read {_named(file)}: {getattr(error, 'strerror', error)}") from error
+
+
+def _read_stdin() -> str:
+    if sys.stdin.closed:
+        raise InputError("- is given twice, but stdin holds one input; name a file for the other")
+    with sys.stdin:
+        return sys.stdin.read()
 
 
 def load(file: str) -> Subject:

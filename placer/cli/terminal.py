@@ -1,7 +1,8 @@
-"""What a command says on stderr beside its answer: spinners, errors, and which extra is missing."""
+"""The streams of a command, and what it says on stderr beside its answer: spinners, errors, which extra is missing."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -20,6 +21,27 @@ err = Console(stderr=True)
 
 _STDERR = 2
 """The descriptor: what ``sys.stderr`` is changes while a model is captured."""
+
+
+class _Closed(io.StringIO):
+    """In place of a stream that was closed before the program began."""
+
+    def read(self, size: int | None = -1, /) -> str:
+        """Refuse to."""
+        raise errors.InputError("stdin is closed; name a file instead of -")
+
+    def write(self, text: str, /) -> int:
+        """Refuse to."""
+        raise errors.InputError("stdout is closed; open it, or have the answer written to a file with -o")
+
+
+def settle_streams() -> None:
+    """Files and pipes are UTF-8, as JSON is, whatever the locale; a terminal shows what it can of other characters."""
+    sys.stdin, sys.stdout = sys.stdin or _Closed(), sys.stdout or _Closed()
+    sys.stderr = sys.stderr or io.StringIO()
+    for stream, otherwise in ((sys.stdin, "strict"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors=otherwise)
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Run, chain
+
+from placer import cli
+from placer.schema import Placement, PlacementRequest, Profile
+
+Ask = Callable[..., int]
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream that people are at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def accented() -> Profile:
+    profile = chain([1.0, 2.0])
+    return profile.model_copy(update={"model": "Modèle"})
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Run a command with the streams that are given; its exit code."""
+
+    def ask(*arguments: str, **streams: object) -> int:
+        for name, stream in streams.items():
+            monkeypatch.setattr(sys, name, stream)
+        with pytest.raises(SystemExit) as left:
+            cli.main(list(arguments))
+        return int(left.value.code or 0)
+
+    return ask
+
+
+def test_pipes_are_utf8_whatever_the_locale(ask: Ask) -> None:
+    # stdin was decoded by the locale, files never: one profile had other names by the way that it came.
+    request = PlacementRequest(profile=accented()).model_dump_json()
+    stdin = io.TextIOWrapper(io.BytesIO(request.encode()), encoding="latin-1")
+    stdout = io.TextIOWrapper(written := io.BytesIO(), encoding="ascii")
+    assert ask("show", "-", stdin=stdin, stdout=stdout) == 0
+    assert "Profile of Modèle" in written.getvalue().decode()
+
+
+def test_bytes_that_are_no_utf8_are_bad_input(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b'{"layers": "\xe9"}'), encoding="latin-1")
+    assert ask("show", "-", stdin=stdin) == 2
+    assert "cannot read stdin: 'utf-8' codec can't decode byte 0xe9" in capsys.readouterr().err
+
+
+def test_a_terminal_that_lacks_characters_shows_the_others(ask: Ask, tmp_path: Path) -> None:
+    # ended in a UnicodeEncodeError.
+    (tmp_path / "profile.json").write_text(accented().to_json())
+    stdout = Terminal(written := io.BytesIO(), encoding="ascii")
+    assert ask("show", str(tmp_path / "profile.json"), stdout=stdout) == 0
+    assert "Profile of Mod?le" in written.getvalue().decode("ascii")
+
+
+def test_closed_streams_are_told_as_such(ask: Ask, chain_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Python has None for them: "'NoneType' object has no attribute 'read'".
+    assert ask("show", "-", stdin=None) == 2
+    assert "stdin is closed; name a file instead of -" in capsys.readouterr().err
+    assert ask("show", str(chain_file), stdout=None) == 2
+    assert "stdout is closed; open it" in capsys.readouterr().err
+
+
+def test_a_command_that_writes_a_file_needs_no_streams(ask: Ask, chain_file: Path, tmp_path: Path) -> None:
+    placed = tmp_path / "placed.json"
+    assert ask("solve", str(chain_file), "-o", str(placed), stdin=None, stdout=None, stderr=None) == 0
+    assert Placement.model_validate_json(placed.read_text()).status == "optimal"
+
+
+@pytest.mark.parametrize("arguments", [("compare", "-", "-"), ("solve", "-", "--cluster", "-")])
+def test_stdin_is_given_once(run: Run, chain_file: Path, arguments: tuple[str, ...]) -> None:
+    # what was read first was said to be no JSON.
+    answer = run(*arguments, stdin=chain_file.read_text())
+    assert answer.code == 2
+    assert "- is given twice, but stdin holds one input; name a file for the other" in answer.err
