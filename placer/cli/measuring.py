@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from placer.cli.files import emit, load_placement, load_profile, writing
-from placer.cli.options import Arguments, AsJson, Inputs, Model, Output
+from placer.cli.options import Arguments, AsJson, Inputs, Model, Output, in_a_folder
 from placer.cli.terminal import extra, spinner, users_code
 from placer.errors import InputError
 from placer.report.timeline import Measurement
@@ -27,7 +27,8 @@ def measure(
         str | None, typer.Option(metavar="FILE", help="JSON that the placement was solved from: predicts")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write a trace for https://ui.perfetto.dev")
+        Path | None,
+        typer.Option(metavar="FILE", callback=in_a_folder, help="write a trace for https://ui.perfetto.dev"),
     ] = None,
     compile: Annotated[bool, typer.Option("--compile", help="as it runs under torch.compile")] = False,
     output: Output = None,

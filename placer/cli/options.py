@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from placer.errors import InputError
 
+Written = TypeVar("Written", str, Path, None)
 
-def _in_a_folder(output: str | None) -> str | None:
+
+def in_a_folder(output: Written) -> Written:
     """Before minutes go into what is to be written there."""
     if output is not None and output != "-" and not Path(output).parent.is_dir():
         raise InputError(f"cannot write {output}: there is no folder {Path(output).parent}")
@@ -53,7 +55,7 @@ NoCache = Annotated[bool, typer.Option("--no-cache", help="measure everything an
 Output = Annotated[
     str | None,
     typer.Option(
-        "--output", "-o", metavar="FILE", callback=_in_a_folder, help="write the JSON to this file; - for stdout"
+        "--output", "-o", metavar="FILE", callback=in_a_folder, help="write the JSON to this file; - for stdout"
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on a terminal too")]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from placer.cli.files import emit, load_placement, load_question, write_text
-from placer.cli.options import Arguments, AsJson, Inputs, Loss, Model, Output, Target
+from placer.cli.options import Arguments, AsJson, Inputs, Loss, Model, Output, Target, in_a_folder
 from placer.cli.profiling import example_of, loss_of
 from placer.cli.terminal import extra, spinner, told, users_code
 from placer.schema import PlacementRequest
@@ -29,7 +29,10 @@ def refine(
     repeats: Annotated[int, typer.Option(min=1, help="how often each pass is timed")] = 7,
     compile: Annotated[bool, typer.Option("--compile", help="measure stages as they run under torch.compile")] = False,
     placement_output: Annotated[
-        Path | None, typer.Option("--save-placement", metavar="FILE", help="write the best placement alone, too")
+        Path | None,
+        typer.Option(
+            "--save-placement", metavar="FILE", callback=in_a_folder, help="write the best placement alone, too"
+        ),
     ] = None,
     output: Output = None,
     json: AsJson = False,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from placer.cli.files import load, load_profile, people, print_json, print_table, write_text
-from placer.cli.options import AsJson
+from placer.cli.options import AsJson, in_a_folder
 from placer.errors import InputError
 from placer.report.comparing import compare as compare_both
 from placer.report.comparing import comparison_table
@@ -19,6 +19,10 @@ from placer.report.timeline import Measurement
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
 from placer.schema.refinement import Refinement
 
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", callback=in_a_folder, help="write a report with pictures, all in one file, too"),
+]
 Shown = Profile | Placement | Refinement | Cluster | Measurement
 
 
@@ -29,10 +33,10 @@ def show(
             metavar="FILE|-", help="JSON of a profile, placement, request, refinement, cluster or measurement"
         ),
     ],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write a report with pictures, all in one file, too")
+    html: Html = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=in_a_folder, help="write the picture alone, too")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="write the picture alone, too")] = None,
     profile: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="with --html of a placement, to show its layers in their devices' colours"),
@@ -58,9 +62,7 @@ def show(
 def compare(
     first: Annotated[str, typer.Argument(metavar="FILE", help="a profile or a placement")],
     second: Annotated[str, typer.Argument(metavar="FILE|-", help="another one")],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write a report with pictures, all in one file, too")
-    ] = None,
+    html: Html = None,
     json: AsJson = False,
 ) -> None:
     """Hold two profiles or two placements against each other: time, memory, and what moved."""

@@ -35,7 +35,7 @@ def test_show_writes_reports_and_pictures(run: Run, chain_file: Path, tmp_path: 
     ("arguments", "message"),
     [
         (["CLUSTER", "--svg", "x.svg"], "pictures are of profiles and placements"),
-        (["CHAIN", "--html", "/no/such/folder/x"], "cannot write /no/such/folder/x: No such"),
+        (["CHAIN", "--html", "/no/such/x"], "cannot write /no/such/x: there is no folder /no/such"),
         (["CHAIN", "--html", "x.html", "--profile", "CLUSTER"], "holds a cluster; a profile is needed"),
     ],
 )
@@ -48,6 +48,21 @@ def test_what_cannot_be_shown_is_exit_code_2(
     answer = run("show", *(files.get(word, word) for word in arguments))
     assert answer.code == 2
     assert message in " ".join(answer.err.split())
+
+
+def test_a_folder_that_is_not_there_is_told_before_the_work(run: Run) -> None:
+    # minutes of measuring went before it.
+    commands = (
+        ("show", "FILE", "--html"),
+        ("show", "FILE", "--svg"),
+        ("compare", "FILE", "FILE", "--html"),
+        ("measure", "MODEL", "FILE", "--trace"),
+        ("refine", "MODEL", "FILE", "--save-placement"),
+    )
+    for command in commands:
+        answer = run(*command, "/no/such/folder/x")  # FILE is not read
+        assert answer.code == 2
+        assert "cannot write /no/such/folder/x: there is no folder /no/such/folder" in answer.err
 
 
 @pytest.mark.parametrize("columns", [80, 120])
