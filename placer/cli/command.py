@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import ValidationError
 from rich.markup import escape
+from typer.core import TyperGroup
 
 import placer
 from placer import errors
@@ -21,7 +23,22 @@ EXIT_CODES = (
     "placement was found; 5 the server could not be reached or failed; 1 anything else."
 )
 
+
+class _Naming(TyperGroup):
+    """Commands whose errors name the value that was given, where typer says only what it should be."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that is asked for."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):
+                error.message += f", not {error.__cause__.errors()[0]['input']!r}"
+            raise
+
+
 app = typer.Typer(
+    cls=_Naming,
     help=f"Find where each layer of a PyTorch model should run.\n\n{EXIT_CODES}",
     epilog="JSON goes to stdout when it is piped, with --json or with -o; tables are for people on a terminal.",
     no_args_is_help=True,

@@ -268,6 +268,16 @@ def test_bad_options_of_solve_are_exit_code_2(run: Run, chain_file: Path, argume
 # suggest, show, serve, doctor
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [("solve", "--chunks", "0"), ("solve", "--time-limit", "soon"), ("serve", "--port", "x")],
+)
+def test_a_value_that_cannot_be_used_is_named(run: Run, command: str, option: str, value: str) -> None:
+    answer = run(command, option, value)
+    assert answer.code == 2
+    assert option in answer.err and f", not {value!r}" in " ".join(answer.err.replace("│", "").split())
+
+
 def test_suggest_profiles_and_solves(run: Run) -> None:
     answer = run("suggest", *TOY, "--max-devices", "1")
     assert answer.code == 0, answer.err
