@@ -30,6 +30,8 @@ def cache(
     """
     if action not in ("size", "clear"):
         raise InputError(f"{action!r} is nothing to do with the cache; write size or clear")
+    if action == "size" and older_than:
+        raise InputError(f"--older-than {older_than:g} tells what is cleared; give it to placer cache clear")
     found = open_cache(True if folder is None else folder)
     if found is None:
         raise InputError("PLACER_CACHE turns the cache off; name a folder with --folder")

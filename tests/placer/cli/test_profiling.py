@@ -203,6 +203,12 @@ def test_the_cache_knows_two_things_to_do(run: Run) -> None:
     assert "PLACER_CACHE turns the cache off" in run("cache").err
 
 
+def test_an_age_beside_the_size_of_the_cache_is_refused_as_it_would_do_nothing(run: Run, tmp_path: Path) -> None:
+    answer = run("cache", "size", "--folder", tmp_path, "--older-than", "3")
+    assert (answer.code, answer.out) == (2, "")
+    assert "--older-than 3 tells what is cleared" in answer.err
+
+
 def two_hosts(folder: Path) -> list[Path]:
     files = []
     for number, kind in enumerate(("fast", "slow")):
