@@ -130,7 +130,8 @@ def profile(
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
     folder = open_cache(cache)
-    state = OptimizerState(optimizer if training else None)
+    asked = OptimizerState(optimizer)  # looked at in inference, too, where none counts: a misspelt one is told
+    state = asked if training else OptimizerState(None)
     by_type: dict[str, torch.device] = {}
     for device in found:
         by_type.setdefault(type_name(device), device)

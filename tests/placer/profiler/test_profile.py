@@ -79,6 +79,11 @@ def test_layers_and_edges_together_keep_what_the_unsplit_model_keeps(
     assert kept == _saved_by_the_whole(model, lambda: model(x))
 
 
+def test_a_misspelt_optimizer_is_told_in_inference_too() -> None:
+    with pytest.raises(InputError, match="no optimizer 'adm'"):
+        quick_profile(nn.Linear(8, 8), torch.randn(4, 8), training=False, optimizer="adm")
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor"])
 def test_state_adds_up_to_that_of_the_model_and_its_optimizer(optimizer: str) -> None:
     model = _Batches()
