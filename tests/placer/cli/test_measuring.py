@@ -71,6 +71,13 @@ def test_inputs_that_are_missing_are_exit_code_2(run: Run, placed: Callable[[boo
     assert "give the inputs of a whole batch" in answer.err
 
 
+def test_more_micro_batches_than_samples_are_refused(run: Run, placed: Callable[[bool], Path]) -> None:
+    # as many as there were samples were measured.
+    answer = run(*TOY, placed(False), "--input", "4x10", "--chunks", "8")
+    assert answer.code == 2
+    assert "--chunks 8 is more than the 4 samples of --input" in answer.err
+
+
 def test_a_trace_that_cannot_be_written_is_exit_code_2_and_what_was_measured_is_still_printed(
     run: Run, placed: Callable[[bool], Path], tmp_path: Path
 ) -> None:
