@@ -25,7 +25,7 @@ from placer.graph.layers import Layer, LayerGraph, Value, tensor_bytes
 from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
 from placer.graph.structure import Structure, flatten
 from placer.profiler import inputs
-from placer.profiler.measure import measure_trial
+from placer.profiler.measure import measure_trial, ran_out
 from placer.profiler.measurement import Measurement
 from placer.profiler.timing import significant
 from placer.profiler.trial import Trial, bring_input
@@ -67,8 +67,8 @@ class Loss:
             repeats: how often each pass is timed.
 
         Raises:
-            InputError: it gives no number, or one that depends on no result.
-            ProfilingError: it failed.
+            InputError: it fails on such results and this target, gives no number, or one that depends on no result.
+            ProfilingError: memory ran out.
         """
         try:
             with devices.current(device):
@@ -81,8 +81,15 @@ class Loss:
         except PlacerError:
             raise
         except Exception as error:  # whatever a user's function raises
-            line = (str(error).splitlines() or [""])[0]
-            raise ProfilingError(f"loss_fn failed on {device}: {type(error).__name__}: {line}") from error
+            told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            if ran_out(error):
+                raise ProfilingError(f"loss_fn failed on {device}: {told}") from error
+            raise InputError(f"loss_fn failed on {device}, for {self._given(graph)}: {told}") from error
+
+    def _given(self, graph: LayerGraph) -> str:
+        results = ", ".join(str(graph.values[name].shape) for name in graph.outputs)
+        targets = ", ".join(str(tuple(goal.shape)) for goal in self.target if isinstance(goal, Tensor))
+        return f"results of shape {results}" + (f" and a target of shape {targets}" if targets else "")
 
     def _layer(self, graph: LayerGraph, where: torch.device) -> Layer:
         assert graph.result is not None  # else it was captured anew

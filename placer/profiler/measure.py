@@ -23,7 +23,7 @@ from placer.profiler.timing import measure_step, measure_time
 from placer.profiler.trial import Trial, bring_input, bring_state
 from placer.units import bytes_text
 
-__all__ = ["Measurement", "measure_layers", "measure_trial"]
+__all__ = ["Measurement", "measure_layers", "measure_trial", "ran_out"]
 
 _STEPS = 3
 """How often an optimizer's step is timed: it makes no choices that depend on the data."""
@@ -126,13 +126,18 @@ def _step_ms(trial: Trial, parameters: Sequence[Tensor], optimizer: OptimizerSta
         return None
 
 
+def ran_out(error: Exception) -> bool:
+    """Whether an error says that there was too little memory; of the host's torch tells in words alone."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 @contextmanager
 def _blaming(layer: Layer, graph: LayerGraph, device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         lines = str(error).splitlines() or [""]
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in lines[0]:
+        if ran_out(error):
             state = bytes_text(sum(tensor_bytes(graph.state[name]) for name in layer.state))
             read = bytes_text(sum(graph.values[name].bytes for name in layer.reads))
             written = bytes_text(sum(graph.values[name].bytes for name in layer.writes))

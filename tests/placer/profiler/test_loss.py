@@ -211,9 +211,18 @@ def test_class_weights_are_where_the_loss_is_measured() -> None:
     assert found.with_loss and loss.weight is not None and loss.weight.device.type == "cpu"
 
 
-def test_what_a_loss_raises_is_told() -> None:
-    with pytest.raises(ProfilingError, match="loss_fn failed on cpu:0: RuntimeError: 0D or 1D target"):
+def test_a_target_that_the_loss_cannot_take_is_told_with_its_shape_and_that_of_the_results() -> None:
+    told = r"failed on cpu:0, for results of shape \(.*\) and a target of shape \(\d+, 2, 3\): RuntimeError: 0D or 1D"
+    with pytest.raises(InputError, match=told):
         _profiled(_model(), functional.cross_entropy, torch.zeros(BATCH, 2, 3, dtype=torch.long))
+
+
+def test_a_loss_that_memory_is_too_small_for_is_no_fault_of_the_target() -> None:
+    def large(output: Tensor, _: Tensor) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    with pytest.raises(ProfilingError, match=r"loss_fn failed on cpu:0: RuntimeError: .*allocate memory"):
+        _profiled(_model(), large, _batch()[1])
 
 
 def test_profiles_with_and_without_the_loss_are_not_merged() -> None:
