@@ -40,7 +40,7 @@ class _Naming(TyperGroup):
 app = typer.Typer(
     cls=_Naming,
     help=f"Find where each layer of a PyTorch model should run.\n\n{EXIT_CODES}",
-    epilog="JSON goes to stdout when it is piped, with --json or with -o; tables are for people on a terminal.",
+    epilog="JSON goes to stdout when it is piped or with --json, and to the file of -o; a terminal gets tables.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
