@@ -15,7 +15,7 @@ import placer
 from placer import errors
 from placer.cli import caching, machine, measuring, profiling, refining, serving, showing, solving
 from placer.cli.blame import blamed
-from placer.cli.terminal import ended_by_interrupts, err, settle_streams
+from placer.cli.terminal import err, settle_streams
 from placer.errors import PlacerError
 
 EXIT_CODES = (
@@ -75,17 +75,12 @@ def options(
     """What goes before a command."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command; errors become one or two lines and an exit code.
-
-    Args:
-        arguments: of the command line; ``sys.argv`` if None.
-    """
+def run(arguments: list[str] | None) -> None:
+    """See ``placer.cli.main``."""
     settle_streams()
     try:
         try:
-            with ended_by_interrupts():
-                app(args=arguments)
+            app(args=arguments)
         finally:
             sys.stdout.flush()  # here, where a reader that has left can still be told
     except PlacerError as error:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
@@ -18,9 +15,6 @@ from rich.markup import escape
 from placer import errors
 
 err = Console(stderr=True)
-
-_STDERR = 2
-"""The descriptor: what ``sys.stderr`` is changes while a model is captured."""
 
 
 class _Closed(io.StringIO):
@@ -57,30 +51,6 @@ def extra(name: str) -> Iterator[None]:
 def spinner(text: str) -> Any:
     """A spinner while something runs, where stderr is a terminal."""
     return err.status(text) if sys.stderr.isatty() else nullcontext()
-
-
-@contextmanager
-def ended_by_interrupts() -> Iterator[None]:
-    """Let Ctrl-C end the process wherever it is; what is written to files and caches is there whole or not at all.
-
-    As an exception it is lost where code that it meets catches everything: some of what torch imports does, and then
-    runs on with half a module.
-    """
-    here = threading.current_thread() is threading.main_thread()
-    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end(number: int, frame: Any) -> None:
-    shown = b"\x1b[?25h\n" if os.isatty(_STDERR) else b""  # the cursor, which a progress bar hides
-    os.write(_STDERR, shown + b"Aborted.\n")
-    os._exit(128 + number)
 
 
 class _ToPeople(logging.Handler):

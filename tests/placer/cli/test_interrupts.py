@@ -7,7 +7,7 @@ import sys
 
 SWALLOWING = """
 import contextlib, io, os, signal
-from placer.cli.terminal import ended_by_interrupts
+from placer.cli.interrupts import ended_by_interrupts
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with {guard}:
@@ -38,10 +38,28 @@ def test_an_exception_would_be_lost_there() -> None:
 
 def test_the_handler_of_others_is_left_alone() -> None:
     code = (
-        "import signal\nfrom placer.cli.terminal import ended_by_interrupts\n"
+        "import signal\nfrom placer.cli.interrupts import ended_by_interrupts\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "with ended_by_interrupts():\n    signal.raise_signal(signal.SIGINT)\n"
         "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "True\n"
+
+
+def test_it_does_while_what_a_command_needs_is_imported() -> None:
+    # a traceback: the first third of a second of every command.
+    code = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "placer.cli.command":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from placer.cli import main
+main(["--version"])
+"""
+    ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "Aborted.\n")
