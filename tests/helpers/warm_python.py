@@ -112,6 +112,9 @@ def _wait(connection: socket.socket) -> list[str]:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
+        sys.stdin = open(0, closefd=False)  # a stream asks once what its descriptor can do
+        sys.stdout = open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         told = json.loads(order)
         os.chdir(told["folder"])
         os.environ.clear()
