@@ -99,7 +99,7 @@ class Client:
 
         Raises:
             UnreachableError: the service cannot be reached; if that comes after some answers, it is the others' error.
-            ServerError: it cannot answer, as before.
+            ServerError: it cannot answer; likewise.
         """
         return self._carry_out(self._dialogue.place_many(requests, wait))
 
