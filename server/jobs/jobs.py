@@ -195,7 +195,6 @@ class Jobs:
             if not self._store.database.durable:
                 self._tell(job)
             elif job.state == "queued":
-                self._queued.remove(job)
                 self._hand_on(job)
             else:
                 job.handed_on = not job.stopped
@@ -217,7 +216,7 @@ class Jobs:
             log.error("the end could not be written down: %s", error)
 
     def _tell(self, job: Job) -> None:
-        job.stopped = True
+        job.stopped, job.handed_on = True, False
         if job.worker is not None:
             job.worker.stop()
         elif self._queued.get(job.question.id) is job:
@@ -227,13 +226,16 @@ class Jobs:
             self._tasks.spawn(self._keep_unsolved(job), end_of=job.question.id)
 
     def _hand_on(self, job: Job) -> None:
-        """The next start finds it in the store; those who wait for it here are told where it will be."""
+        """The next start finds it in the store; those who wait, or ask again, are told here that it will be there."""
         job.handed_on = True
         job.state = "queued"
+        self._queued.add(job)
         job.finished.set()
         job.wake()
 
     def _start_next(self) -> None:
+        if self._closing:
+            return
         while len(self._running) < self._settings.workers and (job := self._queued.pop(self._running)) is not None:
             self._running[job.question.id] = job
             job.worker = self._worker(job)
@@ -290,8 +292,7 @@ class Jobs:
         assert self._peers is not None
         self._running.pop(job.question.id, None)
         self._peers.watch(job)
-        if not self._closing:
-            self._start_next()
+        self._start_next()
 
     async def _note_failure(self, job: Job, error: Exception) -> None:
         if self._closing and job.handed_on and isinstance(error, Died | Killed):
@@ -376,8 +377,7 @@ class Jobs:
         self._metrics.solves.labels(how_it_ended(job)).inc()
         job.finished.set()
         job.wake()
-        if not self._closing:
-            self._start_next()
+        self._start_next()
 
     def _refuse_overflow(self, client: str) -> None:
         """The queue is bounded, and a client may fill no more than its share of it."""

@@ -35,6 +35,22 @@ def test_what_a_service_accepted_is_answered_by_its_next_start(start, request_bo
     store.close()
 
 
+def test_a_solve_that_waits_is_found_while_the_service_stops(serve, solvers, request_body, wait_until, tmp_path):
+    # It was forgotten before the connections were closed: who asked again on one was told that there is none.
+    client = serve(solvers.until_stopped, database=str(tmp_path / "p.db"), queue=2)
+    running, waiting, stopped = (
+        client.post("/v1/placements?wait=0", json=request_body(seed=seed)).headers["Location"] for seed in range(3)
+    )
+    wait_until(lambda: client.get(running).json()["incumbent"] is not None)
+    client.portal.call(client.app.state.service.jobs.stop_all)
+    assert (client.get(waiting).status_code, client.get(waiting).json()["status"]) == (202, "queued")
+    assert client.get(f"{waiting}/events").text.startswith("event: handed-on")
+    assert client.get(running, params={"wait": 30}).json()["objective_value"] == 7.0
+    assert client.delete(stopped).json()["status"] == "unknown"
+    store = client.app.state.service.store
+    wait_until(lambda: [f"/v1/placements/{job.id}" for job in store.backlog()] == [running, waiting])
+
+
 def test_a_worker_that_is_killed_from_outside_costs_its_job_another_try_and_no_more(
     serve, solvers, request_body, wait_until
 ):
