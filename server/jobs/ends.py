@@ -1,14 +1,20 @@
-"""How jobs end that end otherwise than with the solver's placement."""
+"""How jobs end, and what is kept and told of it."""
 
 from __future__ import annotations
 
 import json
+import logging
 
+import placer
 from placer.schema import Placement
 
 from ..problem import Problem
+from ..store.database import StoreError
+from ..store.store import Answer, Asked, Store
 from ..workers.worker import Crashed, Killed, Missing, Refused
 from .job import Job
+
+log = logging.getLogger("placer_server")
 
 
 class Elsewhere(Exception):
@@ -21,6 +27,22 @@ def nothing_found(job: Job) -> bytes:
         id=job.question.id, status="unknown", objective=job.question.objective, method="stopped before any was found"
     )
     return placement.model_dump_json().encode()
+
+
+def keep(job: Job, store: Store) -> None:
+    """Write the job's answer down; it is the store's, where an earlier solve of the question found a better one."""
+    assert job.answer is not None
+    complete = is_proven(job) or not (job.stopped or job.handed_on)
+    answer = Answer(job.answer, complete=complete, version=placer.__version__)
+    if (solved := job.solved) is not None:
+        summary, asked = solved.summary, Asked(solved.profile_id, solved.profile, solved.question)
+    else:  # nothing was found, and the profile not looked at
+        summary, asked = json.dumps({"status": "unknown", "objective": job.question.objective}).encode(), None
+    try:
+        kept = store.put(job.question.id, answer, summary, asked, settled=complete or not job.handed_on)
+        job.answer = kept.placement
+    except StoreError as error:
+        log.error("placement %s could not be written, and is kept in memory: %s", job.question.id, error)
 
 
 def problem_of(error: Exception) -> Problem:

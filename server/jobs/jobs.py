@@ -15,17 +15,15 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import placer
-
 from ..observe.metrics import Metrics
 from ..observe.spans import span
 from ..settings import Settings
 from ..store.database import StoreError
 from ..store.replicas import Begun
-from ..store.store import Accepted, Answer, Asked, Store
+from ..store.store import Accepted, Store
 from ..workers.solving import Solver, SolveTask
 from ..workers.worker import Crashed, Died, Killed, Worker
-from .ends import Elsewhere, gap_of, how_it_ended, is_proven, nothing_found, problem_of, queue_full, stopping, told_of
+from .ends import Elsewhere, gap_of, how_it_ended, keep, nothing_found, problem_of, queue_full, stopping, told_of
 from .job import Job
 from .peers import Peers
 from .question import Question
@@ -324,7 +322,7 @@ class Jobs:
             if not job.stopped:
                 raise
             job.answer = nothing_found(job)
-        self._keep(job)
+        keep(job, self._store)
 
     def _begin(self, job: Job) -> Begun:
         if self._peers is None:
@@ -343,20 +341,10 @@ class Jobs:
 
     async def _keep_unsolved(self, job: Job) -> None:
         await job.is_written()
-        await asyncio.to_thread(self._keep, job)
+        await asyncio.to_thread(keep, job, self._store)
         if self._unsolved.get(job.question.id) is job:
             del self._unsolved[job.question.id]
         self._finish(job)
-
-    def _keep(self, job: Job) -> None:
-        assert job.answer is not None
-        complete = is_proven(job) or not (job.stopped or job.handed_on)
-        answer = Answer(job.answer, complete=complete, version=placer.__version__)
-        asked = Asked(*job.solved[1:]) if job.solved is not None else None
-        try:
-            self._store.put(job.question.id, answer, asked, settled=complete or not job.handed_on)
-        except StoreError as error:
-            log.error("placement %s could not be written, and is kept in memory: %s", job.question.id, error)
 
     def _finish(self, job: Job) -> None:
         key = job.question.id

@@ -22,6 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from .database import StoreError, open_database
+from .merit import is_worse
 from .recent import Recent
 from .tables import failures, graphs, jobs, measured, nodes, placements, profiles
 
@@ -62,13 +63,11 @@ class Asked:
         profile_id: the profile's content hash.
         profile: the Profile as JSON; placements of one profile share it.
         question: the rest of the PlacementRequest as JSON.
-        summary: what lists of placements show, as JSON.
     """
 
     profile_id: str
     profile: bytes
     question: bytes
-    summary: bytes
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,7 @@ JOB = (jobs.c.id, jobs.c.client, jobs.c.objective, jobs.c.time_limit_s, jobs.c.r
 _INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _KEY: sa.BindParameter[str] = sa.bindparam("key")
 _ANSWER = sa.select(placements.c.placement, placements.c.complete, placements.c.version).where(placements.c.id == _KEY)
+_BEFORE = _ANSWER.add_columns(placements.c.summary)
 _PROFILE = sa.select(profiles.c.profile).where(profiles.c.id == _KEY)
 _MEASURED = sa.select(measured.c.profile).where(measured.c.id == _KEY)
 _FAILURE = sa.select(failures.c.status, failures.c.problem).where(failures.c.id == _KEY)
@@ -121,7 +121,7 @@ class Store:
     def __init__(self, database: str, keep: int, owner: str | None = None, cache_bytes: int | None = None) -> None:
         self._keep = keep
         self._recent: Recent[Answer] = Recent(MEMORY_BYTES if cache_bytes is None else cache_bytes)
-        self._unwritten: dict[str, Callable[[sa.Connection], None]] = {}
+        self._unwritten: dict[str, Callable[[sa.Connection], Answer | None]] = {}
         self._unwritten_answers: dict[str, Answer] = {}
         self._lock = threading.Lock()
         self.database = open_database(database)
@@ -151,32 +151,55 @@ class Store:
         self._remember(key, answer)
         return answer
 
-    def put(self, key: str, answer: Answer, asked: Asked | None = None, *, settled: bool = True) -> None:
-        """Keep an answer, and with it its question.
+    def put(
+        self, key: str, answer: Answer, summary: bytes = b"{}", asked: Asked | None = None, *, settled: bool = True
+    ) -> Answer:
+        """Keep an answer, and with it its question, unless what is kept of that question is better.
 
         Args:
             key: the content hash.
             answer: the answer.
+            summary: what lists of placements show, as JSON.
             asked: its question, if it is known in parts.
             settled: whether the job is done; if not, the next start goes on with it.
+
+        Returns:
+            The better of the two, which is kept.
 
         Raises:
             StoreError: it could not be written; it is kept in memory all the same, and ``mend`` tries again.
         """
-        self._remember(key, answer)
-        self._end(key, partial(self._put, key=key, answer=answer, asked=asked, settled=settled), answer)
+        write = partial(self._put, key=key, answer=answer, summary=_plain(summary), asked=asked, settled=settled)
+        kept = answer
+        try:
+            kept = self._end(key, write, answer) or answer
+        finally:
+            self._remember(key, kept)
+        return kept
 
-    def _put(self, connection: sa.Connection, key: str, answer: Answer, asked: Asked | None, settled: bool) -> None:
-        values: dict[str, Any] = {"profile_id": None, "summary": {}, "question": b"{}"}
+    def _put(
+        self, connection: sa.Connection, key: str, answer: Answer, summary: Any, asked: Asked | None, settled: bool
+    ) -> Answer:
+        before = connection.execute(_BEFORE, {"key": key}).one_or_none()
+        if before is not None and is_worse(answer.version, summary, before):
+            kept = Answer(before.placement, before.complete or answer.complete, before.version)
+            connection.execute(sa.update(placements).where(placements.c.id == key).values(complete=kept.complete))
+        else:
+            kept = answer
+            self._replace(connection, key, answer, summary, asked)
+        if settled:
+            connection.execute(sa.delete(jobs).where(jobs.c.id == key))
+        return kept
+
+    def _replace(self, connection: sa.Connection, key: str, answer: Answer, summary: Any, asked: Asked | None) -> None:
+        values: dict[str, Any] = {"profile_id": None, "question": b"{}"}
         if asked is not None:
             new = self._insert(profiles).on_conflict_do_nothing(index_elements=["id"])
             connection.execute(new, {"id": asked.profile_id, "profile": asked.profile})
-            values = {"profile_id": asked.profile_id, "summary": _plain(asked.summary), "question": asked.question}
+            values = {"profile_id": asked.profile_id, "question": asked.question}
         values |= {"id": key, "version": answer.version, "complete": answer.complete, "created_s": time.time()}
         connection.execute(sa.delete(placements).where(placements.c.id == key))  # the newest is written last
-        connection.execute(sa.insert(placements), {**values, "placement": answer.placement})
-        if settled:
-            connection.execute(sa.delete(jobs).where(jobs.c.id == key))
+        connection.execute(sa.insert(placements), {**values, "summary": summary, "placement": answer.placement})
         self._prune(connection)
 
     def _prune(self, connection: sa.Connection) -> None:
@@ -316,11 +339,13 @@ class Store:
             How many ends of jobs are still unwritten.
         """
         for key, write in list(self._unwritten.items()):
-            self.database.write(write)
+            kept = self.database.write(write)
             with self._lock:
                 if self._unwritten.get(key) is write:  # else a later end of the same came meanwhile
                     del self._unwritten[key]
                     self._unwritten_answers.pop(key, None)
+                    if kept is not None:
+                        self._remember(key, kept)
         return len(self._unwritten)
 
     @property
@@ -332,9 +357,11 @@ class Store:
         """Write everything and let go of the database."""
         self.database.close()
 
-    def _end(self, key: str, write: Callable[[sa.Connection], None], answer: Answer | None = None) -> None:
+    def _end(
+        self, key: str, write: Callable[[sa.Connection], Answer | None], answer: Answer | None = None
+    ) -> Answer | None:
         try:
-            self.database.write(write)
+            kept = self.database.write(write)
         except StoreError:
             with self._lock:
                 if len(self._unwritten) < MOST_UNWRITTEN:
@@ -345,6 +372,7 @@ class Store:
         with self._lock:
             self._unwritten.pop(key, None)
             self._unwritten_answers.pop(key, None)
+        return kept
 
     def _remember(self, key: str, answer: Answer) -> None:
         """Where replicas share the store, one that was stopped early may be solved again by another."""

@@ -113,7 +113,7 @@ def test_a_question_asked_again_after_it_was_stopped_outlives_the_end_of_the_sto
     def put(*args, **kwargs):
         ending.set()
         asked_again.wait(30)
-        real(*args, **kwargs)
+        return real(*args, **kwargs)
 
     for first in range(2):
         client.post("/v1/placements?wait=0", json=request_body(seed=first))

@@ -66,6 +66,26 @@ def test_delete_of_a_queued_solve_answers_that_nothing_was_found(serve, solvers,
     assert client.delete(where).json()["status"] == "unknown"
 
 
+def test_a_stop_that_finds_nothing_leaves_what_an_earlier_solve_found(serve, solvers, request_body, wait_until):
+    client = serve(solvers.until_stopped)
+    where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
+    wait_until(lambda: client.get(where).json()["incumbent"] is not None)
+    found = client.delete(where).json()
+    client.post("/v1/placements?wait=0", json=request_body(seed=1))
+    assert client.post("/v1/placements?wait=0", json=request_body()).json()["status"] == "queued"
+    assert client.delete(where).json() == client.get(where).json() == found
+    assert client.get(f"{where}/request").status_code == 200
+
+
+def test_a_solve_that_was_stopped_in_the_queue_has_its_status_in_the_history(serve, solvers, request_body):
+    client = serve(solvers.until_stopped)
+    client.post("/v1/placements?wait=0", json=request_body(seed=1))
+    where = client.post("/v1/placements?wait=0", json=request_body(seed=2)).headers["Location"]
+    client.delete(where)
+    (row,) = client.get("/v1/placements?status=unknown&objective=throughput").json()["placements"]
+    assert (row["id"], row["status"]) == (where.rpartition("/")[2], "unknown")
+
+
 def test_a_queued_solve_that_was_stopped_is_there_all_the_time(serve, solvers, request_body, tmp_path):
     # Its end was told before it was written: who asked again meanwhile was told that there is no such placement.
     client = serve(solvers.until_stopped, database=str(tmp_path / "p.db"))
@@ -73,7 +93,7 @@ def test_a_queued_solve_that_was_stopped_is_there_all_the_time(serve, solvers, r
     where = client.post("/v1/placements?wait=0", json=request_body(seed=2)).headers["Location"]
     store = client.app.state.service.store
     real = store.put
-    store.put = lambda *args, **kwargs: (time.sleep(0.2), real(*args, **kwargs))
+    store.put = lambda *args, **kwargs: (time.sleep(0.2), real(*args, **kwargs))[1]
     with ThreadPoolExecutor(1) as other:
         stopping = other.submit(client.delete, where)
         statuses = set()

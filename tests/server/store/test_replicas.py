@@ -129,8 +129,7 @@ def test_progress_and_the_wish_to_stop_reach_the_other_replica(replica):
 
 def test_a_model_whose_name_has_a_nul_is_listed(replica):
     store, _ = replica("a")
-    asked = Asked("p", b"{}", b"{}", rb'{"model": "a\u0000b"}')
-    store.put("x", Answer(b"{}", True, "1"), asked)
+    store.put("x", Answer(b"{}", True, "1"), rb'{"model": "a\u0000b"}')
     assert [row["id"] for row in store.search("A", {}, 2**62, 5)] == ["x"]
 
 
@@ -141,7 +140,7 @@ def test_placements_are_searched_alike_in_both_databases(database, text, filters
     store = Store(database, keep=10)
     for key, model, status in [("a", "Net", "feasible"), ("b", "net%x", "feasible"), ("c", "Other", "optimal")]:
         summary = b'{"model": "%s", "status": "%s"}' % (model.encode(), status.encode())
-        store.put(key, Answer(b"{}", True, "1"), Asked("p", b"{}", b"{}", summary))
+        store.put(key, Answer(b"{}", True, "1"), summary)
     assert "".join(row["id"] for row in store.search(text, filters, 2**62, 5)) == found
     store.close()
 
@@ -149,7 +148,7 @@ def test_placements_are_searched_alike_in_both_databases(database, text, filters
 def test_a_profile_goes_with_the_last_of_its_placements(database):
     store = Store(database, keep=2)
     for key, profile in [("a", "p"), ("b", "p"), ("c", "q"), ("d", "q")]:
-        store.put(key, Answer(b"{}", True, "1"), Asked(profile, b"{}", b"{}", b"{}"))
+        store.put(key, Answer(b"{}", True, "1"), asked=Asked(profile, b"{}", b"{}"))
         if key == "c":
             assert store.profile("p") is not None
     assert (store.profile("p"), store.profile("q")) == (None, b"{}")
