@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 
-from placer.schema import Cluster
+from placer.schema import Cluster, Device
 
 from ..node.network import join
 from ..problem import Problem, clip
@@ -31,12 +32,26 @@ MOST_DEVICES = 64
 MOST_JOINED = 256
 """Devices of a cluster of several nodes: each pair of them is a link."""
 
+LONGEST_NAME = 64
+"""Of a device, in characters; those of both ends are in each link."""
+
+SLOWEST_BYTES_PER_S = 1.0
+LONGEST_LATENCY_S = 1e5
+"""Of the network, and of a device's ways to and from its host: what the three make together must still be a link."""
+
 Nodes = Annotated[list[str], Query(max_length=MOST_NODES, description="Registered nodes whose devices to join.")]
 Network = Annotated[
     float | None,
-    Query(gt=0, le=1e18, allow_inf_nan=False, description="Bytes per second from one node's memory to another's."),
+    Query(
+        ge=SLOWEST_BYTES_PER_S,
+        le=1e18,
+        allow_inf_nan=False,
+        description="Bytes per second from one node's memory to another's.",
+    ),
 ]
-Latency = Annotated[float, Query(ge=0, le=1e6, allow_inf_nan=False, description="Of a transfer between nodes.")]
+Latency = Annotated[
+    float, Query(ge=0, le=LONGEST_LATENCY_S, allow_inf_nan=False, description="Of a transfer between nodes.")
+]
 
 
 class Node(BaseModel):
@@ -134,13 +149,29 @@ async def measure_again(request: Request, service: Serving) -> Response:
 
 
 def _check_devices(cluster: Cluster) -> None:
-    detail = ""
-    if any("/" in device.name for device in cluster.devices):
-        detail = "a node registers devices of its own, whose names have no '/': cuda:0"
+    for fault in _faults(cluster):
+        raise Problem(422, "invalid-request", "The request cannot be used", fault)
+
+
+def _faults(cluster: Cluster) -> Iterator[str]:
     if len(cluster.devices) > MOST_DEVICES:
-        detail = f"{len(cluster.devices)} devices are more than a node may have: {MOST_DEVICES}"
-    if detail:
-        raise Problem(422, "invalid-request", "The request cannot be used", detail)
+        yield f"{len(cluster.devices)} devices are more than a node may have: {MOST_DEVICES}"
+    for device in cluster.devices:
+        name = clip(device.name, 80)
+        if "/" in device.name:
+            yield f"device {name!r}: a node registers devices of its own, whose names have no '/': cuda:0"
+        if len(device.name) > LONGEST_NAME:
+            yield f"device {name!r}: the name has {len(device.name)} characters; a node's have up to {LONGEST_NAME}"
+        yield from (f"device {name!r}: {fault}" for fault in _slow_ways(device))
+
+
+def _slow_ways(device: Device) -> Iterator[str]:
+    for way, rate in (("to_host", device.to_host), ("from_host", device.from_host)):
+        if rate is not None and rate.bandwidth_bytes_per_s < SLOWEST_BYTES_PER_S:
+            bytes_per_s = rate.bandwidth_bytes_per_s
+            yield f"{way}.bandwidth_bytes_per_s is {bytes_per_s:g}; a node's are {SLOWEST_BYTES_PER_S:g} or more"
+        if rate is not None and rate.latency_s > LONGEST_LATENCY_S:
+            yield f"{way}.latency_s is {rate.latency_s:g}; a node's are {LONGEST_LATENCY_S:g} or less"
 
 
 def _listed(found: dict[str, tuple[float, bytes]]) -> list[Node]:

@@ -93,6 +93,8 @@ def test_the_devices_of_one_node_need_no_network(serve):
         ("node=c", 404, "no node 'c'"),
         ("node=a&network_bytes_per_s=0", 422, "network_bytes_per_s"),
         ("node=a&network_bytes_per_s=nan", 422, "network_bytes_per_s"),
+        ("node=a&node=b&network_bytes_per_s=5e-324", 422, "network_bytes_per_s"),
+        ("node=a&node=b&network_bytes_per_s=1&network_latency_s=1e6", 422, "network_latency_s"),
     ],
 )
 def test_what_cannot_be_joined_is_said(serve, query, status, said):
@@ -126,6 +128,35 @@ def test_nodes_with_more_devices_than_can_be_joined_are_refused_before_they_are(
 )
 def test_what_is_no_node_is_refused(serve, name, body, status):
     assert serve().put(f"/v1/nodes/{name}", json=body).status_code == status
+
+
+def one_device(name="cuda:0", bandwidth=1e9, latency=0.0):
+    ways = {way: {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency} for way in ("to_host", "from_host")}
+    return {"devices": [{"name": name, "type": "t", "memory_bytes": 1, **ways}]}
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        (one_device(name="x" * 65), "65 characters"),
+        (one_device(bandwidth=5e-324), "to_host.bandwidth_bytes_per_s is 4.94066e-324"),
+        (one_device(latency=2e5), "to_host.latency_s is 200000"),
+    ],
+)
+def test_a_node_of_which_no_link_could_be_made_is_refused_when_it_registers(serve, node, said):
+    # Its devices were taken, and each GET /v1/cluster that joined them to others was a 500.
+    reply = serve().put("/v1/nodes/a", json=node)
+    assert reply.status_code == 422 and said in reply.json()["detail"]
+
+
+def test_the_slowest_nodes_that_register_are_joined_by_the_slowest_network(serve):
+    client = serve()
+    for name in ("a" * 64, "b" * 64):
+        node = one_device(name="x" * 64, bandwidth=1.0, latency=1e5)
+        assert client.put(f"/v1/nodes/{name}", json=node).status_code == 200
+    query = f"node={'a' * 64}&node={'b' * 64}&network_bytes_per_s=1&network_latency_s=1e5"
+    (link, _) = Cluster.model_validate_json(client.get(f"/v1/cluster?{query}").content).links
+    assert link.transfer_ms(1) == pytest.approx(1e3 * (3e5 + 3))
 
 
 def test_a_node_that_is_named_twice_counts_once(serve):
