@@ -76,8 +76,8 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
     app.state.metrics = Metrics()
     include_routes(app)
     app.add_middleware(Heads)
-    app.add_middleware(Measured, metrics=app.state.metrics)
     app.add_middleware(Guard, keys=Keys(app.state.settings))
+    app.add_middleware(Measured, metrics=app.state.metrics)  # the outermost: it sees what the guard refuses
     handle_errors(app)
     describe(app)
     return app

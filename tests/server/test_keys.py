@@ -256,6 +256,23 @@ def test_a_path_that_there_is_not_is_logged_and_makes_no_line_or_counter_of_its_
     assert "no%0Athing" not in client.get("/metrics").text and 'route="unknown"' in client.get("/metrics").text
 
 
+def test_what_the_guard_refuses_is_logged_and_counted(secured):
+    # It was in no line and no metric, so that nobody saw who guesses keys.
+    client, headers = secured(ci="read", prometheus="metrics")
+    asked = [("guess-1", {"Authorization": "Bearer guess"}, "GET", 401), ("post-1", headers["ci"], "POST", 403)]
+
+    def ask():
+        for request_id, key, method, status in asked:
+            reply = client.request(method, PLACEMENTS, headers={**key, "X-Request-Id": request_id})
+            assert reply.status_code == status
+
+    lines = [(line["request_id"], line["route"], line["status"], line["client"]) for line in logged_lines(ask)]
+    assert lines == [("guess-1", PLACEMENTS, 401, ""), ("post-1", PLACEMENTS, 403, "ci")]
+    counted = client.get("/metrics", headers=headers["prometheus"]).text
+    for _, _, method, status in asked:
+        assert f'placer_requests_total{{method="{method}",route="unknown",status="{status}"}} 1.0' in counted
+
+
 def test_clients_are_told_apart_by_their_keys_in_the_queue(tmp_path, serve, solvers, request_body):
     made = [make(name) for name in ("a", "b")]
     file = tmp_path / "keys"
