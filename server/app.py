@@ -39,11 +39,14 @@ from .web.guard import Guard
 from .web.heads import Heads
 from .web.intake import Intake
 from .workers.solving import Solver, default_solver
-from .workers.worker import Crashed, Killed, Worker, answer_empty, prepare
+from .workers.worker import Crashed, Killed, Worker, prepare, tell_taken_bytes
 
 log = logging.getLogger("placer_server")
 
 WARM_UP_S = 60.0
+SMALL_SOLVE_BYTES = 64 * 2**20
+"""What a solve of some fifty layers takes beside what its worker does."""
+
 MOST_STREAMS = 512
 THREADS = 32
 """For what waits: on PostgreSQL, or minutes for a measurement. asyncio's own are few where there are few cores."""
@@ -183,12 +186,24 @@ def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
 
 
 async def _warm_up(service: Service) -> None:
-    """Run a worker that does nothing; the service is ready when it came back."""
-    worker = Worker(answer_empty, b"", lambda *_: None, limit_s=WARM_UP_S, grace_s=1.0)
+    """Run a worker that does nothing; the service is ready when it came back, and a small solve would."""
+    worker = Worker(tell_taken_bytes, b"", lambda *_: None, limit_s=WARM_UP_S, grace_s=1.0)
     try:
-        await asyncio.to_thread(worker.run)
+        taken_bytes = await asyncio.to_thread(worker.run)
     except (Crashed, Killed, OSError) as error:
         service.not_ready = f"no worker can be started: {error}"
-        log.error(service.not_ready)
     else:
-        service.not_ready = ""
+        service.not_ready = _too_little_memory(service.settings.worker_memory_bytes, taken_bytes)
+    if service.not_ready:
+        log.error(service.not_ready)
+
+
+def _too_little_memory(limit_bytes: int, taken_bytes: int) -> str:
+    """Why no worker could solve anything; empty if one could."""
+    needed_bytes = taken_bytes + SMALL_SOLVE_BYTES
+    if not limit_bytes or limit_bytes >= needed_bytes:
+        return ""
+    return (
+        f"PLACER_WORKER_MEMORY_BYTES is {limit_bytes}; a worker takes {taken_bytes} bytes before it solves anything,"
+        f" and a small solve {SMALL_SOLVE_BYTES} beside: set {needed_bytes} or more, or 0 for no limit"
+    )

@@ -216,7 +216,6 @@ def _cap_memory(limit_bytes: int) -> None:
 def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
     """The worker's main function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the service decides
-    _cap_memory(memory_bytes)
     stop = threading.Event()
     sending = threading.Lock()
 
@@ -228,8 +227,9 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
         payload = pipe.recv_bytes()
     except EOFError:
         return  # the service was killed just now
-    threading.Thread(target=_await_stop, args=(pipe, stop), daemon=True).start()
     try:
+        _cap_memory(memory_bytes)
+        _start_listening(pipe, stop, memory_bytes)
         result = task(payload, lambda value, bound: send("progress", value, bound), stop)
     except MissingExtraError as error:
         send("missing", str(error))
@@ -242,6 +242,15 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
         send("failed", f"{type(error).__name__}: {error}"[:1000])
     else:
         send("done", result)
+
+
+def _start_listening(pipe: Connection, stop: threading.Event, memory_bytes: int) -> None:
+    try:
+        threading.Thread(target=_await_stop, args=(pipe, stop), daemon=True).start()
+    except RuntimeError as error:
+        if memory_bytes:
+            raise MemoryError from error  # for its stack
+        raise
 
 
 def end_with_parent() -> None:
@@ -267,6 +276,13 @@ def _await_stop(pipe: Connection, stop: threading.Event) -> None:
     stop.set()
 
 
-def answer_empty(payload: bytes, report: Report, stop: threading.Event) -> bytes:
-    """The task that does nothing: it shows that workers start, and makes the first solve as quick as the others."""
-    return b""
+def tell_taken_bytes(payload: bytes, report: Report, stop: threading.Event) -> int:
+    """The task that tells what a worker takes before it does anything, counted as its limit counts; 0 if not known.
+
+    It shows that workers start, and makes the first solve as quick as the others.
+    """
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    except OSError:  # no Linux
+        return 0

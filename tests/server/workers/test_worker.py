@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 
+import httpx
 import pytest
 
 from placer.schema import PlacementRequest
+from placer_server.app import background
+from placer_server.settings import Settings
 from placer_server.workers.solving import SolveTask
-from placer_server.workers.worker import Crashed, Killed, Refused, Worker
+from placer_server.workers.worker import Crashed, Killed, OverMemory, Refused, Worker
 
 
 def worker(solver, body, limit_s=30.0, grace_s=1.0, report=lambda *_: None):
@@ -128,6 +132,26 @@ def test_a_worker_ends_when_its_service_is_killed(tmp_path, solvers):
     assert process.stdout.readline() == b"running\n"
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=20)  # ends when no process holds the service's output any more; the solver takes 60 s
+
+
+def test_a_service_whose_workers_may_take_too_little_is_not_ready_and_says_what_would_do(solvers, wait_until):
+    # It said that it was ready, and every solve was a 500.
+    def readiness(memory_bytes):
+        settings = Settings(port=0, database=":memory:", log_level="critical", worker_memory_bytes=memory_bytes)
+        with background(settings, solver=solvers.quick) as url:
+            wait_until(lambda: "first worker" not in httpx.get(f"{url}/readyz").text)
+            return httpx.get(f"{url}/readyz")
+
+    reply = readiness(60 * 2**20)
+    told = re.search(r"PLACER_WORKER_MEMORY_BYTES is 62914560; .*: set (\d+) or more", reply.json()["detail"])
+    assert reply.status_code == 503 and told is not None
+    assert readiness(int(told[1]) + 2**20).status_code == 200
+
+
+def test_a_worker_that_has_no_room_to_begin_names_the_setting(solvers, body, capfd):
+    small = Worker(SolveTask(solvers.quick), body, lambda *_: None, limit_s=30, grace_s=1, memory_bytes=8 * 2**20)
+    with pytest.raises(OverMemory, match="PLACER_WORKER_MEMORY_BYTES"):
+        small.run()
 
 
 def test_a_solver_that_takes_more_memory_than_it_may_ends_alone_and_the_reason_names_the_setting(
