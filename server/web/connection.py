@@ -23,7 +23,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_head = False
         self._heads = 0
-        self._head_bytes = 0
+        self._head_bytes = 0  # of what came and was all of one head
+        self._parsed_bytes = 0  # of its line and its headers, however they came
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -37,7 +38,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came, and see whether it was a head's worth too much."""
+        """Take what came, and see whether it was too much of a head that goes on."""
         heads = self._heads
         super().data_received(data)
         if self.transport.is_closing():
@@ -45,8 +46,7 @@ class Connection(HttpToolsProtocol):
         if self._in_head and self._heads == heads:  # so all of it was of one head
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                detail = f"the request line and the headers are more than {MAX_HEAD_BYTES} bytes"
-                self._refuse(Problem(431, "head-too-large", "The head of the request is too large", detail))
+                self._refuse(_too_large())
                 return
         if self._in_head or self._answered():
             self._start_timer()
@@ -54,7 +54,22 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._parsed_bytes = True, 0, 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request line."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, with what stands between and behind name and value."""
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        self._parsed_bytes += size
+        if self._parsed_bytes > MAX_HEAD_BYTES:
+            raise _too_large()  # ends the parsing; see ``send_400_response``
 
     def on_headers_complete(self) -> None:
         """Its head is here; the body has limits of its own, see ``Intake``."""
@@ -64,9 +79,10 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told like every other fault."""
+        """What cannot be parsed, or not to its end, is told like every other fault."""
         detail = "what was sent is no HTTP/1.1 request"
-        self._refuse(Problem(400, "malformed-http", "The request is not HTTP", detail))
+        malformed = Problem(400, "malformed-http", "The request is not HTTP", detail)
+        self._refuse(_too_large() if self._parsed_bytes > MAX_HEAD_BYTES else malformed)
 
     def _answered(self) -> bool:
         """Whether nothing is owed to the client: what it sends beyond that, if it goes on, keeps no connection open."""
@@ -104,3 +120,8 @@ class Connection(HttpToolsProtocol):
         lines += [name + b": " + value for name, value in sent]
         self.transport.write(b"\r\n".join([*lines, b"", content]))
         self.transport.close()
+
+
+def _too_large() -> Problem:
+    detail = f"the request line and the headers are more than {MAX_HEAD_BYTES} bytes"
+    return Problem(431, "head-too-large", "The head of the request is too large", detail)

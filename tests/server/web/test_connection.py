@@ -48,6 +48,22 @@ def test_a_head_that_is_too_large_is_431(connect, part):
     assert (status, problem["type"]) == (431, "urn:placer:problem:head-too-large")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        START + b"x" * connection.MAX_HEAD_BYTES,
+        START + b"1" + b"\r\nX-Many: 1" * (connection.MAX_HEAD_BYTES // len(b"X-Many: 1\r\n")),
+        b"GET /" + b"x" * connection.MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: 127.0.0.1",
+    ],
+    ids=["one long header", "many headers", "a long path"],
+)
+def test_a_head_that_is_too_large_is_431_also_where_all_of_it_comes_at_once(connect, head):
+    # What came in one piece, or ended in its second, could have 128 KiB and more.
+    connect.sendall(head + b"\r\n\r\n")
+    status, problem = answer(connect)
+    assert (status, problem["type"]) == (431, "urn:placer:problem:head-too-large")
+
+
 def test_a_head_without_end_is_not_taken(connect):
     connect.sendall(START)
     with pytest.raises(OSError, match=r"reset|pipe"):
