@@ -34,7 +34,7 @@ HEADERS = [
 ]
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?")
+_LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
 class Guard:
@@ -92,10 +92,14 @@ class Guard:
             return
         if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return
+        if not authorization:
+            raise _no_key("no key was given")
         kind, _, token = authorization.decode("latin-1").partition(" ")
-        key = self._keys.find(token.strip()) if kind.lower() == "bearer" else None
+        if kind.lower() != "bearer":
+            raise _no_key("what was given is not of the kind Bearer")
+        key = self._keys.find(token.strip())
         if key is None:
-            raise _no_key(bool(authorization))
+            raise _no_key("the key that was given is not known")
         scope["placer.client"] = key.name
         if seconds := key.rate.take():
             raise _too_often(key.rate.per_s, seconds)
@@ -131,8 +135,7 @@ def _strange_origin(origin: bytes) -> Problem:
     return Problem(403, "strange-origin", "The request comes from another site", detail)
 
 
-def _no_key(given: bool) -> Problem:
-    what = "the key that was given is not known" if given else "no key was given"
+def _no_key(what: str) -> Problem:
     detail = f"{what}; send 'Authorization: Bearer KEY', as clients do that are given one in PLACER_KEY"
     return Problem(401, "no-key", "A key is needed", detail, headers={"WWW-Authenticate": 'Bearer realm="placer"'})
 

@@ -66,6 +66,22 @@ def test_without_a_known_key_everything_but_health_is_401(secured, header):
         assert client.get(path, headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ("", "no key was given"),
+        ("Basic dXNlcjpwYXNz", "what was given is not of the kind Bearer"),
+        ("placer_x", "what was given is not of the kind Bearer"),
+        ("Bearer placer_x", "the key that was given is not known"),
+    ],
+)
+def test_a_401_says_what_was_wrong_and_what_to_send_without_what_was_sent(secured, header, told):
+    client, _ = secured(ci="read")
+    detail = client.get(PLACEMENTS, headers={"Authorization": header} if header else {}).json()["detail"]
+    assert detail.startswith(f"{told}; send 'Authorization: Bearer KEY'")
+    assert "dXNlcjpwYXNz" not in detail and "placer_x" not in detail
+
+
 def test_a_key_is_compared_in_constant_time_with_every_key(tmp_path, monkeypatch):
     made = [make(name) for name in ("a", "b", "c")]
     file = tmp_path / "keys"
@@ -118,6 +134,11 @@ def test_a_service_without_keys_refuses_names_that_are_not_this_machines(serve, 
     reply = serve().get(PLACEMENTS, headers={"Host": host})
     assert (reply.status_code, problem_of(reply)) == (421, "strange-host")
     assert len(reply.content) <= 4096
+
+
+@pytest.mark.parametrize("host", ["LOCALHOST", "Localhost:8080", "127.0.0.1:8080", "[::1]:8080"])
+def test_a_service_without_keys_answers_to_this_machines_names_however_they_are_written(serve, host):
+    assert serve().get(PLACEMENTS, headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1.evil.example:8080", "x" * 5000])
