@@ -52,7 +52,10 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, Missing):
         return Problem(501, "missing-package", "This service lacks a package", str(error))
     if isinstance(error, Killed | Crashed):
-        detail = f"the solver failed on this request: {error}. Other requests are not touched; asking again tries again"
+        way_out = "asking again tries again"
+        if isinstance(error, Killed):
+            way_out = "a coarser granularity is solved sooner, a longer PLACER_STOP_GRACE_S lets it tell what it found"
+        detail = f"the solver failed on this request: {error}. Other requests are not touched; {way_out}"
         return Problem(500, "solver-failed", "The solver failed", detail)
     return Problem(500, "solver-failed", "The solver failed", f"the worker could not be run: {error}")
 

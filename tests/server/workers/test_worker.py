@@ -105,6 +105,14 @@ def test_delete_of_a_solver_that_does_not_listen_answers_that_nothing_was_found(
     assert client.delete(where).json()["status"] == "unknown"
 
 
+def test_a_solver_that_overran_its_time_and_was_killed_tells_the_setting_and_the_way_out(serve, solvers, request_body):
+    client = serve(solvers.deaf, overrun_s=0, stop_grace_s=0.1)
+    reply = client.post("/v1/placements?wait=30", json=request_body(time_limit_s=0.1))
+    assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:solver-failed")
+    assert "within 0.1 s and was killed" in reply.json()["detail"]
+    assert "coarser granularity" in reply.json()["detail"] and "PLACER_STOP_GRACE_S" in reply.json()["detail"]
+
+
 def test_leaving_the_service_ends_its_workers(serve, solvers, request_body):
     before = threading.active_count()
     client = serve(solvers.until_stopped)
