@@ -1,10 +1,12 @@
 r"""A lower bound on the step of contiguous placements of any graph, from the time that it takes to fill the pipeline.
 
-In the topological order of the nodes some are passed by every path. They cut the graph into blocks::
+In the topological order of the nodes some come behind all that are before them, and before all that are behind them.
+They cut the graph into blocks, whatever arcs go past them::
 
             .-- c --.
     a -- b -|       |-- e -- f        blocks  a | b | c d | e | f
-            '-- d --'
+     \      '-- d --'       /
+      '--------------------'
 
 A device that holds nodes of two blocks holds all of those between, so the stages follow one another along the blocks,
 two of them sharing a block at most in part. With n micro-batches a stage that begins in block k takes::
@@ -41,11 +43,11 @@ Matrix = Sequence[Sequence[float]]
 HALVINGS = 40
 ROUNDING = 1e-9
 MOST_BLOCKS = 400
-"""Of more, waits are left out: every pair of blocks is looked at."""
+"""More are joined with their neighbours: every pair of blocks is looked at."""
 
 
 def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
-    """No contiguous placement's passes take less, in milliseconds; 0 where the graph has several ends.
+    """No contiguous placement's passes take less, in milliseconds; 0 where nodes are tied to others behind them.
 
     Args:
         problem: what is asked.
@@ -53,9 +55,9 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
     arcs, count = nodes.arcs(arcs_of(problem.values)), len(nodes.nodes)
-    if not problem.contiguous or not _has_two_ends(arcs, count):
+    if not problem.contiguous or any(reader < source for source, reader in arcs):
         return 0.0
-    block_of = _blocks(arcs, count)
+    block_of = _joined(_blocks(arcs, count))
     forward, backward, awaited = (
         _by_node(nodes, fastest_ms(problem, times)) for times in (problem.forward_ms, problem.backward_ms, awaited_ms)
     )
@@ -63,7 +65,7 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
     there_ms = _least_from(block_of, _before(arcs, forward))
     ways_ms = there_ms + _least_from(block_of, _before(back, awaited))
     waits = None
-    if problem.training and block_of[-1] < MOST_BLOCKS and _has_two_ends(back, count):
+    if problem.training and _has_two_ends(back, count):
         behind_ms = _least_to(block_of, _behind(arcs, forward) + _behind(back, awaited))
         waits = _waits(problem, nodes, block_of, behind_ms)
     return max(
@@ -106,14 +108,25 @@ def _has_two_ends(arcs: Arcs, count: int) -> bool:
 
 
 def _blocks(arcs: Arcs, count: int) -> list[int]:
-    """By node, its block; a node that no arc goes past is one, and so are those between two such."""
-    passed = [0] * (count + 1)
+    """By node, its block; a node that comes behind all before it, and before all behind it, is one of its own.
+
+    All nodes before one lead to it if each is read by one that is no farther; of those behind it likewise.
+    """
+    reader_of, source_of = [count] * count, [-1] * count  # the nearest ones
     for source, reader in arcs:
-        passed[source + 1] += 1
-        passed[reader] -= 1
-    alone = [number == 0 for number in accumulate(passed[:count])]  # the first one is
+        reader_of[source] = min(reader_of[source], reader)
+        source_of[reader] = max(source_of[reader], source)
+    farthest = accumulate(reader_of[:-1], max, initial=0)  # of all before a node
+    earliest = reversed([*accumulate(source_of[:0:-1], min, initial=count)])  # of all behind it
+    alone = [there <= node <= back for node, (there, back) in enumerate(zip(farthest, earliest, strict=True))]
     begins = [here or before for here, before in pairwise([False, *alone])]
     return list(accumulate(map(int, begins[1:]), initial=0))
+
+
+def _joined(block_of: list[int]) -> list[int]:
+    """As many blocks as may be: of more, as many are joined to one each time."""
+    together = -(-(block_of[-1] + 1) // MOST_BLOCKS)
+    return [block // together for block in block_of]
 
 
 def _by_node(nodes: Reduction, time_ms: Sequence[float]) -> Vector:

@@ -52,7 +52,7 @@ Found = Callable[[float, float, float], None]
 SHORTEST_MS = 1e-9
 """Of a shorter step it is not said how many samples it does in a second."""
 
-MOST_ROUNDS = 4
+MOST_ROUNDS = 8
 STARTS = 16
 """Cuts of a row from which small changes start."""
 

@@ -128,9 +128,9 @@ def test_the_bound_of_equal_stages_is_the_step_of_1f1b(devices, chunks):
 
 @pytest.mark.parametrize(("devices", "chunks"), [(2, 2), (4, 8), (8, 16)])
 def test_filling_takes_what_the_geometric_sum_says(devices, chunks):
-    """Each stage can take 1 / chunks of what its way there and back leaves: fine layers, X (1 - (1 - 1/n)^K) = work."""
+    """Each stage can take 1 / chunks of what its way there leaves: fine layers, X (1 - (1 - 1/n)^K) = work."""
     layers = 512
-    request = asked([1.0] * layers, [2.0] * layers, devices, chunks, "1f1b")
+    request = asked([3.0] * layers, [0.0] * layers, devices, chunks, "1f1b", training=False)
     choice = choice_of(request)
     found = fill.filling(choice.problem, choice.nodes, choice.problem.backward_ms)
     wanted = 3 * layers / (1 - (1 - 1 / chunks) ** devices)
@@ -158,14 +158,53 @@ def test_a_layer_waits_for_the_way_to_it_with_all_micro_batches_and_then_for_the
     assert choice.bound <= costs.evaluate(choice.problem, [0, 1, 2, 3]).objective_value <= choice.bound + 4 + transfers
 
 
+@st.composite
+def graphs(draw):
+    """Layers of any graph, with several starts and ends, or of two branches."""
+    count, devices = draw(st.integers(2, 8)), draw(st.integers(1, 3))
+    devices = min(devices, 2) if count > 6 else devices
+    times = st.lists(MS, min_size=count, max_size=count)
+    pairs = list(itertools.combinations(range(count), 2))
+    branches = [(0, min(1, count - 1)), *((first, first + 2) for first in range(count - 2)), (count - 2, count - 1)]
+    drawn = st.lists(st.sampled_from(pairs), min_size=1, unique=True)
+    edges = [(*pair, 0) for pair in draw(st.one_of(drawn, st.just(sorted(set(branches)))))]
+    schedule, training = draw(st.sampled_from(["1f1b", "zero-bubble", "fill-drain"])), draw(st.booleans())
+    weights = draw(st.one_of(st.none(), times))
+    return asked(
+        draw(times), draw(times), devices, draw(st.integers(1, 6)), schedule, weights, edges, training=training
+    )
+
+
+@SETTINGS
+@given(request=graphs(), most=st.sampled_from([2, fill.MOST_BLOCKS]))
+def test_no_map_of_any_graph_takes_less_than_filling_does(request, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill, "MOST_BLOCKS", most)
+        choice = choice_of(request)
+    for where in itertools.product(range(len(choice.problem.devices)), repeat=len(choice.problem.layers)):
+        result = costs.evaluate(choice.problem, list(where)) if costs.allowed(choice.problem, where) else None
+        assert result is None or result.objective_value >= choice.bound * (1 - 1e-9)
+
+
 def test_branches_are_one_block_between_the_layers_that_every_path_passes():
     arcs = {(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5)}
     assert fill._blocks(arcs, 6) == [0, 1, 2, 2, 3, 4]
 
 
-def test_nothing_is_said_of_filling_a_graph_with_two_starts():
-    choice = choice_of(asked([1.0] * 3, [1.0] * 3, 2, 4, "1f1b", edges=[(0, 2, 0), (1, 2, 0)]))
-    assert fill.filling(choice.problem, choice.nodes, choice.problem.backward_ms) == 0.0
+def test_what_goes_past_layers_joins_no_blocks():
+    """A residual around 1 and 2, and a table that 0 makes for all others."""
+    arcs = {(0, 1), (1, 2), (2, 3), (0, 3), (0, 2), (3, 4), (0, 4)}
+    assert fill._blocks(arcs, 5) == [0, 1, 2, 3, 4]
+
+
+def test_what_begins_or_ends_by_itself_is_one_block_with_all_before_or_behind_it():
+    assert fill._blocks({(0, 2), (1, 2), (2, 3)}, 4) == [0, 0, 1, 2]
+    assert fill._blocks({(0, 1), (1, 2), (1, 3)}, 4) == [0, 1, 2, 2]
+
+
+def test_more_blocks_than_are_looked_at_are_joined_with_their_neighbours(monkeypatch):
+    monkeypatch.setattr(fill, "MOST_BLOCKS", 3)
+    assert fill._joined([0, 1, 1, 2, 3, 4, 5, 6]) == [0, 0, 0, 0, 1, 1, 1, 2]
 
 
 def test_a_graph_with_branches_is_no_row():
