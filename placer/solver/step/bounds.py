@@ -4,8 +4,9 @@ These are of a step alone; ``in_a_row.py`` says what becomes of them where steps
 micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through in the
 stages before it (behind it)::
 
-    any placement       before + n * c of every layer and device, and without weight halves that run apart
-                        before + n * c + the way back; if contiguous, what filling the pipeline takes (see ``fill.py``)
+    any placement       before + n * c of every device, and without weight halves that run apart
+                        before + n * c + the way back; of some of a node's passes, their heads and tails (see
+                        ``one_machine.py``); if contiguous, what filling the pipeline takes (see ``fill.py``)
     a row of stages     before + n * c
                         until the first stage has its last gradients: before + n * c without weight halves that run
                         apart; the whole way + (n - 1) * f, and the same with b; then its weight half and optimizer
@@ -35,12 +36,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver import pipelines
-from placer.solver.bounds import fastest_ms, fastest_of_nodes, longest_before
+from placer.solver.bounds import fastest_ms, longest_before
 from placer.solver.linear import exact
 from placer.solver.linear.exact import Counts, CutTable
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
-from placer.solver.step import fill, in_a_row
+from placer.solver.step import fill, in_a_row, one_machine
 from placer.solver.work import least_work
 
 Table = NDArray[np.float64]
@@ -80,15 +81,10 @@ def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
     way = longest_before(fastest_ms(problem, problem.forward_ms), arcs_of(problem.values))
     way_back = longest_before(fastest_ms(problem, awaited_ms), fill.gradient_arcs(problem))
     before, behind = ([min(ms[layer] for layer in layers) for layers in nodes.nodes] for ms in (way, way_back))
-    whole, held = fastest_of_nodes(nodes, problem.compute_ms), fastest_of_nodes(nodes, held_ms)
-    of_node = max(
-        first + max(chunks * all_of_it, chunks * until_back + last)
-        for first, all_of_it, until_back, last in zip(before, whole, held, behind, strict=True)
-    )
     heads, tails = sorted(before), sorted(behind)
     both = [head + tail for head, tail in zip(heads, tails, strict=True)]
     return max(
-        of_node,
+        one_machine.of_nodes(problem, nodes, awaited_ms),
         chunks * least_work(problem, nodes, problem.compute_ms, [head / chunks for head in heads]),
         chunks * least_work(problem, nodes, held_ms, [aside / chunks for aside in both]),
     )
