@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.graph import nested
-from placer.graph.export import PREFIX, Exported, draws_random, updates_running_statistics
+from placer.graph.effects import draws_random, updates_running_statistics
+from placer.graph.export import PREFIX, Exported
 from placer.graph.granularity import hint, is_fixed
 from placer.graph.grouping import Group, storage_roots, written
 from placer.graph.inlining import REGIONS

@@ -27,6 +27,7 @@ from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.alone import alone
 from placer.graph.batch import batch_size, batch_symbols, is_batched, made_of_no_input
+from placer.graph.effects import has_effect
 from placer.graph.footprint import differs_later
 from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
@@ -35,9 +36,6 @@ from placer.graph.leftovers import Counted, KeptError, put_back, read_before_wri
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, Patience, custom_functions
-
-_DROPOUTS = {f"aten::{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
-"""Those that hand on what they were given where they drop nothing."""
 
 _LIBRARIES = tuple(str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 """Where code that is not the model's own lies."""
@@ -214,7 +212,7 @@ def _exported(
     if nested.has_bodies(graph_module):
         traced.notes.read_all()
     _free_strides(graph_module.graph)
-    graph_module.graph.eliminate_dead_code(is_impure_node=_has_effect)
+    graph_module.graph.eliminate_dead_code(is_impure_node=has_effect)
     symbols = batch_symbols(graph_module.graph)
     checkpointed, read = tuple(traced.checkpointed), traced.notes.only_read()
     return Exported(graph_module, inputs, traced.outputs, device, symbols, batch, checkpointed, read, traced.left)
@@ -361,38 +359,6 @@ def _reason(error: Exception) -> str:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
     at = f" (at {own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
     return f"torch.export: {type(error).__name__}: {lines[0] if lines else ''}"[: 1000 - len(at)] + at
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Whether a node without users must stay: it writes in place, draws random numbers, or is a border."""
-    if node.op in ("placeholder", "output") or nested.is_transform(node) or updates_running_statistics(node):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and (node.target._schema.is_mutable or draws_random(node))
-
-
-def updates_running_statistics(node: fx.Node) -> bool:
-    """Batch norm changes its running statistics without saying so in its schema."""
-    name = getattr(node.target, "_schema", None)
-    return name is not None and name.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
-
-
-def draws_random(node: fx.Node) -> bool:
-    """Whether the node, or a graph of its own, draws from the device's random number generator.
-
-    A dropout of an evaluated model does not.
-    """
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        module = node.graph.owning_module
-        bodies = [nested.body(module, source) for source in node.all_input_nodes] if module is not None else []
-        return any(draws_random(inner) for found in bodies if found is not None for inner in found.graph.nodes)
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    schema = node.target._schema  # type: ignore[union-attr]
-    given = {argument.name: argument.default_value for argument in schema.arguments}
-    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
-    trains = given.get("train") is not False and given.get("training") is not False
-    name = "p" if schema.name in _DROPOUTS else "dropout" if "dropout" in given else "dropout_p"
-    return trains and given.get(name) != 0
 
 
 def _free_strides(graph: fx.Graph) -> None:
