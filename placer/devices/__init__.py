@@ -4,12 +4,14 @@ A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every 
 ``placer.testing.logical_devices`` makes it behave like one.
 """
 
-from placer.devices.chance import Repeated
+from placer.devices.chance import Repeated, keep_random_state
 from placer.devices.clock import Clock
+from placer.devices.device_time import pause, queued_ms, replay_ms
 from placer.devices.fitting import Rooms
 from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import Courier, Delivery, Lane, Mark, shared_lane
 from placer.devices.memory import (
+    cache_bytes,
     context_bytes,
     counts_bytes,
     fragmented_bytes,
@@ -45,15 +47,10 @@ from placer.devices.names import (
 from placer.devices.parts import addresses, parts
 from placer.devices.recording import (
     NotRecordable,
-    cache_bytes,
     fitting_rooms,
-    keep_random_state,
     memory_pool,
-    pause,
-    queued_ms,
     record,
     recording,
-    replay_ms,
     side_by_side,
     warm_libraries,
 )

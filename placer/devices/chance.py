@@ -1,8 +1,8 @@
-"""Random numbers that a second pass draws again."""
+"""The state of random number generators: given back afterwards, or set so that a second pass draws the same again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,14 @@ _DRAWN = 4
 """By how much a generator's offset grows at least when numbers are drawn."""
 _APART = 0x9E3779B97F4A7C15
 """An odd number whose multiples spread over all of 64 bits (the golden ratio's)."""
+
+
+@contextmanager
+def keep_random_state(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Give the random number generators of host and devices their states back afterwards."""
+    indices = [device.index or 0 for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=indices, device_type="cuda"):
+        yield
 
 
 class Repeated:

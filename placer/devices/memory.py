@@ -59,6 +59,13 @@ def context_bytes(device: torch.device) -> int:
     return max(0, int(total) - int(free) - int(torch.cuda.memory_reserved(device)))
 
 
+def cache_bytes(device: torch.device) -> int:
+    """The bytes of the cache that all of a device's cores share (L2 on CUDA); 0 where it is not known."""
+    if device.type != "cuda":
+        return 0
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+
+
 def library_bytes(device: torch.device) -> int:
     """What libraries keep of torch's memory once they have run on the streams of recordings, in bytes."""
     return recorder(device).library_bytes if device.type == "cuda" else 0

@@ -1,16 +1,14 @@
-"""Work recorded as CUDA graphs, and timed on the device."""
+"""Work recorded as CUDA graphs."""
 
 from __future__ import annotations
 
 import gc
-import statistics
 import threading
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,14 +65,6 @@ def _use_libraries(device: torch.device, stream: torch.cuda.Stream) -> None:
         square = torch.ones(256, 256, device=device, requires_grad=True)
         product = torch.nn.functional.linear(square, square, square[0])
         torch.autograd.grad(product.sum(), square)
-
-
-@contextmanager
-def keep_random_state(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Give the random number generators of host and devices their states back afterwards."""
-    indices = [device.index or 0 for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=indices, device_type="cuda"):
-        yield
 
 
 class NotRecordable(Exception):
@@ -340,86 +330,3 @@ def _set_sync_debug_mode(mode: int | str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells that the mode does not detect everything: neither must it
         torch.cuda.set_sync_debug_mode(mode)
-
-
-_CYCLES_PER_MS = 2e6  # about the clock of current GPUs
-
-
-def queued_ms(
-    passes: Sequence[Callable[[], Any]],
-    device: torch.device,
-    repeats: int,
-    before: Sequence[Callable[[], Any]] = (),
-) -> list[list[float]]:
-    """Device time of each pass, by events in a queue that is full before the device begins.
-
-    Args:
-        passes: run in this order, ``repeats`` times over.
-        device: a CUDA device.
-        repeats: how often.
-        before: for each pass, work that runs before it each time and is not timed; none if empty.
-
-    Returns:
-        For each pass its ``repeats`` times in milliseconds.
-    """
-    before = before or [_nothing] * len(passes)
-    work = list(zip(before, passes, strict=True))
-    with torch.cuda.device(device):
-        synchronise(device)
-        began = time.perf_counter()
-        for prepare, run in work:
-            prepare()
-            run()
-        launch_s = time.perf_counter() - began
-        synchronise(device)
-        marks = [[(_timing_event(), _timing_event()) for _ in passes] for _ in range(repeats)]
-        pause(device, 1e3 * min(0.2, 1.5 * repeats * launch_s + 1e-4))
-        for row in marks:
-            for (prepare, run), (began_mark, ended_mark) in zip(work, row, strict=True):
-                prepare()
-                began_mark.record()
-                run()
-                ended_mark.record()
-        synchronise(device)
-        return [[float(row[i][0].elapsed_time(row[i][1])) for row in marks] for i in range(len(passes))]
-
-
-def pause(device: torch.device, lasting_ms: float) -> None:
-    """Let the current queue of a CUDA device wait for about so long."""
-    with torch.cuda.device(device):
-        torch.cuda._sleep(int(_CYCLES_PER_MS * lasting_ms))  # type: ignore[no-untyped-call]
-
-
-def _nothing() -> None:
-    return
-
-
-def cache_bytes(device: torch.device) -> int:
-    """The bytes of the cache that all of a device's cores share (L2 on CUDA); 0 where it is not known."""
-    if device.type != "cuda":
-        return 0
-    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
-
-
-@cache
-def replay_ms(device: torch.device) -> float:
-    """The time that the replay of a graph takes beyond its kernels, in milliseconds; 0 but on CUDA.
-
-    Inside a larger graph, a layer's kernels follow those of the layer before without it. It is what a line through the
-    times of graphs of one and of eleven equal kernels leaves for none.
-    """
-    if device.type != "cuda":
-        return 0.0
-    number = torch.zeros(1, device=device)
-
-    def kernels(count: int) -> None:
-        for _ in range(count):
-            number.add_(1)
-
-    replays = [record([partial(kernels, count)], device)[0] for count in (1, 11)]
-    one, eleven = (statistics.median(times) for times in queued_ms(replays, device, 50))
-    return max(0.0, one - (eleven - one) / 10)
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

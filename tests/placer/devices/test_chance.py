@@ -1,4 +1,4 @@
-"""A pass that is repeated draws the same random numbers; nothing drawn later knows of the repetition."""
+"""Generators have their state back; a pass that is repeated draws the same, and nothing drawn later knows of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import torch
 
 from placer import devices
 from placer.devices import Repeated
+
+
+def test_keep_random_state_gives_the_state_back() -> None:
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    with devices.keep_random_state([torch.device("cpu", 0)]):
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_second_pass_draws_what_the_first_drew() -> None:

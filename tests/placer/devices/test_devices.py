@@ -77,14 +77,6 @@ def test_copy_is_detached_and_of_another_storage() -> None:
         assert made.data_ptr() != x.data_ptr()
 
 
-def test_keep_random_state_gives_the_state_back() -> None:
-    torch.manual_seed(4)
-    before = torch.get_rng_state()
-    with devices.keep_random_state([torch.device("cpu", 0)]):
-        torch.rand(3)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_unobserved_looks_away() -> None:
     with logical_devices(2):
         with devices.unobserved():
