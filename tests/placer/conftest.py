@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,13 @@ def chain_file(tmp_path: Path) -> Path:
     file = tmp_path / "chain.json"
     file.write_text(chain([3.0, 1.0, 1.0, 1.0]).to_json())
     return file
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
