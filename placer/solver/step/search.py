@@ -23,14 +23,14 @@ from random import Random
 from time import monotonic
 from typing import NamedTuple
 
-from placer import schedule
-from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
-from placer.solver import answer, costs, maps, pipelines
+from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
+from placer.solver import costs, maps
+from placer.solver.answer import PROVEN_GAP
 from placer.solver.maps import EVALUATION
 from placer.solver.problem import Problem
 from placer.solver.program import memory_rules
 from placer.solver.program.cpsat import Meter
-from placer.solver.step import bounds, moves, ties
+from placer.solver.step import answer, bounds, moves, ties
 from placer.solver.step.choices import (
     Choice,
     bottleneck_of,
@@ -38,7 +38,6 @@ from placer.solver.step.choices import (
     choice_of,
     in_order,
     questions,
-    said,
     with_few_crossings,
     work_alone,
 )
@@ -48,9 +47,6 @@ BottleneckSearch = Callable[[Problem, Meter, float | None], Placement]
 
 Found = Callable[[float, float, float], None]
 """Called with the step of a better placement, the bound so far, and the time in seconds."""
-
-SHORTEST_MS = 1e-9
-"""Of a shorter step it is not said how many samples it does in a second."""
 
 MOST_ROUNDS = 8
 STARTS = 16
@@ -137,7 +133,10 @@ class StepSearch:
         placed = sorted((one for one in others if one.devices is not None), key=lambda choice: choice.value)
         for choice in placed:
             self._climb_again(choice, self._share(AGAIN_SHARE if choice is not placed[-1] else 1.0))
-        return self._placement() if self.best.devices is not None else self._nothing()
+        if self.best.devices is None:
+            return answer.nothing(self.request, self.choices, self._time_s())
+        broken = self._break_ties()
+        return answer.found(self.request, self.choices, self.best, self.method, broken, self._time_s())
 
     def _break_ties(self) -> Ties | None:
         """Look for a map with as short a step that transfers less, or is better balanced."""
@@ -371,18 +370,15 @@ class StepSearch:
         if choice.value < before:
             self.best, self.method = choice, method
             if self.found is not None:
-                self.found(choice.value, min(self._bound(), choice.value), self._time_s())
+                self.found(choice.value, min(answer.bound_of(self.choices), choice.value), self._time_s())
         return result
 
     def _better(self) -> float:
         """The step from which a placement counts as better than the best so far."""
-        return self.best.value * (1 - answer.PROVEN_GAP / 2)
+        return self.best.value * (1 - PROVEN_GAP / 2)
 
     def _closed(self, choice: Choice) -> bool:
         return choice.bound >= self._better() or choice.reason is not None
-
-    def _bound(self) -> float:
-        return min((choice.bound for choice in self.choices if choice.reason is None), default=0.0)
 
     def _stopped(self) -> bool:
         return self.stop is not None and self.stop.is_set()
@@ -392,69 +388,3 @@ class StepSearch:
 
     def _left_s(self) -> float:
         return max(0.0, self.request.time_limit_s - self._time_s())
-
-    def _placement(self) -> Placement:
-        """The best as it is returned: under the whole question's name, with all choices."""
-        best = self.best
-        broken = self._break_ties()
-        assert best.devices is not None
-        bound = max(0.0, min(self._bound(), best.value))
-        placement = answer.found(best.problem, best.devices, bound, self.method, self._time_s())
-        single = self._single_device()
-        speedup = single.objective_value / best.value if best.value else None
-        fields = {"id": self.request.content_hash(), "single_device": single, "speedup": speedup}
-        return placement.model_copy(update=fields | {"step": self._step(placement), "ties": broken})
-
-    def _nothing(self) -> Placement:
-        """There is none, if that is proven of every choice; else none was found."""
-        open_choices = [choice for choice in self.choices if choice.reason is None]
-        told = open_choices[-1] if open_choices else min(self.choices, key=_distance)
-        reason = None if open_choices else self._told(told)
-        placement = answer.nothing(told.problem, reason, self._bound(), "each choice", self._time_s())
-        return placement.model_copy(update={"id": self.request.content_hash(), "single_device": self._single_device()})
-
-    def _told(self, choice: Choice) -> Infeasibility | None:
-        """Why there is none, of the choice that comes nearest; which it is, where memory tells them apart."""
-        reason, asked = choice.reason, choice.problem.request
-        if reason is None or not reason.short_bytes or len(self.choices) == 1:
-            return reason
-        which = f"{asked.chunks} micro-batches of {asked.profile.batch_size} under {asked.schedule!r} come nearest"
-        return reason.model_copy(update={"reason": f"{reason.reason}; {which}"})
-
-    def _single_device(self) -> SingleDevice:
-        """The best that one device does, whatever the choice."""
-        singles = [answer.single_device(choice.problem) for choice in self.choices]
-        return min(singles, key=lambda single: (not single.fits, single.objective_value, single.device))
-
-    def _step(self, placement: Placement) -> Step:
-        """The step of the placement that is returned: what was found, on the devices as they are named."""
-        best, problem = self.best, self.best.problem
-        number = {device.name: index for index, device in enumerate(problem.devices)}
-        devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]
-        result = costs.evaluate(problem, devices)
-        assert result is not None
-        pipeline = pipelines.pipeline_of(problem, devices, result.stages, result.recompute)
-        plan = pipelines.plan_of(problem, pipeline)
-        optimizer = pipeline.optimizer_by_device()
-        timeline = schedule.simulate(pipeline, plan)
-        in_a_row_ms, bubble = schedule.in_a_row_ms(pipeline, plan), timeline.bubble
-        if pipelines.in_a_row(problem) and in_a_row_ms > 0:
-            busy = sum(timeline.busy_ms.values()) + sum(optimizer.values())
-            bubble = 1 - busy / (in_a_row_ms * len(timeline.busy_ms))
-        return Step(
-            batch_size=self.request.whole_batch_size,
-            samples_per_s=1e3 * self.request.whole_batch_size / best.value if best.value > SHORTEST_MS else None,
-            bubble=min(1.0, max(0.0, bubble)),
-            optimizer_ms=max(optimizer.values(), default=0.0),
-            steps=self.request.steps,
-            alone_ms=pipelines.alone_ms(pipeline, plan),
-            in_a_row_ms=in_a_row_ms,
-            in_flight=plan.in_flight,
-            choices=tuple(map(said, self.choices)),
-        )
-
-
-def _distance(choice: Choice) -> tuple[bool, int]:
-    """How far from a placement a choice is: the bytes that are short, or farther than any number of them."""
-    short = choice.reason.short_bytes if choice.reason is not None else 0
-    return not short, short

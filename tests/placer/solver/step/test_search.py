@@ -137,15 +137,6 @@ def test_layers_without_parameters_to_train_have_no_half_to_put_off():
     assert with_them.objective_value == pytest.approx(4 * 3 + 1)
 
 
-def test_the_answer_says_what_was_looked_at():
-    placement = solve(row([1.0] * 4, chunks=4, schedule="auto"))
-    step = placement.step
-    assert {choice.schedule for choice in step.choices} == {"1f1b", "zero-bubble", "fill-drain", "interleaved"}
-    assert step.samples_per_s == pytest.approx(1e3 * 4 / placement.objective_value)
-    busy = 4 * 4 * 3.0
-    assert step.bubble == pytest.approx(1 - busy / (2 * placement.objective_value))
-
-
 def two_rows(saved_bytes, memory_bytes, schedule):
     """Two rows of 7 layers of 1 ms on two devices, of which one has little memory; 4 micro-batches."""
     names = [f"{side}{index}" for index in range(7) for side in "ab"]
