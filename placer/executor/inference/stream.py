@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from threading import RLock
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -24,11 +23,12 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.devices import Courier, Lane
-from placer.errors import InputError, StageError
+from placer.errors import InputError
 from placer.executor.compiled_segments import Backend
-from placer.executor.faults import StageMemoryError, nothing_held
-from placer.executor.inference.pipeline import InferencePipeline, Passage
+from placer.executor.faults import nothing_held
+from placer.executor.inference.pipeline import InferencePipeline
 from placer.executor.inference.stage import Stage
+from placer.executor.inference.ticket import Ticket
 from placer.executor.latest_shapes import LatestShapes
 from placer.executor.program import Capture, shapes
 from placer.executor.segments import StateLookup
@@ -87,32 +87,6 @@ class _OutdatedError(Exception):
     """The model is no longer what was recorded."""
 
 
-@dataclass(eq=False)
-class _Ticket:
-    """A batch that was taken from the source and whose result was not handed out.
-
-    Attributes:
-        pipeline: that it goes through; None where its result, or its error, is known.
-        passage: where it is there.
-        result: what the model returned for it, without a pipeline.
-        is_flat: whether its result is handed out flattened.
-        error: what is raised when its turn comes.
-    """
-
-    pipeline: InferencePipeline | None = None
-    passage: Passage | None = None
-    result: Any = None
-    is_flat: bool = False
-    error: Exception | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there is nothing left to issue."""
-        if self.error is not None or self.pipeline is None or self.passage is None:
-            return True
-        return self.pipeline.is_through(self.passage)
-
-
 class Streams:
     """All streams of one flow; they share its devices, and the recordings of each shape.
 
@@ -130,7 +104,7 @@ class Streams:
         self.courier = Courier()
         lanes = self.lanes  # of all shapes, since batches of several are on their way at once
         self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(lambda made: lanes)
-        self._moving: list[_Ticket] = []
+        self._moving: list[Ticket] = []
         self._is_hooked = False
         self._lock = flow.lock  # of one order with the flow's, whose calls stream, and which streams call
 
@@ -209,7 +183,7 @@ class Streams:
         backend: Backend | None = None,
         are_current: Callable[[], bool] | None = None,
     ) -> Generator[Any, None, None]:
-        tickets: deque[_Ticket] = deque()
+        tickets: deque[Ticket] = deque()
         taken, is_open = 0, True
         try:
             with self._lock, _inference():
@@ -241,12 +215,12 @@ class Streams:
                 self._end(tickets)
 
     @staticmethod
-    def _wanted(tickets: deque[_Ticket]) -> int:
+    def _wanted(tickets: deque[Ticket]) -> int:
         """How many batches are to be on their way: as many as fill the pipeline, and some ahead."""
         pipeline = tickets[-1].pipeline if tickets else None
         return 1 if pipeline is None else len(pipeline.stages) + _AHEAD
 
-    def _take(self, source: Iterator[Any], number: int, backend: Backend | None) -> _Ticket | None:
+    def _take(self, source: Iterator[Any], number: int, backend: Backend | None) -> Ticket | None:
         """The source's next batch, on its way; None where it has none."""
         try:
             batch = next(source)
@@ -254,7 +228,7 @@ class Streams:
             return None
         except Exception as error:
             error.add_note(f"raised by the source of the stream, for batch {number}")
-            return _Ticket(error=error)
+            return Ticket(error=error)
         try:
             with self._lock, _inference():
                 ticket = self._enter(batch, number, backend)
@@ -262,9 +236,9 @@ class Streams:
                 return ticket
         except Exception as error:
             error.add_note(f"in batch {number} of the stream{arguments.advice(error)}")
-            return _Ticket(error=error)
+            return Ticket(error=error)
 
-    def _enter(self, batch: Any, number: int, backend: Backend | None) -> _Ticket:
+    def _enter(self, batch: Any, number: int, backend: Backend | None) -> Ticket:
         if isinstance(batch, Known):
             return self._send_off(batch, number, is_flat=True)
         args, kwargs = _arguments(batch)
@@ -274,14 +248,14 @@ class Streams:
         if capture is None:
             self._is_hooked = backend is not None
             self._drain()
-            return _Ticket(result=self._flow(*args, chunks=1, **kwargs))
+            return Ticket(result=self._flow(*args, chunks=1, **kwargs))
         return self._send_off(Known(capture, tensors, backend), number, is_flat=False)
 
-    def _send_off(self, batch: Known, number: int, is_flat: bool) -> _Ticket:
+    def _send_off(self, batch: Known, number: int, is_flat: bool) -> Ticket:
         key = self._key(batch)
         known = self._pipelines.used(key)
         pipeline = self._add(key, batch) if known is None else known[1]
-        ticket = _Ticket(pipeline, is_flat=is_flat)
+        ticket = Ticket(pipeline, is_flat=is_flat)
         try:
             ticket.passage = pipeline.enter(number, batch.tensors)
         except BaseException:
@@ -314,11 +288,7 @@ class Streams:
         """Issue one segment of every batch that is on its way, the oldest first."""
         with self._lock, _inference():
             for ticket in list(self._moving):
-                assert ticket.pipeline is not None and ticket.passage is not None
-                try:
-                    ticket.pipeline.advance(ticket.passage)
-                except Exception as error:
-                    ticket.error = error if isinstance(error, StageError) else _outside_layers(error, ticket.passage)
+                ticket.advance()
                 if ticket.is_over:
                     self._moving.remove(ticket)
 
@@ -326,7 +296,7 @@ class Streams:
         while self._moving:
             self._tick()
 
-    def _handed_out(self, ticket: _Ticket) -> Any:
+    def _handed_out(self, ticket: Ticket) -> Any:
         if ticket.error is not None:
             self._fail(ticket)
         if ticket.pipeline is None or ticket.passage is None:
@@ -335,7 +305,7 @@ class Streams:
             leaves = ticket.pipeline.leaves(ticket.passage)
         return leaves if ticket.is_flat else ticket.pipeline.outputs.unflatten(leaves)
 
-    def _fail(self, ticket: _Ticket) -> NoReturn:
+    def _fail(self, ticket: Ticket) -> NoReturn:
         """Raise the error of a batch, which is then held by nothing; for want of memory, recordings are let go of."""
         error = ticket.error
         assert error is not None
@@ -348,13 +318,11 @@ class Streams:
         finally:
             del error
 
-    def _drop(self, ticket: _Ticket) -> None:
-        """Forget a batch, wherever it is; the ticket, which an error's calls may hold, then holds nothing."""
+    def _drop(self, ticket: Ticket) -> None:
+        """Forget a batch, wherever it is."""
         if ticket in self._moving:
             self._moving.remove(ticket)
-        if ticket.pipeline is not None and ticket.passage is not None:
-            ticket.pipeline.drop(ticket.passage)
-        ticket.pipeline = ticket.passage = ticket.result = ticket.error = None
+        ticket.drop()
 
     def _begin(self) -> None:
         """Let the devices see the model as it is now."""
@@ -366,7 +334,7 @@ class Streams:
                 break
         self._wait_for_callers()
 
-    def _end(self, tickets: Iterable[_Ticket]) -> None:
+    def _end(self, tickets: Iterable[Ticket]) -> None:
         """Whatever the caller issues from now on, on any device, comes after the stream."""
         for ticket in tickets:
             self._drop(ticket)
@@ -402,11 +370,3 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (batch,), {}
-
-
-def _outside_layers(error: Exception, passage: Passage) -> StageError:
-    text = f"batch {passage.number} failed between segments, before segment {passage.stage}"
-    kind = StageMemoryError if isinstance(error, torch.OutOfMemoryError) else StageError
-    failure = kind(f"{text}: {type(error).__name__}: {error}", "", None, passage.number)
-    failure.__cause__ = error
-    return failure

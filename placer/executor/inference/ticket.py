@@ -1,0 +1,60 @@
+"""What a stream holds of a batch until its result is handed out: where the batch is, or what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from placer.errors import StageError
+from placer.executor.faults import StageMemoryError
+from placer.executor.inference.pipeline import InferencePipeline, Passage
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A batch that was taken from the source and whose result was not handed out.
+
+    Attributes:
+        pipeline: that it goes through; None where its result, or its error, is known.
+        passage: where it is there.
+        result: what the model returned for it, without a pipeline.
+        is_flat: whether its result is handed out flattened.
+        error: what is raised when its turn comes.
+    """
+
+    pipeline: InferencePipeline | None = None
+    passage: Passage | None = None
+    result: Any = None
+    is_flat: bool = False
+    error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to issue."""
+        if self.error is not None or self.pipeline is None or self.passage is None:
+            return True
+        return self.pipeline.is_through(self.passage)
+
+    def advance(self) -> None:
+        """Issue its next segment; what fails is its error."""
+        assert self.pipeline is not None and self.passage is not None
+        try:
+            self.pipeline.advance(self.passage)
+        except Exception as error:
+            self.error = error if isinstance(error, StageError) else _outside_layers(error, self.passage)
+
+    def drop(self) -> None:
+        """Forget the batch; the ticket, which an error's calls may hold, then holds nothing."""
+        if self.pipeline is not None and self.passage is not None:
+            self.pipeline.drop(self.passage)
+        self.pipeline = self.passage = self.result = self.error = None
+
+
+def _outside_layers(error: Exception, passage: Passage) -> StageError:
+    text = f"batch {passage.number} failed between segments, before segment {passage.stage}"
+    kind = StageMemoryError if isinstance(error, torch.OutOfMemoryError) else StageError
+    failure = kind(f"{text}: {type(error).__name__}: {error}", "", None, passage.number)
+    failure.__cause__ = error
+    return failure
