@@ -175,19 +175,6 @@ def test_a_tokenizers_mapping_is_keyword_arguments() -> None:
         torch.testing.assert_close(loss.cpu(), trained._loss(trained.whole(inputs), target).detach())
 
 
-def test_the_latest_eight_shapes_are_kept() -> None:
-    model = nn.Sequential(nn.Conv1d(1, 1, 3), nn.Conv1d(1, 1, 3))
-    flow = DataFlow(model, device_ids=2)
-    flow.layer_gpus.update({"0": 0, "1": 1})
-    flow.update_flow()
-    step = flow.train_step(lambda output, target: output.square().mean())
-    for size in [*range(6, 16), 6]:
-        inputs = torch.randn(2, 1, size)
-        loss = step(inputs, None)
-        torch.testing.assert_close(loss, model(inputs).square().mean().detach())
-    assert len(step.pipelines) == 8
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_what_the_optimizer_keeps_goes_where_the_layers_go(kind: type[torch.optim.Optimizer]) -> None:
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
