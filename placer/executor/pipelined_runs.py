@@ -144,7 +144,7 @@ class PipelinedRuns(nn.Module):
 
         Args:
             inputs: a batch: one tensor, a tuple of positional or a dict of keyword arguments.
-            target: the target of a training step.
+            target: the target of a training step; None where its loss needs none.
             step: from ``train_step``: its forward and backward passes are measured. None measures inference, the
                 micro-batches streamed.
             chunks: micro-batches; what the placement says if None.
@@ -156,9 +156,9 @@ class PipelinedRuns(nn.Module):
 
         Raises:
             InputError: the flow is not placed, or the model runs through hooks, or the profile is of other layers; or
-                one of ``target`` and ``step`` is missing; or torch knows no such backend.
+                there is a target without a step; or torch knows no such backend.
         """
-        if (step is None) != (target is None):
+        if step is None and target is not None:
             raise InputError("to measure a training step give its target and step=; for inference, neither")
         chunks = self.chunks if chunks is None else chunks
         refuse_no_chunks(chunks)

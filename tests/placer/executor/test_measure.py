@@ -198,11 +198,19 @@ def test_a_profile_of_other_layers_is_refused() -> None:
         _placed(model, profile).measure(inputs, profile=other)
 
 
-@pytest.mark.parametrize("options", [{"target": torch.zeros(ROWS, FEATURES)}, {"step": "a step"}])
-def test_a_target_without_a_step_and_a_step_without_a_target_are_refused(options: Any) -> None:
-    model, inputs, _, profile = _case(training=False)
+def test_a_target_without_a_step_is_refused() -> None:
+    model, inputs, target, profile = _case(training=False)
     with logical_devices(DEVICES), pytest.raises(InputError, match="give its target and step="):
-        _placed(model, profile).measure(inputs, **options)
+        _placed(model, profile).measure(inputs, target)
+
+
+def test_a_step_whose_loss_needs_no_target_is_measured_without_one() -> None:
+    model, inputs, _, profile = _case(training=True)  # it was refused, though step(inputs) runs
+    with logical_devices(DEVICES):
+        flow = _placed(model, profile)
+        step = flow.train_step(lambda output, _: output.square().mean())
+        measurement = flow.measure(inputs, step=step)
+    assert sum(row.kind == "backward" for row in measurement.measured) == DEVICES * CHUNKS
 
 
 def test_a_flow_that_is_not_placed_is_refused() -> None:
