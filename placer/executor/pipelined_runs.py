@@ -156,7 +156,7 @@ class PipelinedRuns(nn.Module):
 
         Raises:
             InputError: the flow is not placed, or the model runs through hooks, or the profile is of other layers; or
-                there is a target without a step; or torch knows no such backend.
+                there is a target without a step, or ``step`` is none; or torch knows no such backend.
         """
         if step is None and target is not None:
             raise InputError("to measure a training step give its target and step=; for inference, neither")
@@ -164,6 +164,8 @@ class PipelinedRuns(nn.Module):
         refuse_no_chunks(chunks)
         if profile is not None and not isinstance(profile, Profile):
             raise InputError(f"profile is {kind_of(profile)}; give the Profile, such as profile() returned")
+        if step is not None and not isinstance(step, TrainStep):
+            raise InputError(f"step is {kind_of(step)}; give what this flow's train_step(...) returned")
         if step is not None and cast(Any, step.flow) is not self:
             raise InputError("step is one of another flow; give one that this flow's train_step made")
         backend = backend_of(compile)

@@ -204,6 +204,13 @@ def test_a_target_without_a_step_is_refused() -> None:
         _placed(model, profile).measure(inputs, target)
 
 
+def test_what_is_no_step_is_told_what_to_give() -> None:
+    model, inputs, target, profile = _case(training=True)
+    step: Any = functional.mse_loss  # an AttributeError of its missing flow came
+    with logical_devices(DEVICES), pytest.raises(InputError, match=r"step is a function; give what .* train_step"):
+        _placed(model, profile).measure(inputs, target, step=step)
+
+
 def test_a_step_whose_loss_needs_no_target_is_measured_without_one() -> None:
     model, inputs, _, profile = _case(training=True)  # it was refused, though step(inputs) runs
     with logical_devices(DEVICES):
