@@ -33,6 +33,7 @@ from placer.executor.segments import Segment, StateLookup, segments
 from placer.executor.state.apply import Home, move_state, settle
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.clones import Clones, state_lookup
+from placer.graph.given import refuse_no_module
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
@@ -88,8 +89,7 @@ class DataFlow(PlacedCalls):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise InputError(f"DataFlow takes an nn.Module, not {type(module).__name__}")
+        refuse_no_module(module)
         self.module = module
         self.lock = _lock_of(module)
         self._devices = devices.resolve(device_ids)

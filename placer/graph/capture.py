@@ -12,6 +12,7 @@ from placer.errors import CaptureError, InputError
 from placer.graph import granularity as granularities
 from placer.graph.build import Builder, find_state
 from placer.graph.export import Exported, export
+from placer.graph.given import refuse_no_module
 from placer.graph.granularity import Granularity
 from placer.graph.grouping import group
 from placer.graph.layers import LayerGraph
@@ -42,8 +43,9 @@ def capture(
 
     Raises:
         CaptureError: torch.export refuses the model, and ``hooks`` is False or the model itself fails.
-        InputError: the granularity is not known, or a lazy module has not run yet.
+        InputError: the model is none, the granularity is not known, or a lazy module has not run yet.
     """
+    refuse_no_module(model)
     args = args if isinstance(args, tuple) else (args,)
     kwargs = kwargs or {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -14,6 +14,7 @@ from torch.nn import functional
 import placer
 from placer import DataFlow
 from placer.errors import CaptureError, InputError, PlacementError, StageError
+from placer.graph import capture
 from placer.schema import Placement
 from placer.zoo import ToyModel
 
@@ -25,6 +26,19 @@ def _placement(around: str = "") -> Placement:
     """One of a ToyModel on two devices, which lies at a path in what is around it."""
     places = {f"{around}net1": "cpu:0", f"{around}relu": "cpu:1", f"{around}net2": "cpu:1"}
     return Placement(status="optimal", objective="throughput", layer_devices=places)
+
+
+@pytest.mark.parametrize("take", [DataFlow, lambda model: capture(model, X)], ids=["DataFlow", "capture"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (ToyModel, r"model is the class ToyModel; give an instance, such as ToyModel\(\)"),
+        (None, "model is None; give an nn.Module"),
+    ],
+)
+def test_what_is_no_model_is_named(take: Callable[[Any], Any], given: Any, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        take(given)
 
 
 @pytest.mark.parametrize("devices", ["cpu:0", torch.device("cpu"), 0.5])
