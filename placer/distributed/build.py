@@ -261,7 +261,8 @@ def _assemble(
         if index % len(cut.devices) == position
     }
     stages = [_stage(module, index, len(cut.stages), training, group) for index, module in modules.items()]
-    head = Head(loss_fn, exported.outputs, modules[max(modules)].plan.leaves, placed.chunks, device)
+    leaves = modules[max(modules)].plan.leaves
+    head = Head(loss_fn, exported.outputs, leaves, exported.constants, placed.chunks, device)
     schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
     owned = nn.Module()
     plant(owned, weights.own, names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class Head:
         loss_fn: ``loss_fn(output, target)``, weighed by what samples weigh; None without training.
         outputs: the structure of the model's result.
         parcels: the model's flat outputs.
+        constants: the names of those that are made of no input.
         chunks: micro-batches in a batch.
         device: of this process.
 
@@ -35,11 +36,12 @@ class Head:
         loss_fn: Weighing | None,
         outputs: Structure,
         parcels: Sequence[Parcel],
+        constants: Collection[str],
         chunks: int,
         device: torch.device,
     ) -> None:
         self._loss_fn, self._outputs, self._parcels, self._chunks = loss_fn, outputs, parcels, chunks
-        self._device = device
+        self._constants, self._device = constants, device
         self.targets: Sequence[Any] | None = None
 
     def take(self, target: Any, size: int) -> None:
@@ -85,7 +87,14 @@ class Head:
         """
         columns = zip(*(self._leaves(output) for output in outputs), strict=True)
         joined = [
-            gather(parts, parcel.value.batch_dim == 0, [weight] * len(parts), path, "give build(..., chunks=1)")
+            gather(
+                parts,
+                parcel.value.batch_dim == 0,
+                [weight] * len(parts),
+                path,
+                way_out="give build(..., chunks=1)",
+                is_constant=parcel.value.name in self._constants,
+            )
             for parts, parcel, path in zip(columns, self._parcels, self._outputs.paths, strict=True)
         ]
         return self._outputs.unflatten(joined)

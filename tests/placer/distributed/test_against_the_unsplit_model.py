@@ -202,6 +202,14 @@ def test_what_has_as_many_rows_as_samples_by_chance_is_no_batch(ranks: RankPool)
     assert "output [1] has no batch dimension" in told and "give build(..., chunks=1)" in told
 
 
+def test_what_is_made_of_no_input_is_returned_as_every_micro_batch_has_it(ranks: RankPool) -> None:
+    _, found, *_ = ranks.run(training.results, oddities.windowed, {"front": "cpu:0", "back": "cpu:1"})
+    torch.manual_seed(0)
+    model, inputs, *_ = oddities.windowed()
+    with torch.no_grad():
+        torch.testing.assert_close(found, model.eval()(inputs))
+
+
 _TRAINED = {"stem": "cpu:0", "norm": "cpu:0", "aux": "cpu:0", "body": "cpu:1", "head": "cpu:1"}
 
 
