@@ -174,18 +174,22 @@ def _request(asked: Callable[[], PlacementRequest], wanted: Wanted, case: str) -
 
 
 def _steps() -> Iterator[Case]:
-    """Whole batches of 16 micro-batches: schedule and map together, against the best bottleneck's map under 1F1B."""
-    requests: dict[str, Callable[[], PlacementRequest]] = {
+    """Whole batches: schedule and map together, against the best bottleneck's map under 1F1B."""
+    requests: dict[str, Callable[..., PlacementRequest]] = {
         f"pipedream {name}, 8 devices": partial(pipedream.request, name, 8) for name in ("gnmt_large", "resnet101")
     }
     requests["chain of 50 layers, 8 devices"] = partial(chain.request, 50, 8)
     for name, made in requests.items():
-        yield Case("steps", f"{name}, 16 micro-batches, training", partial(_step, made))
+        asked = partial(made, chunks=16, time_limit_s=LIMIT_S, constraints=CONTIGUOUS)
+        yield Case("steps", f"{name}, 16 micro-batches, training", partial(_step, asked))
+    for name in models.names():
+        asked = partial(models.alike, name, time_limit_s=MODEL_LIMIT_S)
+        case = f"model {name}, 8 alike devices with memory to spare, {models.CHUNKS} micro-batches, training"
+        yield Case("steps", case, partial(_step, asked))
 
 
 def _step(made: Callable[[], PlacementRequest], case: str) -> dict[str, Any]:
-    changed = {"objective": "step", "schedule": "auto", "chunks": 16, "time_limit_s": LIMIT_S}
-    asked = made().model_copy(update={**changed, "constraints": CONTIGUOUS})
+    asked = made().model_copy(update={"objective": "step", "schedule": "auto"})
 
     def others() -> dict[str, float | None]:
         return {"smallest bottleneck, then 1F1B": _bottleneck_first(asked)}

@@ -115,6 +115,19 @@ def request(name: str, **asked: object) -> PlacementRequest:
     return PlacementRequest.model_validate(content)
 
 
+def alike(name: str, **asked: object) -> PlacementRequest:
+    """The same on eight slow devices of one host, where memory never binds.
+
+    Args:
+        name: of the model.
+        asked: further fields of the request.
+    """
+    names = [f"device:{index}" for index in range(2 * PER_HOST)]
+    devices = tuple(Device(name=one, type=SLOW, memory_bytes=PLENTY_BYTES) for one in names)
+    links = tuple(_link(a, b, inside=True) for a, b in permutations(names, 2))
+    return request(name, **{**asked, "cluster": Cluster(devices=devices, links=links)})
+
+
 def roomy(name: str, **asked: object) -> PlacementRequest:
     """The same where memory never binds.
 
