@@ -33,7 +33,7 @@ from placer.executor.segments import Segment, StateLookup, segments
 from placer.executor.state.apply import Home, move_state, settle
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.clones import Clones, state_lookup
-from placer.graph.given import refuse_no_module
+from placer.graph.given import refuse_no_flags, refuse_no_module
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
@@ -90,6 +90,13 @@ class DataFlow(PlacedCalls):
     ) -> None:
         super().__init__()
         refuse_no_module(module)
+        refuse_no_flags(
+            inference_only=inference_only,
+            clear_cache=clear_cache,
+            fine_grained=fine_grained,
+            enable_clone=enable_clone,
+            deferred_batch_norm=deferred_batch_norm,
+        )
         self.module = module
         self.lock = _lock_of(module)
         self._devices = devices.resolve(device_ids)

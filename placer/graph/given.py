@@ -92,4 +92,23 @@ def refuse_no_chunks(chunks: Any) -> None:
         raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
 
 
-__all__ = ["refuse_half_a_loss", "refuse_lbfgs", "refuse_no_chunks", "refuse_no_loss", "refuse_no_module", "refuse_sum"]
+def refuse_no_flags(**flags: Any) -> None:
+    """Refuse what is neither True nor False: a word such as "no" would count as True.
+
+    Raises:
+        InputError: one of them, which are given by their names, is something else.
+    """
+    for name, flag in flags.items():
+        if flag not in (True, False):
+            raise InputError(f"{name} is {flag!r}; give True or False")
+
+
+__all__ = [
+    "refuse_half_a_loss",
+    "refuse_lbfgs",
+    "refuse_no_chunks",
+    "refuse_no_flags",
+    "refuse_no_loss",
+    "refuse_no_module",
+    "refuse_sum",
+]

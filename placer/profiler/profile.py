@@ -14,7 +14,7 @@ from placer.devices import DeviceLike, keep_random_state, resolve, type_name, un
 from placer.errors import InputError, ProfilingError
 from placer.graph.batch import batch_size
 from placer.graph.capture import capture
-from placer.graph.given import refuse_no_module
+from placer.graph.given import refuse_no_flags, refuse_no_module
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction
@@ -119,11 +119,12 @@ def profile(
         The profile, with its cluster; for several batch sizes a list of profiles, the smallest size first.
 
     Raises:
-        InputError: inputs, devices, optimizer, limits, granularity, batch sizes or loss cannot be used.
+        InputError: inputs, ``training``, devices, optimizer, limits, granularity, batch sizes or loss cannot be used.
         CaptureError: the model's layers could not be had.
         ProfilingError: a layer, a link or the loss could not be measured.
     """
     refuse_no_module(model)
+    refuse_no_flags(training=training)
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats is {repeats!r}; give a whole number: each layer is timed at least once")
     args, kwargs = inputs.split(example_inputs)

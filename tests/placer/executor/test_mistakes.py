@@ -41,6 +41,15 @@ def test_what_is_no_model_is_named(take: Callable[[Any], Any], given: Any, told:
         take(given)
 
 
+@pytest.mark.parametrize(
+    "name", ["inference_only", "fine_grained", "enable_clone", "clear_cache", "deferred_batch_norm"]
+)
+def test_a_word_for_a_flag_of_a_flow_is_refused_as_it_would_count_as_true(name: str) -> None:
+    flags: dict[str, Any] = {name: "no"}
+    with pytest.raises(InputError, match=f"{name} is 'no'; give True or False"):
+        DataFlow(ToyModel(), **flags)
+
+
 @pytest.mark.parametrize("devices", ["cpu:0", torch.device("cpu"), 0.5])
 def test_one_device_without_a_list_is_named_with_the_list_to_write(devices: Any) -> None:
     with pytest.raises(InputError, match=r"give a list, such as \['cuda:0', 'cuda:1'\], or their number"):

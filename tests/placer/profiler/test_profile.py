@@ -388,6 +388,12 @@ def test_layers_must_be_timed_at_least_once(repeats: Any) -> None:
         quick_profile(nn.Linear(4, 4), torch.randn(2, 4), repeats=repeats)
 
 
+@pytest.mark.parametrize("training", ["no", None])
+def test_a_word_for_whether_training_is_measured_is_refused(training: Any) -> None:
+    with pytest.raises(InputError, match=f"training is {training!r}; give True or False"):  # torch's ValueError came
+        quick_profile(nn.Linear(4, 4), torch.randn(2, 4), training=training)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
