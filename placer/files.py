@@ -11,8 +11,9 @@ from pathlib import Path
 
 __all__ = ["write_whole"]
 
-_NOT_MOVED_THERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
-"""Nothing may be made beside the file, or it is mounted by itself, as files of containers are."""
+_NOT_MOVED_THERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.ENOENT, errno.ENOTDIR)
+"""Nothing may be made beside the file, or it is mounted by itself, as files of containers are; or there is no folder,
+which then is told of the file itself."""
 
 
 def write_whole(path: Path, text: str) -> None:

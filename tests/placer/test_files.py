@@ -35,6 +35,16 @@ def test_a_disk_that_is_full_leaves_the_file_that_was_there(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("folder", ["nowhere", "file"])
+def test_a_folder_that_is_not_there_is_told_with_the_file_that_was_asked_for(tmp_path: Path, folder: str) -> None:
+    # the name told was that of the part beside it, which nobody had given
+    (tmp_path / "file").touch()
+    path = tmp_path / folder / "trace.json"
+    with pytest.raises(OSError, match=r"trace\.json") as told:
+        write_whole(path, "text")
+    assert told.value.filename == str(path)
+
+
 def test_a_file_keeps_its_permissions_and_a_new_one_has_those_of_others(tmp_path: Path) -> None:
     old, new, other = (tmp_path / name for name in ("old", "new", "other"))
     old.touch(0o640)
