@@ -45,6 +45,8 @@ def advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:
         return ""
     if "unexpected keyword argument" in str(error):
         return "; a dict is one of keyword arguments: where the model takes a dict itself, give it as (inputs,)"
+    if "numpy.ndarray" in str(error):
+        return "; give tensors, not numpy arrays, as torch.as_tensor(x) is"
     if len(args) == 1 and isinstance(args[0], list):
         return "; give a tuple, not a list, of positional arguments"
     if args and all(isinstance(size, int) for size in args):

@@ -99,9 +99,10 @@ def test_a_dict_that_the_model_takes_itself_is_given_in_a_tuple_which_the_error_
         ([torch.ones(2, 8)], "; give a tuple, not a list, of positional arguments$"),
         ((2, 8), r"; give a tensor, not a shape, such as torch.randn\(2, 8\)$"),
         (torch.Size([2, 8]), r"; give a tensor, not a shape, such as torch.randn\(2, 8\)$"),
+        (torch.ones(2, 8).numpy(), r"; give tensors, not numpy arrays, as torch.as_tensor\(x\) is$"),
     ],
 )
-def test_a_list_of_arguments_and_a_shape_are_told_what_to_give_instead(inputs, hint):
+def test_a_list_of_arguments_a_shape_and_an_array_are_told_what_to_give_instead(inputs, hint):
     with pytest.raises(CaptureError, match=f"the model fails on the example inputs: .*{hint}"):
         suggest(Block(), inputs, devices=["cpu:0"], cache=False, progress=False)
 

@@ -261,6 +261,13 @@ def test_what_is_no_batch_to_train_on_is_named_and_nothing_is_stepped(flow: Data
     step(X, torch.randn(4, 5))
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_target_that_is_a_numpy_array_is_told_what_to_give(flow: DataFlow, chunks: int) -> None:
+    step = flow.train_step(functional.cross_entropy)
+    with pytest.raises(StageError, match=r"'\(loss\)'.*; give tensors, not numpy arrays, as torch.as_tensor\(x\) is$"):
+        step(X, torch.arange(4).numpy(), chunks=chunks)
+
+
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, True, "2"])
 def test_what_is_no_number_of_micro_batches_is_named_wherever_it_is_given(flow: DataFlow, chunks: Any) -> None:
     step = flow.train_step(functional.mse_loss, torch.optim.SGD(flow.parameters(), lr=0.1))
