@@ -78,7 +78,7 @@ class Weighing:
         """The target of a batch that is cut, flattened, and what its samples weigh.
 
         Args:
-            inputs: of the batch, as the caller gave them.
+            inputs: of the batch, as the caller gave them; None where another process has them.
             target: the same.
             tensors: the flattened inputs.
             size: samples in the batch.
@@ -103,6 +103,11 @@ class Weighing:
             return None if self._weigh is None else self._weigh(inputs, target)
         except Exception as error:  # whatever a user's function raises
             what = f"{type(error).__name__}: {error}"
+            if inputs is None:
+                raise InputError(
+                    f"weigh(None, target) failed: {what}; the inputs are with the first of several processes, so weigh "
+                    "by the target, and give the labels as that"
+                ) from error
             raise InputError(f"weigh(inputs, target) failed: {what}; it is given those of the step") from error
 
     def _tell_of_labels(self, tensors: Sequence[Any]) -> None:

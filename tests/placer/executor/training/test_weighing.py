@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import InputError
+from placer.executor.training.weighing import Weighing
 from placer.testing import logical_devices
 
 N, LENGTH, CLASSES = 10, 3, 5
@@ -163,6 +164,13 @@ def test_weights_that_are_none_of_samples_are_refused(weigh: Any, said: str) -> 
     step = flow.train_step(nn.CrossEntropyLoss(), weigh=weigh)
     with pytest.raises(InputError, match=said):
         step(X, LABELS, chunks=2)
+
+
+def test_a_weight_by_inputs_that_another_process_has_is_told_to_go_by_the_target() -> None:
+    # it was told to be given those of the step, which it is not
+    weighing = Weighing(nn.CrossEntropyLoss(), lambda inputs, _: inputs["labels"].sum(1))
+    with pytest.raises(InputError, match=r"weigh\(None, target\) failed: TypeError.*give the labels as that"):
+        weighing.with_weights(None, LABELS, [], N)
 
 
 def test_what_is_no_function_weighs_nothing() -> None:
