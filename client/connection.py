@@ -6,7 +6,7 @@ import os
 
 import httpx
 
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 from placer.schema import SCHEMA_VERSION
 
 from .exchange import Call
@@ -30,6 +30,8 @@ def headers_of(key: str | None) -> dict[str, str]:
     given = os.environ.get("PLACER_KEY", "") if key is None else key
     if not given:
         return HEADERS
+    if not isinstance(given, str):
+        raise InputError(f"the key is {kind_of(given)}; give it as the text that was shown when it was made")
     if not given.isascii() or not given.isprintable():
         raise InputError("the key has characters that cannot be sent; give what was shown when it was made")
     return {**HEADERS, "Authorization": f"Bearer {given}"}
@@ -44,6 +46,8 @@ def url_of(server: str | None) -> str:
     given = server or os.environ.get("PLACER_URL", "")
     if not given:
         raise InputError("no server is given: pass server='http://host:8080', or set PLACER_URL")
+    if not isinstance(given, str):
+        raise InputError(f"server is {kind_of(given)}; give a URL as text, such as 'http://host:8080'")
     try:
         url = httpx.URL(given)
     except httpx.InvalidURL as error:

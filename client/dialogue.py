@@ -79,6 +79,8 @@ class Dialogue(Sender):
         self, requests: Sequence[PlacementRequest], wait: float | None
     ) -> Exchange[list[Placement | PlacerError]]:
         """Ask in batches; one that this service does not take is asked in halves, for its limits are not known here."""
+        if isinstance(requests, PlacementRequest):
+            raise InputError("requests is one PlacementRequest; give a list of them, or ask place(request)")
         deadline = _Deadline(wait)
         found: dict[int, Placement | PlacerError] = {}
         questions = [_fields(request) for request in requests]
@@ -217,6 +219,11 @@ class Dialogue(Sender):
 
     def profile(self, request: ProfileRequest, wait: float | None) -> Exchange[Profile]:
         """Have a graph measured, and ask again until its profile is there."""
+        if not isinstance(request, ProfileRequest):
+            raise InputError(
+                f"the request is {kind_of(request)}; give a ProfileRequest, as suggest(profile_on_server=True) makes, "
+                "or ask for a profile that the service has with stored_profile(id)"
+            )
         deadline = _Deadline(wait)
         content = request.model_dump_json(exclude_defaults=True).encode()
 

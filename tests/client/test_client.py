@@ -161,6 +161,21 @@ def test_what_is_no_request_is_named_and_not_sent(ask, request_):
     assert not script.calls
 
 
+def test_one_request_for_many_and_an_id_for_a_graph_are_told_what_to_ask_instead(ask, request_):
+    with pytest.raises(InputError, match=r"requests is one PlacementRequest; .* ask place\(request\)"):
+        ask(Script(), "place_many", request_)
+    with pytest.raises(InputError, match=r"the request is a str; .* stored_profile\(id\)"):
+        ask(Script(), "profile", KEY)
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_a_server_or_a_key_that_is_no_text_is_named(client):
+    with pytest.raises(InputError, match="server is an int; give a URL"):
+        client(8080)
+    with pytest.raises(InputError, match="the key is an int; give it as the text"):
+        client(URL, key=1234)
+
+
 @pytest.mark.parametrize("method", ["placement", "stop", "request", "timeline", "stored_profile"])
 def test_a_placement_in_place_of_its_id_is_named_and_not_sent(ask, method):
     # It was a TypeError of urllib: quote_from_bytes() expected bytes.
