@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from placer import devices
 from placer.errors import InputError, ProfilingError
@@ -284,7 +283,7 @@ def _names(part: Segment) -> tuple[str, ...]:
 def _mean(output: Any, target: Any) -> Tensor:
     """A loss of next to no time: the sum of the means of all that can be differentiated."""
     again = not torch.is_grad_enabled()  # the first of two passes forwards, which keeps nothing
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
     found = [leaf.float().mean() for leaf in leaves if leaf.requires_grad or (again and leaf.is_floating_point())]
     if not found:
         raise InputError("the model returns nothing that a gradient could come from: give a loss_fn")

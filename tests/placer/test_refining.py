@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -72,6 +73,31 @@ def test_without_a_profile_one_is_made_of_the_placements_layers() -> None:
 def test_a_refinement_is_json_and_back() -> None:
     found = refined_by_flops(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8), training=False)
     assert placer.Refinement.model_validate_json(found.to_json()) == found
+
+
+@dataclass
+class _Output:
+    logits: Tensor
+    loss: Tensor
+
+
+class _ComputesItsLoss(nn.Module):
+    """As models of transformers do: an object comes back that has the result and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> _Output:
+        logits = self.last(self.first(x))
+        return _Output(logits, functional.cross_entropy(logits, labels))
+
+
+def test_a_model_that_computes_its_own_loss_and_returns_an_object_is_refined_without_one() -> None:
+    # its tensors were not found in the object, and a loss_fn was asked for, which needed a target
+    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4)}
+    found = _refined(_ComputesItsLoss(), batch, training=True, rounds=1)
+    assert all(stage.backward_ms > 0 for stage in found.rounds[0].stages)
 
 
 def test_a_placement_of_nothing_is_refused() -> None:
