@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: one number, a mean over the samples that it is given."""
@@ -21,8 +21,9 @@ def refuse_no_number(loss: Any) -> None:
         InputError: it is no number, or a complex one.
     """
     if not isinstance(loss, Tensor) or loss.dim():
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
-        raise InputError(f"loss_fn gave {what}; let it give one number, such as the mean over samples")
+        number = f"{loss!r}" if isinstance(loss, int | float) else kind_of(loss)
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else number
+        raise InputError(f"loss_fn gave {given}; let it give one number, such as the mean over samples")
     if loss.is_complex():
         raise InputError(f"loss_fn gave a number of type {loss.dtype}, which cannot be made small; give its real part")
 

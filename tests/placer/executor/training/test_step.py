@@ -395,6 +395,7 @@ def test_a_target_of_another_size_than_the_batch_is_named() -> None:
     [
         (lambda output, target: (output - target).pow(2), r"loss_fn gave a tensor of shape \(2, 2\); let it give one"),
         (lambda output, target: 0.0, "loss_fn gave 0.0; let it give one number"),
+        (lambda output, target: {"loss": output}, "loss_fn gave a dict; let it give one number"),  # all of it was told
         (lambda output, target: (output.detach() - target).pow(2).mean(), "there is nothing to train"),
     ],
 )
