@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from refined import PLACES, TOKENS, flops, flops_clock, placed, refined_by_flops, small_gpt, token_loss
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import placer
 from placer import Placement, PlacementRequest, zoo
@@ -96,7 +97,7 @@ class _ComputesItsLoss(nn.Module):
 def test_a_model_that_computes_its_own_loss_and_returns_an_object_is_refined_without_one() -> None:
     # its tensors were not found in the object, and a loss_fn was asked for, which needed a target
     batch = {"x": torch.randn(4, 8), "labels": torch.arange(4)}
-    found = _refined(_ComputesItsLoss(), batch, training=True, rounds=1)
+    found = refined_by_flops(_ComputesItsLoss(), batch, training=True, rounds=1)
     assert all(stage.backward_ms > 0 for stage in found.rounds[0].stages)
 
 
