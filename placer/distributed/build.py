@@ -17,6 +17,7 @@ from placer import devices
 from placer.distributed import schedules
 from placer.distributed.head import Head
 from placer.distributed.line import Line, line
+from placer.distributed.passes import TellingStage
 from placer.distributed.pipeline import Pipeline, Shape
 from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
 from placer.distributed.reach import Flows
@@ -346,7 +347,7 @@ def _stage(
     module: StageModule, index: int, count: int, training: bool, group: dist.ProcessGroup | None
 ) -> PipelineStage:
     plan = module.plan
-    return PipelineStage(
+    return TellingStage(
         module,
         index,
         count,

@@ -128,7 +128,7 @@ class Pipeline:
             InputError: the pipeline was built without a loss; the batch is not like the example, or requires a
                 gradient; a parameter trains that did not when the pipeline was built; the loss is no number; or an
                 earlier step failed.
-            StageError: the loss failed.
+            StageError: a layer or the loss failed.
         """
         if self.schedule._loss_fn is None:
             raise InputError("this pipeline was built without a loss: give build(..., loss_fn=...) to train")
@@ -158,6 +158,7 @@ class Pipeline:
         Raises:
             InputError: the pipeline was built for training; the batch is not like the example; or an earlier call
                 failed.
+            StageError: a layer failed.
         """
         if self.schedule._loss_fn is not None:
             raise InputError("this pipeline was built to train: build another without loss_fn to run forwards alone")

@@ -18,6 +18,7 @@ from placer.distributed.parcels import Parcel
 from placer.distributed.reach import Flows
 from placer.distributed.recompute import StateTable, kept_apart, recomputed
 from placer.distributed.tree import Names, plant, slot
+from placer.executor.faults import Trail
 from placer.executor.segments import read_back
 from placer.graph.deferred import Addition, DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
@@ -68,6 +69,7 @@ class Plan:
         deferred: weight gradients that a backward pass left for later, where the schedule splits it.
         recomputes: whether it keeps of a micro-batch only what entered it.
         private: buffers that its layers change, and may read again in their backward passes.
+        trail: which of its layers runs.
     """
 
     works: tuple[Work, ...]
@@ -82,6 +84,7 @@ class Plan:
     deferred: Deferred | None
     recomputes: bool
     private: tuple[StateTable, ...]
+    trail: Trail
 
 
 class StageModule(nn.Module):
@@ -141,6 +144,7 @@ class StageModule(nn.Module):
             deferred=Deferred() if split else None,
             recomputes=recomputes,
             private=tuple(slot(self, name) for name in dict.fromkeys(used) if name in changed),
+            trail=Trail(),
         )
 
     @property
@@ -228,7 +232,9 @@ def _computed(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
         kept_apart(plan.private) if apart else nullcontext(),
     ):
         for work in plan.works:
+            plan.trail.enter(work.layer.name)
             _run(work, values, plan, kept)
+    plan.trail.layer = None  # what fails from here on is no layer's
     return [kept.get(parcel.value.name, values.get(parcel.value.name)) for parcel in plan.leaves]
 
 
@@ -253,12 +259,8 @@ def _kept(plan: Plan, values: dict[str, Any], names: Sequence[str]) -> dict[str,
 def _run(work: Work, values: dict[str, Any], plan: Plan, kept: dict[str, Any]) -> None:
     layer = work.layer
     state = [table[key] for table, key in work.state]
-    try:
-        with devices.current(plan.device):
-            made = layer.function(plan.device, state, [values[name] for name in layer.reads])  # type: ignore[arg-type]
-    except Exception as error:
-        error.add_note(f"in layer {layer.name!r} on {plan.device}")
-        raise
+    with devices.current(plan.device):
+        made = layer.function(plan.device, state, [values[name] for name in layer.reads])  # type: ignore[arg-type]
     values.update(zip(layer.writes, made, strict=True))
     if plan.copied:
         leaving = {parcel.value.name for parcel in plan.leaves}

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from ranked import Make, built
 from torch import Tensor, nn
@@ -50,6 +51,19 @@ def loss(make: Make, what: str) -> str | None:
     places = dict.fromkeys([name for name, _ in model.named_children()], "cpu:0")
     pipeline = distributed.build(model, places, inputs[:4], losses[what], chunks=2, group=group)
     return told(lambda: pipeline.step(inputs, target))
+
+
+def layer(phase: str) -> str | None:
+    """The error of a layer that fails in the second micro-batch, in a pipeline of one process."""
+    group = dist.new_group([0])
+    if dist.get_rank():
+        return None
+    model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 6))
+    tokens = torch.tensor([0, 1, 2, 9 if phase == "forward" else 3])
+    pipeline = distributed.build(model, {"0": "cpu:0"}, tokens[:2], nn.MSELoss(), chunks=2, group=group)
+    if phase == "backward":
+        model[1].bias.register_hook(lambda gradient: {}["late"])
+    return told(lambda: pipeline.step(tokens, torch.zeros(4, 6)))
 
 
 def checkpoint(make: Make, places: Mapping[str, str], path: str) -> str:

@@ -278,6 +278,17 @@ def test_a_loss_that_is_none_is_named_where_it_is_computed(ranks: RankPool, what
     assert re.match(message, reported(ranks.run(refused.loss, models.chain, what)))
 
 
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        ("forward", r"micro-batch 1 failed in the forward pass of segment 0 of 1 on cpu, layer '0': IndexError: index"),
+        ("backward", r"micro-batch 0 failed in the backward pass of segment 0 of 1 on cpu: KeyError: 'late'"),
+    ],
+)
+def test_a_pass_that_fails_is_named_as_on_one_host(ranks: RankPool, phase: str, message: str) -> None:
+    assert re.match(f"StageError: {message}", reported(ranks.run(refused.layer, phase)))
+
+
 def test_a_checkpoint_that_is_not_there_is_named_everywhere(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks.run(refused.checkpoint, models.chain, CHAIN, str(tmp_path / "none")):
         assert re.match("InputError: the checkpoint '.*none' cannot be read: .*; give a folder that all", found), found

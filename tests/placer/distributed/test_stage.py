@@ -56,15 +56,6 @@ def test_a_stage_has_its_parameters_under_the_models_names() -> None:
     assert dict(second.named_parameters())["2.weight"] is model[2].weight
 
 
-def test_an_error_names_the_layer_that_it_comes_from() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    (stage,) = stages(model, torch.randn(3, 4), ["a", "a"])
-    model[1].weight.data = torch.randn(2, 5)
-    with pytest.raises(RuntimeError) as error:
-        stage(torch.randn(3, 4))
-    assert error.value.__notes__ == ["in layer '1' on cpu"]
-
-
 def test_weight_gradients_wait_for_their_own_pass() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
     (stage,) = stages(model, x, ["a", "a", "a"], split=True)
