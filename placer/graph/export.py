@@ -259,11 +259,12 @@ def _traced(
 def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
     """Each tensor once: of one that is given twice a graph would be made that takes the second for the first.
 
-    And none a view, as a part of a batch is: torch allows no writes to one that was made without gradients.
+    And none a view, as a part of a batch is: torch allows no writes to one that was made without gradients. Nor one
+    made in inference mode, which autograd refuses.
     """
     seen: set[int] = set()
     for item in examples:
-        again = isinstance(item, Tensor) and (id(item) in seen or item._is_view())
+        again = isinstance(item, Tensor) and (id(item) in seen or item._is_view() or item.is_inference())
         seen.add(id(item))
         if not again:
             yield item

@@ -335,6 +335,20 @@ def test_inference_mode_around_moves_and_the_first_call_is_no_obstacle_to_traini
     model(x).sum().backward()
 
 
+def test_inputs_made_in_inference_mode_are_captured_and_written_to_as_others() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 2)).eval()
+    with logical_devices(2), torch.inference_mode():
+        flow = DataFlow(model)
+        flow.layer_gpus["2"] = 1
+        flow.update_flow()
+        x = torch.linspace(-1, 1, 24).view(6, 4)
+        written = x.clone()
+        results = [flow(written), flow(x.clone(), chunks=2)]
+        assert flow.not_captured_because == "" and torch.equal(written, x.relu())
+    for result in results:
+        torch.testing.assert_close(result, model(x.clone()))
+
+
 def test_what_a_map_does_not_name_goes_where_its_empty_name_says() -> None:
     model = nn.Sequential(
         OrderedDict(a=nn.Linear(4, 4), b=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), c=nn.Linear(4, 2))
