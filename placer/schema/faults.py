@@ -87,16 +87,26 @@ def _by_what_they_explain(error: ErrorDetails) -> int:
 
 
 def _follows(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
-    """Whether it only follows from another: a list is too short because its elements are faulty."""
+    """Whether it only follows from another.
+
+    A list is too short because its elements are faulty, or a value is taken further by another branch of a union.
+    """
     place = error["loc"]
-    return error["type"] == "too_short" and any(
-        other is not error and other["loc"][: len(place)] == place for other in errors
-    )
+    if error["type"] == "too_short":
+        return any(other is not error and other["loc"][: len(place)] == place for other in errors)
+    if not place or not _is_branch(place[-1]):
+        return False
+    return any(len(other["loc"]) > len(place) and other["loc"][: len(place) - 1] == place[:-1] for other in errors)
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether it is pydantic's name of a branch of a union, which is no place."""
+    return str(part).startswith(("constrained-", "literal[", "function-"))
 
 
 def _described(error: ErrorDetails, model: type[BaseModel]) -> FieldFault:
     kind, given, text = error["type"], error["input"], wanted(error["msg"])
-    place = tuple(part for part in error["loc"] if not str(part).startswith("constrained-"))  # the branch of a union
+    place = tuple(part for part in error["loc"] if not _is_branch(part))
     if kind == "missing":
         text = "is missing"
     elif kind == "json_invalid":

@@ -46,6 +46,17 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
             {"profile": PROFILE, "constraints": {"recompute": {"cuda:0": "always"}}},
             "PlacementRequest: constraints.recompute: there is no device 'cuda:0'; there are 'd'$",
         ),
+        # pydantic's names of the branches of a union were in the place
+        (
+            placer.Constraints,
+            {"recompute": "yes"},
+            r"^Constraints.recompute: should be 'never', 'auto' or 'always', not 'yes' \(and 1 more\)$",
+        ),
+        (
+            placer.Constraints,
+            {"recompute": {"d": "sometimes"}},
+            r"^Constraints.recompute.d: should be 'never', 'auto' or 'always', not 'sometimes'$",
+        ),
         (PlacementRequest, {"profile": {"layers": LAYERS}}, "PlacementRequest: neither the request nor its profile"),
     ],
 )
