@@ -36,10 +36,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver import pipelines
-from placer.solver.bounds import fastest_ms, longest_before
+from placer.solver.bounds import fastest_ms
 from placer.solver.linear import exact
 from placer.solver.linear.exact import Counts, CutTable
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.solver.step import fill, in_a_row, one_machine
 from placer.solver.work import least_work
@@ -78,13 +78,11 @@ def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
     def held_ms(layer: int, device: int) -> float:
         return problem.forward_ms[layer][device] + awaited_ms[layer][device]
 
-    way = longest_before(fastest_ms(problem, problem.forward_ms), arcs_of(problem.values))
-    way_back = longest_before(fastest_ms(problem, awaited_ms), fill.gradient_arcs(problem))
-    before, behind = ([min(ms[layer] for layer in layers) for layers in nodes.nodes] for ms in (way, way_back))
-    heads, tails = sorted(before), sorted(behind)
+    ways = one_machine.ways_of(problem, awaited_ms)
+    heads, tails = (sorted(min(ms[i] for i in layers) for layers in nodes.nodes) for ms in (ways.there, ways.back))
     both = [head + tail for head, tail in zip(heads, tails, strict=True)]
     return max(
-        one_machine.of_nodes(problem, nodes, awaited_ms),
+        one_machine.of_nodes(problem, nodes, awaited_ms, ways),
         chunks * least_work(problem, nodes, problem.compute_ms, [head / chunks for head in heads]),
         chunks * least_work(problem, nodes, held_ms, [aside / chunks for aside in both]),
     )

@@ -24,11 +24,12 @@ from placer.solver.step.fill import gradient_arcs
 
 Matrix = Sequence[Sequence[float]]
 
-MOST_PASSES = 96
-"""Of a node with more the passes are looked at as one: every pair of a head and a tail is looked at."""
+MOST_TAILS = 64
+"""Of more, some are looked at, with all heads: the two shortest, which are those of all passes and of all but weight
+halves that run apart, and about so many of the others."""
 
 
-class _Ways(NamedTuple):
+class Ways(NamedTuple):
     """By layer, heads and tails of its passes, in milliseconds.
 
     Attributes:
@@ -44,15 +45,15 @@ class _Ways(NamedTuple):
     back: list[float]
 
 
-def of_nodes(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
+def of_nodes(problem: Problem, nodes: Reduction, awaited_ms: Matrix, ways: Ways) -> float:
     """No step's passes take less than those of some node's device and what goes before and follows, in milliseconds.
 
     Args:
         problem: what is asked.
         nodes: its layers in nodes.
         awaited_ms: by layer and device, what others wait for of a backward pass.
+        ways: as ``ways_of`` tells them.
     """
-    ways = _ways(problem, awaited_ms)
     least = 0.0
     for layers, allowed in zip(nodes.nodes, nodes.allowed, strict=True):
         kinds = {
@@ -64,18 +65,14 @@ def of_nodes(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
 
 
 def _of_device(
-    problem: Problem, layers: Sequence[int], times: Sequence[tuple[float, float, float]], ways: _Ways
+    problem: Problem, layers: Sequence[int], times: Sequence[tuple[float, float, float]], ways: Ways
 ) -> float:
     passes = []
     for layer, (forward, awaited, backward) in zip(layers, times, strict=True):
         passes.append((ways.there[layer], forward, ways.home[layer]))
         passes.append((ways.turn[layer], awaited, ways.back[layer]))
         passes.append((ways.turn[layer] + awaited, backward - awaited, 0.0))
-    passes = [one for one in passes if one[1] > 0]
-    if len(passes) > MOST_PASSES:
-        heads, lengths, tails = zip(*passes, strict=True)
-        passes = [(min(heads), sum(lengths), min(tails))]
-    return one_machine(passes, problem.request.chunks)
+    return one_machine([one for one in passes if one[1] > 0], problem.request.chunks)
 
 
 def one_machine(passes: Sequence[tuple[float, float, float]], times: int) -> float:
@@ -85,18 +82,25 @@ def one_machine(passes: Sequence[tuple[float, float, float]], times: int) -> flo
         passes: head, length and tail of each.
         times: how often each is done.
     """
-    rising = sorted(passes, reverse=True)
+    latest = sorted(passes, reverse=True)
+    tails = sorted({tail for _, _, tail in passes})
     least = 0.0
-    for tail in {tail for _, _, tail in passes}:
+    for tail in {*tails[:2], *tails[:: max(1, len(tails) // MOST_TAILS)]}:
         held = 0.0
-        for head, length, behind in rising:
+        for head, length, behind in latest:
             if behind >= tail:
                 held += length
                 least = max(least, head + times * held + tail)
     return least
 
 
-def _ways(problem: Problem, awaited_ms: Matrix) -> _Ways:
+def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:
+    """The longest ways to layers' passes and from them, each on the fastest devices and over no link.
+
+    Args:
+        problem: what is asked.
+        awaited_ms: by layer and device, what others wait for of a backward pass.
+    """
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
     arcs, back_arcs = arcs_of(problem.values), gradient_arcs(problem)
     there, back = longest_before(forward, arcs), longest_before(awaited, back_arcs)
@@ -106,4 +110,4 @@ def _ways(problem: Problem, awaited_ms: Matrix) -> _Ways:
         turn[source] = max(turn[source], turn[reader] + awaited[reader])
     for source, reader in sorted(arcs, key=lambda arc: -arc[1]):
         home[source] = max(home[source], forward[reader] + home[reader])
-    return _Ways(there, turn, home, back)
+    return Ways(there, turn, home, back)

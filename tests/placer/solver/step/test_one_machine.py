@@ -31,6 +31,15 @@ def test_no_order_of_the_passes_ends_sooner(passes, times):
     assert one_machine.one_machine(passes, times) <= soonest
 
 
+def test_of_many_passes_the_way_back_of_all_but_weight_halves_counts_too(monkeypatch):
+    """Twice 1 there, 20 of each layer both ways, 5 back; of the weight halves, that nobody waits for, all or none."""
+    monkeypatch.setattr(one_machine, "MOST_TAILS", 1)
+    passes = [(1.0, 10.0, 50.0 + i) for i in range(9)] + [(1.0, 10.0, 5.0 + i) for i in range(9)]
+    weights = [(1.0, 0.125, 0.0)] * 9
+    assert one_machine.one_machine(passes + weights, 2) == 1 + 2 * 180 + 5
+    assert one_machine.one_machine(passes + 40 * weights, 2) == 1 + 2 * (180 + 45)
+
+
 @st.composite
 def tied(draw):
     """Layers of any graph, some of which must be on one device."""
