@@ -36,6 +36,7 @@ from placer.graph.losses import LossFunction
 from placer.schema import Placement
 
 
+@torch.inference_mode(False)  # inside it, copies of tied weights could not be trained
 def build(
     model: nn.Module,
     placement: Placement | Mapping[str, Any],

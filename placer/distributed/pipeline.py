@@ -125,13 +125,15 @@ class Pipeline:
             The mean loss over the batch, detached, where ``is_last``; else None.
 
         Raises:
-            InputError: the pipeline was built without a loss; the batch is not like the example, or requires a
-                gradient; a parameter trains that did not when the pipeline was built; the loss is no number; or an
-                earlier step failed.
+            InputError: the pipeline was built without a loss; it is inference mode; the batch is not like the example,
+                or requires a gradient; a parameter trains that did not when the pipeline was built; the loss is no
+                number; or an earlier step failed.
             StageError: a layer or the loss failed.
         """
         if self.schedule._loss_fn is None:
             raise InputError("this pipeline was built without a loss: give build(..., loss_fn=...) to train")
+        if torch.is_inference_mode_enabled():
+            raise InputError("inference mode makes no gradients: leave torch.inference_mode() for a training step")
         self._refuse_unready()
         arguments = self._arguments(inputs)
         self._refuse_untold(arguments)

@@ -53,6 +53,20 @@ def loss(make: Make, what: str) -> str | None:
     return told(lambda: pipeline.step(inputs, target))
 
 
+def inference_mode(make: Make, places: Mapping[str, str]) -> tuple[str, float | None] | None:
+    """The error of a step in inference mode, and the loss of one outside, of a pipeline that was built inside."""
+    group = dist.new_group(list(range(len(places))))
+    if dist.get_rank() >= len(places):
+        return None
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    with torch.inference_mode():
+        pipeline = distributed.build(model, places, inputs[:2], loss_fn, chunks=4, group=group)
+        message = told(lambda: pipeline.step(inputs, target))
+    loss = pipeline.step(inputs, target)
+    return message, None if loss is None else loss.item()
+
+
 def layer(phase: str) -> str | None:
     """The error of a layer that fails in the second micro-batch, in a pipeline of one process."""
     group = dist.new_group([0])

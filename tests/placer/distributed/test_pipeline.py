@@ -289,6 +289,14 @@ def test_a_pass_that_fails_is_named_as_on_one_host(ranks: RankPool, phase: str, 
     assert re.match(f"StageError: {message}", reported(ranks.run(refused.layer, phase)))
 
 
+def test_inference_mode_is_no_obstacle_to_building_and_refused_in_a_step_by_every_process(ranks: RankPool) -> None:
+    places = {"embedding": "cpu:0", "mix": "cpu:1", "head": "cpu:2"}  # the embedding is tied to the head
+    parts = ranks.run(refused.inference_mode, models.tied_tokens, places)[:3]
+    assert all("leave torch.inference_mode() for a training step" in message for message, _ in parts)
+    losses, *_ = ranked.unsplit_step(models.tied_tokens, 4)
+    assert reported([loss for _, loss in parts]) == pytest.approx(losses[0], abs=1e-10)
+
+
 def test_a_checkpoint_that_is_not_there_is_named_everywhere(ranks: RankPool, tmp_path: Path) -> None:
     for found in ranks.run(refused.checkpoint, models.chain, CHAIN, str(tmp_path / "none")):
         assert re.match("InputError: the checkpoint '.*none' cannot be read: .*; give a folder that all", found), found
