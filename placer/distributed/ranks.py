@@ -84,6 +84,12 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
     hosts = sorted({host_of(device) for device in devices}, key=_natural)
     if hosts == [""]:
         return _without_hosts(devices, processes, nodes)
+    if "" in hosts:
+        bare = next(device for device in devices if not host_of(device))
+        raise PlacementError(
+            f"the placement names the host of some devices, and none of {bare!r}: "
+            f"name it as {hosts[-1]}{SEPARATOR}{bare}"
+        )
     names = {ranks: processes[ranks[0]].host for ranks in nodes}
     by_name = set(hosts) == set(names.values()) and len(set(names.values())) == len(nodes)
     if not by_name and len(hosts) != len(nodes):

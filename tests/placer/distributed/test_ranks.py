@@ -78,6 +78,11 @@ def test_too_many_or_too_few_processes_are_named(devices: list[str], processes: 
         seats(devices, processes)
 
 
+def test_a_device_without_a_host_among_those_with_one_is_named() -> None:
+    with pytest.raises(PlacementError, match="host of some devices, and none of 'cuda:1': name it as a/cuda:1"):
+        seats(["a/cuda:0", "cuda:1"], nodes(2))
+
+
 def test_a_gpu_that_a_process_does_not_see_is_named_with_the_process() -> None:
     given = seats(["cuda:0", "cuda:1", "cuda:2"], nodes(3))
     refuse_missing_gpus(given, [3, 3, 3])
