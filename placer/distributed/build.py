@@ -264,7 +264,7 @@ def _assemble(
     }
     stages = [_stage(module, index, len(cut.stages), training, group) for index, module in modules.items()]
     leaves = modules[max(modules)].plan.leaves
-    head = Head(loss_fn, exported.outputs, leaves, exported.constants, placed.chunks, device)
+    head = Head(loss_fn, exported, leaves, placed.chunks, device)
     schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
     owned = nn.Module()
     plant(owned, weights.own, names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from placer.distributed.parcels import Parcel
 from placer.executor.faults import Place, explain
-from placer.executor.pipeline import gather, scatter
+from placer.executor.joining import gather, kind_of, refuse_sizes
+from placer.executor.pipeline import scatter
 from placer.executor.training.weighing import Weighing
+from placer.graph.export import Exported
 from placer.graph.losses import refuse_no_number, refuse_untrained
-from placer.graph.structure import Structure, flatten
+from placer.graph.structure import flatten
 
 
 class Head:
@@ -21,9 +23,8 @@ class Head:
 
     Args:
         loss_fn: ``loss_fn(output, target)``, weighed by what samples weigh; None without training.
-        outputs: the structure of the model's result.
+        exported: the model as one micro-batch goes through it.
         parcels: the model's flat outputs.
-        constants: the names of those that are made of no input.
         chunks: micro-batches in a batch.
         device: of this process.
 
@@ -34,14 +35,13 @@ class Head:
     def __init__(
         self,
         loss_fn: Weighing | None,
-        outputs: Structure,
+        exported: Exported,
         parcels: Sequence[Parcel],
-        constants: Collection[str],
         chunks: int,
         device: torch.device,
     ) -> None:
-        self._loss_fn, self._outputs, self._parcels, self._chunks = loss_fn, outputs, parcels, chunks
-        self._constants, self._device = constants, device
+        self._loss_fn, self._parcels, self._chunks, self._device = loss_fn, parcels, chunks, device
+        self._exported, self._outputs = exported, exported.outputs
         self.targets: Sequence[Any] | None = None
 
     def take(self, target: Any, size: int) -> None:
@@ -85,16 +85,12 @@ class Head:
             outputs: of the last stage, by micro-batch.
             weight: samples in each.
         """
+        weights, way_out = [weight] * len(outputs), "give build(..., chunks=1)"
+        if not self._exported.batch_symbols:
+            refuse_sizes([self._outputs] * len(outputs), weights, way_out)
         columns = zip(*(self._leaves(output) for output in outputs), strict=True)
         joined = [
-            gather(
-                parts,
-                parcel.value.batch_dim == 0,
-                [weight] * len(parts),
-                path,
-                way_out="give build(..., chunks=1)",
-                is_constant=parcel.value.name in self._constants,
-            )
+            gather(parts, kind_of(parcel.value.name, parcel.value, self._exported), weights, path, way_out)
             for parts, parcel, path in zip(columns, self._parcels, self._outputs.paths, strict=True)
         ]
         return self._outputs.unflatten(joined)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.executor.pipeline import join, run
+from placer.executor.joining import Kind, join, kind_of, refuse_sizes
+from placer.executor.pipeline import run
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.state.statistics import BatchStatistics
 from placer.graph.export import Exported
@@ -70,30 +71,36 @@ def calls_instead(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]
         own.update(was)
 
 
-def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], outputs: Structure) -> Any:
+def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], structures: Sequence[Structure]) -> Any:
     """The results of micro-batches that ran through hooks, where sizes alone tell which outputs have a batch."""
-    batched = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] for leaf in results[0]]
-    constant = [False] * len(batched)
-    return outputs.unflatten(join(results, batched, constant, weights, outputs.paths))
+    refuse_sizes(structures, weights)
+    kinds = [
+        Kind.SAMPLES if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] else Kind.WHOLE
+        for leaf in results[0]
+    ]
+    outputs = structures[-1]
+    return outputs.unflatten(join(results, kinds, weights, outputs.paths))
 
 
 def joined(
-    results: Sequence[list[Any]], graph: LayerGraph, weights: Sequence[int], exported: Exported
+    results: Sequence[list[Any]], graph: LayerGraph, weights: Sequence[int], captures: Sequence[Exported]
 ) -> tuple[Any, list[Any]]:
-    """The results of micro-batches that went through a captured graph, which tells what of them has a batch.
+    """The results of micro-batches that went through captured graphs, which tell what of them has a batch.
 
     Args:
         results: the flattened results of each.
         graph: of the first.
         weights: samples in each.
-        exported: that graph.
+        captures: the graph of each.
 
     Returns:
         What the model returns, and the tensors that it left in its inputs.
     """
-    batched = [graph.values[name].batch_dim == 0 if name in graph.values else False for name in graph.outputs]
-    constant = [name in exported.constants for name in graph.outputs]
+    exported = captures[0]
+    if not exported.batch_symbols:
+        refuse_sizes([capture.outputs for capture in captures], weights)
+    kinds = [kind_of(name, graph.values.get(name), exported) for name in graph.outputs]
     outputs, left = exported.outputs, exported.left
     paths = (*outputs.paths, *(() if left is None else left.paths))
-    leaves = join(results, batched, constant, weights, paths)
+    leaves = join(results, kinds, weights, paths)
     return outputs.unflatten(leaves), leaves[len(outputs.paths) :]

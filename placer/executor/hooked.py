@@ -42,7 +42,7 @@ class HookPath:
 
     def run(
         self, assignment: Assignment, parts: Sequence[Sequence[Any]], inputs: Structure, target: torch.device
-    ) -> tuple[list[list[Any]], Structure, Any]:
+    ) -> tuple[list[list[Any]], list[Structure], Any]:
         """Run every micro-batch.
 
         Args:
@@ -52,12 +52,13 @@ class HookPath:
             target: where results go.
 
         Returns:
-            The flattened results of each, their structure, and what the last one was given, as the model left it.
+            The flattened results of each, their structures, and what the last one was given, as the model left it.
 
         Raises:
             CaptureError: a module allows no hooks.
         """
         results: list[list[Any]] = []
+        structures: list[Structure] = []
         self.runs = True
         try:
             with self.standing(assignment):
@@ -65,9 +66,10 @@ class HookPath:
                     args, kwargs = inputs.unflatten(part)
                     leaves, structure = flatten(self._module(*args, **kwargs))
                     results.append(to_device(leaves, target))
+                    structures.append(structure)
         finally:
             self.runs = False
-        return results, structure, (args, kwargs)
+        return results, structures, (args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.device) -> Any:
         """Run the model, in ``standing``, on the caller's own lists and objects.

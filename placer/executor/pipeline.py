@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.errors import InputError
 from placer.executor.faults import Place, raise_explained
 from placer.executor.segments import MicroBatch, Segment, taken_in_turn
 
@@ -104,73 +103,6 @@ def cut(tensors: Sequence[Any], sizes: Sequence[int], whole: Collection[int] = (
         for place, tensor in enumerate(tensors)
     ]
     return [[column[index] for column in columns] for index in range(len(sizes))]  # a row each, also of no tensors
-
-
-def gather(
-    parts: Sequence[Any],
-    is_batched: bool,
-    weights: Sequence[int],
-    path: str,
-    way_out: str = "call the flow with chunks=1",
-    is_constant: bool = False,
-) -> Any:
-    """Join one output of all micro-batches.
-
-    Args:
-        parts: the output of each, on one device.
-        is_batched: whether its first dimension is the batch: then they are concatenated.
-        weights: samples in each micro-batch; numbers are averaged by them, as a loss that is a mean over samples is.
-        path: where the output stands in the result, for messages.
-        way_out: for messages.
-        is_constant: whether it is made of no input: then it is that of any, if it is one and the same.
-
-    Raises:
-        InputError: the output belongs to a micro-batch as a whole and is no number.
-    """
-    first = parts[0]
-    if all(part is first for part in parts):
-        return first
-    if is_batched:
-        return torch.cat(list(parts))
-    if isinstance(first, Tensor) and first.dim() == 0 and first.is_floating_point():
-        total = sum(weights)
-        return torch.stack([part * (weight / total) for part, weight in zip(parts, weights, strict=True)]).sum()
-    if not isinstance(first, Tensor) and all(part == first for part in parts):
-        return first
-    if is_constant and all(torch.equal(part, first) for part in parts):
-        return first
-    raise InputError(
-        f"output {path or '(the result)'} has no batch dimension, so the micro-batches' results cannot be joined; "
-        f"{way_out}"
-    )
-
-
-def join(
-    results: Sequence[Sequence[Any]],
-    batched: Sequence[bool],
-    constant: Sequence[bool],
-    weights: Sequence[int],
-    paths: Sequence[str],
-) -> list[Any]:
-    """Join the outputs of all micro-batches, see ``gather``.
-
-    Args:
-        results: the outputs of each micro-batch.
-        batched: of each output, whether its first dimension is the batch.
-        constant: of each, whether it is made of no input.
-        weights: samples in each micro-batch.
-        paths: where each output stands in the result.
-    """
-    if len({len(result) for result in results}) > 1:
-        raise InputError(
-            "micro-batches of one sample have other results than larger ones, numbers that follow from the batch say; "
-            "choose chunks by which each has two samples or more"
-        )
-    columns = zip(*results, strict=True)
-    return [
-        gather(parts, is_batched, weights, path, is_constant=is_constant)
-        for parts, is_batched, is_constant, path in zip(columns, batched, constant, paths, strict=True)
-    ]
 
 
 def to_device(values: Sequence[Any], device: torch.device) -> list[Any]:

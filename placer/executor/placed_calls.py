@@ -98,10 +98,9 @@ class PlacedCalls(PipelinedRuns):
                 looks = self._repeated.looked_at(captures, parts, weights, self._devices)
                 with looks if self._can_be_streamed(weights) else nullcontext():
                     results = call_captured(plans, parts, self.output_device, deferred, returned)
-        exported = captures[0].exported
-        result, left = joined(results, plans[0][0], weights, exported)
-        if exported.left is not None:
-            exported.left.give_back((args, kwargs), tensors, left)
+        result, left = joined(results, plans[0][0], weights, [capture.exported for capture in captures])
+        if (found := captures[0].exported.left) is not None:
+            found.give_back((args, kwargs), tensors, left)
         return result
 
     @contextmanager
@@ -226,10 +225,10 @@ class PlacedCalls(PipelinedRuns):
         if self._hooks.stand and len(parts) == 1:
             args, kwargs = nest
             return self._hooks.call(args, kwargs, self.output_device)
-        results, structure, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
+        results, structures, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
         if len(parts) == 1:
             give_back(nest, after)
-        return joined_by_size(results, weights, structure)
+        return joined_by_size(results, weights, structures)
 
     def _tell_of_edits(self) -> None:
         """Warn where a map was made that nothing follows yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,6 +51,29 @@ def made_of_no_input(graph: fx.Graph) -> frozenset[str]:
         if node.op in ("get_attr", "call_function") and found.issuperset(node.all_input_nodes):
             found.add(node)
     return frozenset(node.name for node in found)
+
+
+def amounts(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, bool]:
+    """The numbers that follow from the batch's size, by name: whether those of its parts add up to that of the whole.
+
+    So does ``x.shape[0]``, ``x.numel()`` or ``x.shape[0] / 2``, and not ``x.shape[0] + 1``.
+    """
+    found: dict[str, bool] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr.free_symbols & symbols:
+            found[node.name] = _adds_up(value.node.expr, symbols)
+    return found
+
+
+def _adds_up(expression: Any, symbols: frozenset[Any]) -> bool:
+    """Whether f(a + b) = f(a) + f(b) for sizes of the batch, the others being any: even, odd and prime ones tell."""
+    others = {symbol: 2 * place + 5 for place, symbol in enumerate(sorted(expression.free_symbols - symbols, key=str))}
+
+    def at(size: int) -> float:
+        return float(expression.subs(others | dict.fromkeys(symbols, size)))
+
+    return all(math.isclose(at(a + b), at(a) + at(b)) for a, b in ((2, 3), (7, 11), (64, 64), (17, 8)))
 
 
 def _inputs(graph: fx.Graph) -> list[fx.Node]:

@@ -26,7 +26,7 @@ from placer import devices
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.alone import alone
-from placer.graph.batch import batch_size, batch_symbols, is_batched, made_of_no_input
+from placer.graph.batch import amounts, batch_size, batch_symbols, is_batched, made_of_no_input
 from placer.graph.effects import has_effect
 from placer.graph.footprint import differs_later
 from placer.graph.handed import Left, left_in, written_inputs
@@ -84,6 +84,11 @@ class Exported:
     def constants(self) -> frozenset[str]:
         """The names of what the graph makes of no input; none where the batch's size, too, is a constant of it."""
         return made_of_no_input(self.module.graph) if self.batch_symbols else frozenset()
+
+    @cached_property
+    def amounts(self) -> dict[str, bool]:
+        """The numbers that follow from the batch's size, and whether those of its parts add up to that of the whole."""
+        return amounts(self.module.graph, self.batch_symbols)
 
     def other_sizes(self, tensors: Sequence[Any]) -> list[set[int]]:
         """For each input the dimensions that are not of one size, here and in these tensors or by the graph itself."""

@@ -32,11 +32,13 @@ class Structure:
         key: equal for equal nests: containers, their types, and plain constants by value.
         rebuild: makes the nest again from an iterator over its tensors.
         paths: where each tensor stands, for messages: ``[0]``, ``['mask']``, ``.logits``.
+        numbers: the whole numbers among the constants, and where they stand; none that an object keeps as attributes.
     """
 
     key: Hashable
     rebuild: Callable[[Iterator[Any]], Any]
     paths: tuple[str, ...]
+    numbers: tuple[tuple[str, int], ...] = ()
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
         """The nest with these tensors, in the order in which ``flatten`` gave them."""
@@ -97,12 +99,13 @@ class _Walk:
     def __init__(self, anew: Callable[[Any], bool], known: dict[int, int] | None) -> None:
         self.leaves: list[Any] = []
         self.paths: list[str] = []
+        self.numbers: list[tuple[str, int]] = []
         self._anew, self._known = anew, known
 
     def over(self, nest: Any) -> tuple[list[Any], Structure]:
         """The tensors of a nest, and the structure that holds them."""
         key, rebuild = self.go(nest, "", ())
-        return self.leaves, Structure(key, rebuild, tuple(self.paths))
+        return self.leaves, Structure(key, rebuild, tuple(self.paths), tuple(self.numbers))
 
     def go(self, nest: Any, path: str, above: tuple[int, ...]) -> tuple[Hashable, Callable[[Any], Any]]:
         """The key of a nest, and what makes it again."""
@@ -111,6 +114,8 @@ class _Walk:
             self.paths.append(path)
             return "*", next
         if isinstance(nest, CONSTANTS) and not _has_numbers(nest):
+            numbers = [nest] if type(nest) is int else nest[:1] if isinstance(nest, torch.Size) else ()
+            self.numbers += [(path, number) for number in numbers]
             return (type(nest), repr(nest)), lambda _: nest
         if id(nest) in above or holds_nothing(nest):
             return (type(nest), id(nest)), lambda _: nest
@@ -121,8 +126,10 @@ class _Walk:
         if parts is None:
             return (type(nest), id(nest)), lambda _: nest
         labels, children, assemble = parts
-        start, above = len(self.leaves), (*above, id(nest))
+        start, before, above = len(self.leaves), len(self.numbers), (*above, id(nest))
         walked = [self.go(child, path + label, above) for label, child in zip(labels, children, strict=True)]
+        if not isinstance(nest, (tuple, list, dict)) and not dataclasses.is_dataclass(nest):
+            del self.numbers[before:]
         if len(self.leaves) == start and not isinstance(nest, (tuple, list, dict)) and not self._anew(nest):
             return (type(nest), id(nest)), lambda _: nest  # an object without tensors passes as it is
         rebuilds = [rebuild for _, rebuild in walked]

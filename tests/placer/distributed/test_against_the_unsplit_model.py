@@ -202,7 +202,7 @@ def test_what_has_as_many_rows_as_samples_by_chance_is_no_batch(ranks: RankPool)
     assert "output [1] has no batch dimension" in told and "give build(..., chunks=1)" in told
 
 
-def test_what_is_made_of_no_input_is_returned_as_every_micro_batch_has_it(ranks: RankPool) -> None:
+def test_what_is_made_of_no_input_is_as_every_micro_batch_has_it_and_sizes_are_the_batchs(ranks: RankPool) -> None:
     _, found, *_ = ranks.run(training.results, oddities.windowed, {"front": "cpu:0", "back": "cpu:1"})
     torch.manual_seed(0)
     model, inputs, *_ = oddities.windowed()

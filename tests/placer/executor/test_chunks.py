@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from placer import DataFlow
 from placer.errors import InputError
-from placer.executor.pipeline import clock, gather, scatter
+from placer.executor.joining import Kind, gather
+from placer.executor.pipeline import clock, scatter
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4)
@@ -161,6 +162,68 @@ def test_what_is_alike_in_micro_batches_and_no_constant_is_refused(beside: Calla
             flow(X, chunks=2)
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [lambda x: x.shape[0], lambda x: x.shape, lambda x: x.numel() * 2, lambda x: x.shape[0] / 2, lambda x: x.shape[1]],
+    ids=["samples", "shape", "numbers", "half", "features"],
+)
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_sizes_among_the_results_are_those_of_the_batch(beside: Callable[[Tensor], Any], chunks: int) -> None:
+    model = Beside(beside).double().eval()
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        assert flow(X, chunks=chunks)["beside"] == beside(X)
+
+
+@pytest.mark.parametrize("beside", [lambda x: x.shape[0] + 1, lambda x: max(x.shape[0], 6), lambda x: x.shape[0] // 2])
+def test_numbers_that_those_of_micro_batches_do_not_tell_are_refused(beside: Callable[[Tensor], Any]) -> None:
+    with logical_devices(2):
+        flow = DataFlow(Beside(beside).double().eval())
+        scatter_layers(flow, 2)
+        assert flow(X)["beside"] == beside(X)
+        with pytest.raises(InputError, match=r"\['beside'\] is a number that follows from how many samples"):
+            flow(X, chunks=2)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_size_of_a_graph_that_holds_for_one_size_is_refused(chunks: int) -> None:
+    with logical_devices(2):
+        flow = DataFlow(Beside(lambda x: (x.shape[0], float(x.shape[0]))).double().eval())
+        scatter_layers(flow, 2)
+        assert flow(X)["beside"] == (8, 8)
+        with pytest.raises(InputError, match=r"\['beside'\]\[0\] is a number that follows from how many samples"):
+            flow(X, chunks=chunks)
+
+
+@pytest.mark.parametrize(("is_hooked", "chunks"), [(True, 2), (True, 3), (True, 8), (False, 8)])
+def test_what_may_be_a_size_is_refused_where_no_graph_tells(is_hooked: bool, chunks: int) -> None:
+    # A graph tells, but of micro-batches of one sample, whose size torch fixes.
+    def beside(x: Tensor) -> Any:
+        return {"seven": 7, "of": {"samples": x.shape[0]}, "any": is_hooked and bool(x.sum() > 100)}
+
+    with logical_devices(2):
+        flow = DataFlow(Beside(beside).double().eval())
+        scatter_layers(flow, 2)
+        assert flow(X)["beside"]["of"]["samples"] == 8
+        assert bool(flow.not_captured_because) is is_hooked
+        with pytest.raises(InputError, match=r"\['of'\]\['samples'\] is \d, which may be how many samples"):
+            flow(X, chunks=chunks)
+
+
+def test_numbers_that_an_object_among_the_results_keeps_are_left_as_they_are() -> None:
+    class Cache:
+        def __init__(self, rows: Tensor) -> None:
+            self.rows, self.window = rows, 2
+
+    with logical_devices(2):
+        flow = DataFlow(Beside(lambda x: Cache(x * int(x.sum() < 100))).double().eval())
+        scatter_layers(flow, 2)
+        result = flow(X, chunks=4)
+    assert result["beside"].window == 2
+    torch.testing.assert_close(result["beside"].rows, X)
+
+
 @pytest.mark.parametrize(("segments", "chunks"), [(1, 1), (3, 1), (1, 4), (3, 5), (5, 2)])
 def test_the_clock_issues_every_pair_once_after_what_it_needs(segments: int, chunks: int) -> None:
     issued = list(clock(segments, chunks))
@@ -179,5 +242,5 @@ def test_scatter_cuts_batched_inputs_and_hands_the_others_to_all() -> None:
 
 def test_gather_keeps_what_all_micro_batches_share() -> None:
     table = torch.ones(3)
-    assert gather([table, table], False, [1, 1], "") is table
-    assert gather([4, 4], False, [1, 1], "") == 4
+    assert gather([table, table], Kind.WHOLE, [1, 1], "") is table
+    assert gather([4, 4], Kind.WHOLE, [1, 1], "") == 4
