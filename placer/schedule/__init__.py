@@ -39,7 +39,7 @@ what each of many takes.
 from __future__ import annotations
 
 from placer.schedule.in_a_row import in_a_row_ms
-from placer.schedule.orders import in_flight, merged, plan
+from placer.schedule.orders import in_flight, merged, plan, roomy_plans
 from placer.schedule.passes import (
     Pass,
     Phase,
@@ -65,6 +65,7 @@ __all__ = [
     "in_flight",
     "merged",
     "plan",
+    "roomy_plans",
     "simulate",
     "step_ms",
 ]

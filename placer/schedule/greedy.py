@@ -4,6 +4,9 @@ The most urgent is a backward pass (a stage waits for its input half), then a fo
 another micro-batch, then a weight half (nobody waits for it). So unlike stages are balanced as well as they can be
 without foresight. Of several stages of one device, the one that is nearest to the end goes first.
 
+Or the most urgent is the pass with the longest way to the end of the step: a device that has the first stage and the
+last, as tied embeddings make one, then leaves to the end what nobody waits for.
+
 Where no stage waits for gradients, as none does for the first one's, a weight half goes before a backward pass: it
 makes room for a micro-batch, and while it runs gradients may come later than they are said to.
 
@@ -23,7 +26,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the greedy rul
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from placer.schedule.passes import Lane, Pass, Phase, Transfer
@@ -45,6 +48,7 @@ def greedy(
     chunks: int,
     room: Sequence[int],
     transfers: Sequence[Transfer] = (),
+    longest_first: bool = False,
 ) -> list[Pass]:
     """The passes of a step, by their start.
 
@@ -54,8 +58,9 @@ def greedy(
         chunks: micro-batches in a batch, at least 1.
         room: by stage, for how many micro-batches at once, at least 1.
         transfers: between the stages; if empty they are a chain, and what passes takes no time.
+        longest_first: whether the most urgent pass is the one with the longest way to the end of the step.
     """
-    return _Greedy(places, times, chunks, room, transfers or _chain(len(places))).run()
+    return _Greedy(places, times, chunks, room, transfers or _chain(len(places)), longest_first).run()
 
 
 def _ticks(time_ms: float) -> int:
@@ -70,6 +75,7 @@ class _Greedy:
         chunks: int,
         room: Sequence[int],
         transfers: Sequence[Transfer],
+        longest_first: bool,
     ) -> None:
         number: dict[int, int] = {}  # by first stage: of devices that are ready at once, which goes first is no chance
         self._places = [number.setdefault(place, len(number)) for place in places]
@@ -99,12 +105,35 @@ class _Greedy:
         for stages in self._stages.values():
             for behind, before in pairwise(stages):
                 self._needs["forward"][behind], self._needs["backward"][before] = before, behind
-        self._urgent = {device: self._most_urgent_first(stages) for device, stages in self._stages.items()}
+        order = self._longest_first() if longest_first else self._most_urgent_first
+        self._urgent = {device: order(stages) for device, stages in self._stages.items()}
         self._wake: list[tuple[int, int]] = []
 
-    def _most_urgent_first(self, stages: Sequence[int]) -> tuple[Phase, ...]:
+    def _most_urgent_first(self, stages: Sequence[int]) -> list[tuple[Phase, int]]:
         sends = any(back is not None for stage in stages for _, _, back in self._inputs[stage])
-        return URGENT if sends or not self._split else URGENT_AT_THE_END
+        phases = URGENT if sends or not self._split else URGENT_AT_THE_END
+        return [(phase, stage) for phase in phases for stage in stages]
+
+    def _longest_first(self) -> Callable[[Sequence[int]], list[tuple[Phase, int]]]:
+        """What orders a device's passes by what follows them, to the end of the micro-batch's way."""
+        count = len(self._places)
+        forward, backward = [0] * count, [0] * count
+        for stage in range(count):
+            ways = [ticks + backward[source] for source, _, ticks in self._inputs[stage] if ticks is not None]
+            backward[stage] = self._times["backward"][stage] + max(ways, default=0)
+        behind = [0] * count
+        for stage in reversed(range(count)):
+            forward[stage] = self._times["forward"][stage] + max(behind[stage], backward[stage], backward[-1])
+            for source, ticks, _ in self._inputs[stage]:
+                behind[source] = max(behind[source], ticks + forward[stage])
+        ways_of: dict[Phase, Sequence[int]] = {"forward": forward, "backward": backward, "weights": [0] * count}
+
+        def order(stages: Sequence[int]) -> list[tuple[Phase, int]]:
+            phases = PHASES if self._split else PHASES[:2]
+            every: list[tuple[Phase, int]] = [(phase, stage) for phase in phases for stage in stages]
+            return sorted(every, key=lambda one: -ways_of[one[0]][one[1]])
+
+        return order
 
     def run(self) -> list[Pass]:
         """Play the step."""
@@ -128,14 +157,11 @@ class _Greedy:
         return [item for _, _, item in sorted(begun, key=lambda task: task[:2])]
 
     def _most_urgent(self, device: int, now: int) -> Pass | None:
-        stages = self._stages[device]
-        for phase in self._urgent[device]:
-            ready, ends, needs = self._ready[phase], self._ends[phase], self._needs[phase]
-            for stage in stages:
-                number, need = len(ends[stage]), needs[stage]
-                if number < len(ready[stage]) and ready[stage][number] <= now:
-                    if need is None or number < len(ends[need]):
-                        return Pass(stage, phase, number)
+        for phase, stage in self._urgent[device]:
+            ready, ends, need = self._ready[phase][stage], self._ends[phase], self._needs[phase][stage]
+            number = len(ends[stage])
+            if number < len(ready) and ready[number] <= now and (need is None or number < len(ends[need])):
+                return Pass(stage, phase, number)
         return None
 
     def _hand_on(self, stage: int, phase: Phase, number: int, end: int) -> None:

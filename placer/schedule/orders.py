@@ -52,7 +52,8 @@ def plan(
     in whole rounds; else devices take what is ready (see ``greedy``). Where no device has several it is ``1f1b``.
 
     With ``transfers`` ``zero-bubble`` and ``interleaved`` are the shortest of that order and of those in which devices
-    take what is ready, and what has come.
+    take what is ready, and what has come; ``interleaved`` also of the one in which passes with the longest way to the
+    end of the step go first.
 
     Args:
         schedule: the schedule.
@@ -166,6 +167,26 @@ def _clock(stages: int, chunks: int) -> Iterator[tuple[int, int]]:
 
 def _interleaved(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -> Plan:
     """Megatron's order, if it applies, or one that devices find for themselves: the shortest."""
+    return _shortest(pipeline, _interleaved_plans(pipeline, chunks, given))
+
+
+def roomy_plans(pipeline: Pipeline, chunks: int) -> list[Plan]:
+    """The orders of ``interleaved`` where devices have several stages: as ``plan`` tries them, and one for much memory.
+
+    In that one a stage may hold all micro-batches at once, so that nothing waits for room: passes with the longest way
+    to the end of the step go first.
+
+    Args:
+        pipeline: the stages, of which a device has several.
+        chunks: micro-batches in a batch.
+    """
+    plans = _interleaved_plans(pipeline, chunks, None)
+    count = len(pipeline.places)
+    issue = tuple(greedy(pipeline.places, _whole(pipeline), chunks, [chunks] * count, pipeline.transfers, True))
+    return [*plans, Plan(pipeline.places, chunks, issue, most_held(issue, count, "backward"))]
+
+
+def _interleaved_plans(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -> list[Plan]:
     places, count = pipeline.places, len(pipeline.places)
     devices = len(set(places))
     room = given or [in_flight("interleaved", count, stage, chunks) for stage in range(count)]
@@ -176,10 +197,16 @@ def _interleaved(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -
         if given is None or all(one <= most for one, most in zip(held, given, strict=True)):
             found.append(Plan(places, chunks, passes, tuple(given or held)))
     if not found or pipeline.transfers:
-        times: dict[Phase, Sequence[float]] = {"forward": pipeline.forward_ms, "backward": pipeline.backward_ms}
-        for issue in _greedy(pipeline, times, chunks, room):
+        issues = _greedy(pipeline, _whole(pipeline), chunks, room)
+        issues.append(tuple(greedy(places, _whole(pipeline), chunks, room, pipeline.transfers, True)))
+        for issue in issues:
             found.append(Plan(places, chunks, issue, tuple(given or most_held(issue, count, "backward"))))
-    return _shortest(pipeline, found)
+    return found
+
+
+def _whole(pipeline: Pipeline) -> dict[Phase, Sequence[float]]:
+    """The times of passes whose backward passes are not in halves."""
+    return {"forward": pipeline.forward_ms, "backward": pipeline.backward_ms}
 
 
 def _megatron(rank: int, devices: int, per_device: int, chunks: int) -> Iterator[Pass]:

@@ -78,7 +78,8 @@ class PlacementRequest(Wire):
         chunks: micro-batches in a batch; chosen under objective ``step``.
         schedule: how micro-batches are ordered, which sets how many are in flight at a stage in training: all of them
             for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` and ``interleaved``, and ``2 * stages`` for
-            ``zero-bubble``, 1 for a single stage (contiguous placements; else all of them). Objective ``step`` also
+            ``zero-bubble``, 1 for a single stage (contiguous placements; else all of them, or under objective ``step``
+            and ``interleaved`` what its order holds, which goes by the memory that there is). Objective ``step`` also
             knows ``auto``.
         steps: objective ``step``: whether the step that is made short is ``alone``, from idle devices to idle devices,
             or ``in-a-row``, one of many, each begun by a device when its own part of the one before is over.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from placer.errors import PlacementError
@@ -61,7 +61,8 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     _check_limits(request, placement)
     require((placement.step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
     if placement.step is not None:
-        step.check_said(request, step.StepReading(asked, where, placement.stages), placement)
+        reading = step.StepReading(asked, where, placement.stages, placement.step.in_flight)
+        step.check_said(request, reading, placement)
 
 
 def _check_header(request: PlacementRequest, placement: Placement) -> None:
@@ -114,14 +115,16 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     memory = Memory(request, where, contiguous)
     orders = itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
     slowest = recompute.repeated(request, where, [d for d in used if recompute.may(request, d, 1)])
+    by_segment = _by_segment(request, contiguous)
     return _within_bottleneck(slowest, where) and any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
-            recompute.least(request, memory, d.name, _flight(request, where, order, contiguous, d.name))
+            recompute.least(request, memory, d.name, _flight(request, where, order, contiguous, d.name, held))
             <= d.usable_bytes
             for d in request.devices
         )
         for order in orders
+        for held in (step.possible_flights(request, where, order) if by_segment else [None])
     )
 
 
@@ -195,7 +198,7 @@ def _check_recompute(request: PlacementRequest, where: Where, placement: Placeme
     """Only devices that hold layers recompute, only where it is asked for, and everywhere where it must be."""
     for device in placement.recompute:
         require(device in where.values(), f"{device!r} recomputes, but holds no layer")
-        flight = _flight(request, where, placement.stages, placement.contiguous, device)
+        flight = _flight_of(request, placement, device)
         require(recompute.may(request, device, flight), f"{device!r} recomputes, which was not asked for")
     for device in set(where.values()) - set(placement.recompute):
         require(not recompute.must(request, device), f"{device!r} does not recompute, which was asked for")
@@ -249,7 +252,7 @@ def _check_state(request: PlacementRequest, layers: list[Layer], load: DeviceLoa
 def _check_memory(
     request: PlacementRequest, memory: Memory, placement: Placement, device: Device, load: DeviceLoad
 ) -> None:
-    flight = _flight(request, placement.layer_devices, placement.stages, placement.contiguous, device.name)
+    flight = _flight_of(request, placement, device.name)
     again = device.name in placement.recompute
     total = memory.total(device.name, flight, again)
     equal(f"memory of {device.name}", load.memory.total_bytes, total)
@@ -262,14 +265,32 @@ def _check_memory(
     require(total <= load.limit_bytes, f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}")
 
 
-def _flight(request: PlacementRequest, where: Where, stages: tuple[str, ...], contiguous: bool, device: str) -> Flight:
-    """Micro-batches that are in flight on a device."""
-    if not contiguous and (request.objective, request.schedule) == ("step", "interleaved"):
-        return step.StepReading(request, where, stages).flights()
+def _flight_of(request: PlacementRequest, placement: Placement, device: str) -> Flight:
+    """Micro-batches that are in flight on a device by what is claimed."""
+    held = None if placement.step is None else placement.step.in_flight
+    return _flight(request, placement.layer_devices, placement.stages, placement.contiguous, device, held)
+
+
+def _flight(
+    request: PlacementRequest,
+    where: Where,
+    stages: tuple[str, ...],
+    contiguous: bool,
+    device: str,
+    held: Sequence[int] | None = None,
+) -> Flight:
+    """Micro-batches that are in flight on a device, where its segments count with so many."""
+    if _by_segment(request, contiguous):
+        return step.StepReading(request, where, stages, held).flights()
     if not contiguous or device not in stages or request.schedule == "fill-drain":
         return request.chunks
     room = 2 * len(stages) if request.schedule == "zero-bubble" else len(stages) - stages.index(device)
     return min(request.chunks, room) if len(stages) > 1 else 1
+
+
+def _by_segment(request: PlacementRequest, contiguous: bool) -> bool:
+    """Whether micro-batches in flight are counted segment by segment."""
+    return not contiguous and (request.objective, request.schedule) == ("step", "interleaved")
 
 
 # Objective
@@ -291,11 +312,12 @@ def _objective(request: PlacementRequest, where: Where, placement: Placement) ->
     if request.objective == "devices":
         return float(len(set(where.values())))
     if request.objective == "step":
-        return step.StepReading(request, where, placement.stages).step_ms()
+        held = None if placement.step is None else placement.step.in_flight
+        return step.StepReading(request, where, placement.stages, held).step_ms()
     if request.objective == "memory":
         memory = Memory(request, where, placement.contiguous)
         names = [device.name for device in request.devices]
-        flights = [_flight(request, where, placement.stages, placement.contiguous, name) for name in names]
+        flights = [_flight_of(request, placement, name) for name in names]
         again = [name in placement.recompute for name in names]
         return float(max(map(memory.total, names, flights, again)))
     return busiest_ms(request, where)

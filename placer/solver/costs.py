@@ -34,7 +34,8 @@ stage with the sums of its layers' times, between each two stages the sums of th
 of their own beside computations; plus, in training, the longest time that a device takes for its layers' optimizer_ms.
 Stages are the devices in pipeline order, or, where placements need not be contiguous, segments: maximal runs of layers
 on one device in the profile's order. Objective ``step``: that; for steps in a row
-``placer.schedule.in_a_row_ms``, where each device has its optimizer behind its last pass.
+``placer.schedule.in_a_row_ms``, where each device has its optimizer behind its last pass. Of the orders of segments
+under ``interleaved`` it is the shortest for whose micro-batches in flight every device has memory.
 
 **Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A layer starts when its
 device is free and every value that it reads is there::
@@ -57,6 +58,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 
 from placer import schedule
+from placer.schedule import Pipeline, Plan
 from placer.schema import MemoryUse
 from placer.solver import pipelines
 from placer.solver.components import topological_order
@@ -86,6 +88,8 @@ class Costs:
         objective_value: in the objective's unit.
         use: tells ``memory``.
         recompute: the devices that recompute.
+        pipeline: the stages, and what passes between them; under objective ``step`` alone.
+        plan: the order of their passes; under objective ``step`` alone.
     """
 
     compute_ms: tuple[float, ...]
@@ -96,6 +100,8 @@ class Costs:
     objective_value: float
     use: Callable[[], tuple[MemoryUse, ...]] = field(repr=False, compare=False)
     recompute: frozenset[int] = frozenset()
+    pipeline: Pipeline | None = field(default=None, repr=False)
+    plan: Plan | None = field(default=None, repr=False)
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:
@@ -118,12 +124,18 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     compute, send, receive = loads(problem, assignment, again)
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
-    use = partial(_memory, problem, tuple(assignment), stages, footprints, again)
+    pipeline = plan = None
+    use = partial(_memory, problem, stages, footprints, again)
     if problem.request.objective == "step":
-        value = pipelines.step_ms(problem, assignment, stages, again)
+        pipeline = pipelines.pipeline_of(problem, assignment, stages, again)
+        by_segment = partial(_memory_by_segment, problem, tuple(assignment), stages, footprints)
+        has_room = partial(_has_room, problem, by_segment) if _by_segment(problem) else None
+        plan = pipelines.plan_of(problem, pipeline, has_room)
+        use = partial(by_segment, plan.in_flight) if _by_segment(problem) else use
+        value = pipelines.step_ms(problem, pipeline, plan)
     else:
         value = _objective(problem, assignment, load, use, again)
-    return Costs(tuple(compute), tuple(send), tuple(receive), load, stages, value, use, again)
+    return Costs(tuple(compute), tuple(send), tuple(receive), load, stages, value, use, again, pipeline, plan)
 
 
 def _footprints(problem: Problem, assignment: Assignment) -> Footprints:
@@ -160,9 +172,7 @@ def fits(problem: Problem, costs: Costs) -> bool:
     most_ms = problem.request.bottleneck_ms
     if most_ms is not None and max(costs.load_ms) > most_ms * (1 + ROUNDING):
         return False
-    return all(
-        use.total_bytes <= device.usable_bytes for use, device in zip(costs.memory, problem.devices, strict=True)
-    )
+    return _within_limits(problem, costs.memory)
 
 
 def judged(problem: Problem, assignment: Assignment) -> Costs | None:
@@ -221,21 +231,31 @@ def loads(
 
 
 def _memory(
-    problem: Problem,
-    assignment: Assignment,
-    stages: Sequence[int],
-    footprints: Footprints,
-    again: frozenset[int],
+    problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]
 ) -> tuple[MemoryUse, ...]:
     """What each device holds at its worst moment."""
     devices = range(len(problem.devices))
-    if not _by_segment(problem):
-        return tuple(footprints(d).use(in_flight(problem, stages, d), d in again) for d in devices)
-    further = pipelines.further_bytes(problem, assignment, stages)
+    return tuple(footprints(d).use(in_flight(problem, stages, d), d in again) for d in devices)
+
+
+def _memory_by_segment(
+    problem: Problem, assignment: Assignment, stages: Sequence[int], footprints: Footprints, flight: Sequence[int]
+) -> tuple[MemoryUse, ...]:
+    """The same where each segment has so many micro-batches in flight."""
+    further = pipelines.further_bytes(problem, assignment, stages, flight)
     return tuple(
         one.model_copy(update={"activation_bytes": one.activation_bytes + more})
-        for one, more in zip((footprints(d).one for d in devices), further, strict=True)
+        for one, more in zip((footprints(d).one for d in range(len(problem.devices))), further, strict=True)
     )
+
+
+def _has_room(problem: Problem, use: Callable[[Sequence[int]], tuple[MemoryUse, ...]], flight: Sequence[int]) -> bool:
+    """Whether every device stays within its limit with so many micro-batches in flight."""
+    return _within_limits(problem, use(flight))
+
+
+def _within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
+    return all(use.total_bytes <= device.usable_bytes for use, device in zip(uses, problem.devices, strict=True))
 
 
 def _by_segment(problem: Problem) -> bool:

@@ -7,8 +7,8 @@ back from there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import groupby
 
 from placer import schedule
@@ -16,20 +16,18 @@ from placer.schedule import Pipeline, Plan, Transfer
 from placer.schema import Schedule
 from placer.solver.problem import Problem
 
+HasRoom = Callable[[Sequence[int]], bool]
+"""Whether devices have memory for so many micro-batches in flight, by stage."""
 
-def step_ms(
-    problem: Problem, assignment: Sequence[int], stages: Sequence[int], again: frozenset[int] = frozenset()
-) -> float:
+
+def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
     """How long a whole batch takes, in milliseconds, the optimizer's step included: alone or in a row, as is asked.
 
     Args:
-        problem: what is asked; its chunks and schedule are those of the batch.
-        assignment: by layer, the index of its device.
-        stages: the devices that hold layers, in pipeline order.
-        again: the devices that recompute.
+        problem: what is asked; its chunks are those of the batch.
+        pipeline: its stages.
+        plan: the order of their passes.
     """
-    pipeline = pipeline_of(problem, assignment, stages, again)
-    plan = plan_of(problem, pipeline)
     return schedule.in_a_row_ms(pipeline, plan) if in_a_row(problem) else alone_ms(pipeline, plan)
 
 
@@ -60,13 +58,30 @@ def pipeline_of(
     return Pipeline(places, tuple(forward), tuple(backward), tuple(weights), transfers, tuple(optimizer))
 
 
-def plan_of(problem: Problem, pipeline: Pipeline) -> Plan:
-    """The order of a pipeline's passes, by the problem's schedule."""
-    asked = problem.request.schedule
+def plan_of(problem: Problem, pipeline: Pipeline, has_room: HasRoom | None = None) -> Plan:
+    """The order of a pipeline's passes, by the problem's schedule.
+
+    Args:
+        problem: what is asked.
+        pipeline: its stages.
+        has_room: where micro-batches in flight are counted segment by segment, whether devices have memory for so many:
+            the shortest order for which they have is taken, and where they have for none the one of ``schedule.plan``.
+    """
+    asked, chunks = problem.request.schedule, problem.request.chunks
     assert asked != "auto"  # only whole questions leave it open
     if asked in ("fill-drain", "1f1b") or not problem.training:
-        return _fixed_plan(asked, pipeline.places, problem.request.chunks, problem.training)
-    return _plan_by_times(asked, pipeline, problem.request.chunks)
+        return _fixed_plan(asked, pipeline.places, chunks, problem.training)
+    if has_room is not None and len(set(pipeline.places)) < len(pipeline.places):
+        for plan in _shortest_first(pipeline, chunks, in_a_row(problem)):
+            if has_room(plan.in_flight):
+                return plan
+    return _plan_by_times(asked, pipeline, chunks)
+
+
+@lru_cache(maxsize=16)
+def _shortest_first(pipeline: Pipeline, chunks: int, repeated: bool) -> list[Plan]:
+    time_ms = schedule.in_a_row_ms if repeated else schedule.step_ms
+    return sorted(schedule.roomy_plans(pipeline, chunks), key=partial(time_ms, pipeline))
 
 
 @lru_cache(maxsize=16)
@@ -107,14 +122,21 @@ def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
     return problem.layers[layer].optimizer_ms.get(problem.devices[device].type, 0.0) if problem.training else 0.0
 
 
-def further_bytes(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> list[int]:
+def further_bytes(
+    problem: Problem, assignment: Sequence[int], stages: Sequence[int], flight: Sequence[int]
+) -> list[int]:
     """By device, what the micro-batches in flight beside the first keep, where its stages hold unlike numbers of them.
 
     A layer keeps what it saves for as many micro-batches as its stage holds, a value that several stages of a device
     keep is there for as many as the largest of those numbers.
+
+    Args:
+        problem: what is asked.
+        assignment: by layer, the index of its device.
+        stages: the devices that hold layers, in pipeline order.
+        flight: by stage, the micro-batches in flight.
     """
     stage_of, places = staged(problem, assignment, stages)
-    flight = plan_of(problem, pipeline_of(problem, assignment, stages)).in_flight
     further = [0] * len(problem.devices)
     for layer, stage in enumerate(stage_of):
         further[places[stage]] += (flight[stage] - 1) * problem.layers[layer].saved_bytes

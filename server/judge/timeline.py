@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from placer.errors import InputError
 from placer.schema import DeviceTime, Placement, PlacementRequest, Timeline, TimelineCopy, TimelinePass
@@ -75,7 +76,8 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     pipeline = pipelines.pipeline_of(problem, assignment, result.stages, again)
     shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
     problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
-    played = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline))
+    has_room = None if result.plan is None else partial(_are_no_more, result.plan.in_flight)
+    played = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room))
     name = [problem.devices[place].name for place in pipeline.places]
     return Timeline(
         id=placement.id,
@@ -118,6 +120,10 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
             for copy in played.transfers
         ),
     )
+
+
+def _are_no_more(most: Sequence[int], flight: Sequence[int]) -> bool:
+    return all(one <= held for one, held in zip(flight, most, strict=True))
 
 
 def trace(shown: Timeline) -> str:

@@ -8,7 +8,7 @@ from enumeration import Enumeration
 from hypothesis import strategies as st
 from step_clock import StepClock
 
-from placer.schedule import Pipeline, Transfer, in_a_row_ms, plan
+from placer.schedule import Pipeline, Transfer, in_a_row_ms, plan, roomy_plans
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 
 MS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.25])
@@ -159,7 +159,7 @@ class Steps:
         return all(uses[0][device] > max(limits[device], uses[1][device]) for device in free)
 
     def plans(self, every, where, again=frozenset()):
-        """By order of the stages: one if they are a row, or segments."""
+        """By order of the stages, one if they are a row, or segments, each order of passes."""
         used = sorted(set(where.values()))
         orders = itertools.permutations(used) if every.contiguous else [None]
         for order in orders:
@@ -175,10 +175,12 @@ class Steps:
             pipeline = self.pipeline(every, where, stages, stage_of, again)
             times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
             times["transfers"] = pipeline.transfers
-            found = plan(
-                every.request.schedule, pipeline.places, every.request.chunks, training=every.training, **times
-            )
-            yield pipeline, stage_of, found
+            asked, chunks = every.request.schedule, every.request.chunks
+            if asked == "interleaved" and len(set(pipeline.places)) < len(pipeline.places):
+                plans = roomy_plans(pipeline, chunks)
+            else:
+                plans = [plan(asked, pipeline.places, chunks, training=every.training, **times)]
+            yield from ((pipeline, stage_of, found) for found in plans)
 
     def pipeline(self, every, where, stages, stage_of, again):
         kind = {device.name: device.type for device in every.devices}

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from graphlib import TopologicalSorter
 from math import inf
 from typing import Any
 
-from placer.schedule import Plan, Transfer, plan
+from placer.schedule import Pipeline, Plan, Transfer, in_a_row_ms, plan, roomy_plans, step_ms
 from placer.schema import Edge, Placement, PlacementRequest
 from placer.solver.referee import in_a_row, recompute
 from placer.solver.referee.claims import equal, near, require
@@ -57,16 +58,23 @@ class StepReading:
         request: the question, with all but the map chosen.
         where: by layer, its device.
         stages: the devices in pipeline order.
+        held: how many micro-batches each stage holds, where a device has several under ``interleaved``: the order that
+            holds so many. None for the order of ``placer.schedule.plan``.
+
+    Raises:
+        PlacementError: no order holds so many.
     """
 
-    def __init__(self, request: PlacementRequest, where: Where, stages: Sequence[str]) -> None:
+    def __init__(
+        self, request: PlacementRequest, where: Where, stages: Sequence[str], held: Sequence[int] | None = None
+    ) -> None:
         self._request, self._where = request, where
         self._types = {device.name: device.type for device in request.devices}
         self._links = {(link.source, link.target): link for link in request.placed_on.links}
         self.stage_of, self._devices = self._stages(stages)
         self._passes = {kind: self._sums(kind) for kind in ("forward", "backward", "weights")}
         self._values, self._gradients = self._crossings()
-        self.plan = self._plan()
+        self.plan = self._plan(held)
         self._optimizer_ms: dict[str, float] = defaultdict(float)
         for layer in request.profile.layers if request.is_training else ():
             device = where[layer.name]
@@ -94,23 +102,38 @@ class StepReading:
             total[self.stage_of[layer.name]] += times[kind]
         return total
 
-    def _plan(self) -> Plan:
-        names = [device.name for device in self._request.devices]
+    def _plan(self, held: Sequence[int] | None) -> Plan:
         schedule = self._request.schedule
         assert schedule != "auto"
-        forward, backward, weights = (self._passes[kind] for kind in ("forward", "backward", "weights"))
-        places = [names.index(device) for device in self._devices]
-        crossings = [Transfer(*pair, there, self._gradients.get(pair)) for pair, there in sorted(self._values.items())]
+        whole = self.pipeline
+        places = whole.places
+        if held is not None and schedule == "interleaved" and len(set(places)) < len(places):
+            alike = [one for one in roomy_plans(whole, self._request.chunks) if one.in_flight == tuple(held)]
+            require(bool(alike), f"step.in_flight is {tuple(held)}, which no order of these stages has")
+            return min(alike, key=partial(in_a_row_ms if self._request.steps == "in-a-row" else step_ms, whole))
         return plan(
             schedule,
             places,
             self._request.chunks,
-            forward_ms=forward,
-            backward_ms=backward,
-            weights_ms=weights,
-            transfers=crossings,
+            forward_ms=whole.forward_ms,
+            backward_ms=whole.backward_ms,
+            weights_ms=whole.weights_ms,
+            transfers=whole.transfers,
             training=self._request.is_training,
         )
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages, as ``placer.schedule`` takes them."""
+        names = [device.name for device in self._request.devices]
+        forward, backward, weights = (tuple(self._passes[kind]) for kind in ("forward", "backward", "weights"))
+        places = tuple(names.index(device) for device in self._devices)
+        crossings = [Transfer(*pair, there, self._gradients.get(pair)) for pair, there in sorted(self._values.items())]
+        optimizer = [0.0] * len(places)
+        for layer in self._request.profile.layers if self._request.is_training else ():
+            kind = self._types[self._where[layer.name]]
+            optimizer[self.stage_of[layer.name]] += layer.optimizer_ms.get(kind, 0.0)
+        return Pipeline(places, forward, backward, weights, tuple(crossings), tuple(optimizer))
 
     def _crossings(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
         """By maker's and first reader's stage, how long values take, and their gradients back."""
@@ -231,6 +254,15 @@ class StepReading:
         older = batch - self.plan.in_flight[stage]
         last = "weights" if self.plan.split else "backward"
         return {(stage, last, older)} if self.plan.training and older >= 0 else set()
+
+
+def possible_flights(request: PlacementRequest, where: Where, stages: Sequence[str]) -> list[Sequence[int]]:
+    """The micro-batches that stages hold, by each order that there is, where a device may have several stages."""
+    reading = StepReading(request, where, stages)
+    places = reading.pipeline.places
+    if len(set(places)) == len(places):
+        return [reading.plan.in_flight]
+    return [one.in_flight for one in roomy_plans(reading.pipeline, request.chunks)]
 
 
 def check_said(request: PlacementRequest, reading: StepReading, placement: Placement) -> None:

@@ -82,9 +82,8 @@ def _step(request: PlacementRequest, choices: Sequence[Choice], best: Choice, pl
     number = {device.name: index for index, device in enumerate(problem.devices)}
     devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]
     result = costs.evaluate(problem, devices)
-    assert result is not None
-    pipeline = pipelines.pipeline_of(problem, devices, result.stages, result.recompute)
-    plan = pipelines.plan_of(problem, pipeline)
+    assert result is not None and result.pipeline is not None and result.plan is not None
+    pipeline, plan = result.pipeline, result.plan
     optimizer = pipeline.optimizer_by_device()
     timeline = schedule.simulate(pipeline, plan)
     in_a_row_ms, bubble = schedule.in_a_row_ms(pipeline, plan), timeline.bubble

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from placer.errors import InputError
-from placer.schedule import Pass, Pipeline, Plan, Transfer, in_flight, merged, plan, simulate
+from placer.schedule import Pass, Pipeline, Plan, Transfer, in_flight, merged, plan, roomy_plans, simulate
 from placer.schedule.greedy import greedy
 
 SCHEDULES = st.sampled_from(["fill-drain", "1f1b", "zero-bubble", "interleaved"])
@@ -185,6 +185,33 @@ def test_no_pass_begins_where_one_that_somebody_waits_for_is_ready(chunks, data,
             if later:
                 number = min(other.micro_batch for other in later)
                 assert ready(task.stage, phase, number) > task.start_ms
+
+
+def test_a_device_with_the_first_stage_and_the_last_leaves_to_the_end_what_nobody_waits_for():
+    """It waits 3 ms for the last stage's first micro-batch, and then no more: as short as any order can be."""
+    forward, backward = (1.0, 4.0, 4.0, 10.0), (8.0, 8.0, 8.0, 20.0)
+    transfers = tuple(Transfer(stage, stage + 1, 0.0, 0.0) for stage in range(3))
+    pipeline = Pipeline((0, 1, 2, 0), forward, backward, tuple(time / 2 for time in backward), transfers)
+    *narrow, roomy = roomy_plans(pipeline, 6)
+    assert simulate(pipeline, roomy).step_ms == 3 + 6 * (1 + 10 + 8 + 20)
+    assert all(simulate(pipeline, other).step_ms > 237 for other in narrow)
+    assert {other.in_flight for other in narrow} == {(4, 3, 2, 1)} and roomy.in_flight == (6, 6, 6, 6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(chunks=SIZES, data=st.data())
+def test_every_interleaved_order_runs_every_pass_once_after_what_it_waits_for(chunks, data, strategies):
+    pipeline = data.draw(strategies.pipelines(alone=False))
+    assume(pipeline.transfers)
+    for found in roomy_plans(pipeline, chunks):
+        wanted = {
+            Pass(s, way, m)
+            for s in range(len(pipeline.places))
+            for way in ("forward", "backward")
+            for m in range(chunks)
+        }
+        assert len(found.issue) == len(wanted) and set(found.issue) == wanted
+        simulate(pipeline, found)
 
 
 def test_1f1b_holds_fewer_micro_batches_the_later_the_stage():

@@ -13,6 +13,7 @@ from placer_server.app import default_solver
 from placer_server.judge.timeline import MOST_PASSES, timeline
 from placer_server.openapi import examples
 
+WAYS = ("forward_ms", "backward_ms")
 HALVES = {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:1", "head": "cuda:1"}
 
 
@@ -67,6 +68,24 @@ def test_a_map_that_is_left_and_come_back_to_is_shown_by_its_segments():
     for device in ("cuda:0", "cuda:1"):
         mine = [p for p in shown.passes if p.device == device]
         assert all(one.end_ms <= other.start_ms + 1e-9 for one, other in itertools.pairwise(mine))
+
+
+def test_the_order_that_memory_has_room_for_is_the_one_that_is_shown():
+    where = {"embed": "cuda:0", "block.0": "cuda:1", "block.1": "cuda:1", "head": "cuda:0"}
+    request = example(objective="step", chunks=6, schedule="interleaved", constraints={"pinned": where})
+    times = zip(request.profile.layers, [(1.0, 8.0), (4.0, 8.0), (4.0, 8.0), (10.0, 20.0)], strict=True)
+    layers = [
+        layer.model_copy(
+            update={way: dict.fromkeys(layer.forward_ms, time) for way, time in zip(WAYS, both, strict=True)}
+        )
+        for layer, both in times
+    ]
+    profile = request.profile.model_copy(update={"layers": tuple(layers)})
+    asked = request.model_copy(update={"profile": profile})
+    placement = default_solver(asked)
+    assert placement.step.in_flight == (6, 6, 6)  # where memory is short, 3, 2 and 1
+    shown = timeline(asked, placement)
+    assert shown.step_ms == pytest.approx(placement.step.alone_ms - placement.step.optimizer_ms)
 
 
 def test_of_a_million_micro_batches_the_first_are_shown():

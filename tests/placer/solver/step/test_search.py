@@ -237,6 +237,37 @@ def test_a_free_map_with_room_for_micro_batches_in_flight_is_found():
     assert placement.layer_devices and not placement.contiguous
 
 
+@pytest.mark.parametrize(("memory_bytes", "held", "step_ms"), [(10_000, 6, 237.0), (100, 4, 239.0)])
+def test_a_free_map_holds_as_many_micro_batches_as_it_has_memory_for(memory_bytes, held, step_ms):
+    """The first layer and the last share a device; with room for all micro-batches at once that one hardly waits."""
+    rules = Constraints(colocated=(("l0", "l3"),), pinned={"l0": "d0", "l1": "d1", "l2": "d2"})
+    asked = {
+        "saved_bytes": 10,
+        "memory_bytes": memory_bytes,
+        "chunks": 6,
+        "constraints": rules,
+        "schedule": "interleaved",
+    }
+    request = row([1.0, 4.0, 4.0, 10.0], devices=3, **asked)
+    layers = [
+        layer.model_copy(update={"backward_ms": {"t": time}})
+        for layer, time in zip(request.profile.layers, (8.0, 8.0, 8.0, 20.0), strict=True)
+    ]
+    profile = request.profile.model_copy(update={"layers": tuple(layers)})
+    placement = solve(request.model_copy(update={"profile": profile}))
+    assert max(placement.step.in_flight) == held
+    assert placement.objective_value == pytest.approx(step_ms, abs=1e-6)
+
+
+def test_micro_batches_in_flight_that_no_order_has_are_refused():
+    rules = Constraints(colocated=(("l0", "l3"),), pinned={"l0": "d0", "l1": "d1", "l2": "d2"})
+    request = row([1.0] * 4, devices=3, chunks=4, constraints=rules, schedule="interleaved")
+    placement = solve(request)
+    claimed = placement.step.model_copy(update={"in_flight": (1, 1, 1, 1)})
+    with pytest.raises(PlacementError, match=r"step.in_flight is \(1, 1, 1, 1\), which no order"):
+        check(request, placement.model_copy(update={"step": claimed}))
+
+
 def test_a_stop_ends_the_search_with_the_best_so_far():
     import threading
 
