@@ -19,8 +19,11 @@ from placer.executor.training.pipeline import Order
 from placer.executor.training.step import Flow, TrainStep
 from placer.executor.training.update import Update
 from placer.executor.training.weighing import Weigh
-from placer.graph.given import refuse_no_chunks
+from placer.graph import arguments
+from placer.graph.batch import batch_size
+from placer.graph.given import refuse_more_chunks, refuse_no_chunks
 from placer.graph.losses import LossFunction
+from placer.graph.structure import flatten_inputs
 from placer.report.timeline import Measurement
 from placer.schema import Profile, Schedule
 
@@ -156,12 +159,15 @@ class PipelinedRuns(nn.Module):
 
         Raises:
             InputError: the flow is not placed, or the model runs through hooks, or the profile is of other layers; or
-                there is a target without a step, or ``step`` is none; or torch knows no such backend.
+                there is a target without a step, or ``step`` is none; ``chunks`` is more than the samples; or torch
+                knows no such backend.
         """
         if step is None and target is not None:
             raise InputError("to measure a training step give its target and step=; for inference, neither")
+        if chunks is not None:
+            refuse_no_chunks(chunks)
+            refuse_more_chunks(chunks, batch_size(flatten_inputs(*arguments.split(inputs))[0]))
         chunks = self.chunks if chunks is None else chunks
-        refuse_no_chunks(chunks)
         if profile is not None and not isinstance(profile, Profile):
             raise InputError(f"profile is {kind_of(profile)}; give the Profile, such as profile() returned")
         if step is not None and not isinstance(step, TrainStep):

@@ -92,6 +92,19 @@ def refuse_no_chunks(chunks: Any) -> None:
         raise InputError(f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more")
 
 
+def refuse_more_chunks(chunks: int, samples: int) -> None:
+    """Refuse more micro-batches than there are samples, where fewer would be another question's answer.
+
+    Raises:
+        InputError: there are more.
+    """
+    if chunks > samples:
+        raise InputError(
+            f"chunks={chunks} is more than the samples of the inputs, {samples}; give fewer, or the inputs of a whole "
+            "batch"
+        )
+
+
 def refuse_no_flags(**flags: Any) -> None:
     """Refuse what is neither True nor False: a word such as "no" would count as True.
 
@@ -106,6 +119,7 @@ def refuse_no_flags(**flags: Any) -> None:
 __all__ = [
     "refuse_half_a_loss",
     "refuse_lbfgs",
+    "refuse_more_chunks",
     "refuse_no_chunks",
     "refuse_no_flags",
     "refuse_no_loss",

@@ -75,7 +75,7 @@ def test_more_micro_batches_than_samples_are_refused(run: Run, placed: Callable[
     # as many as there were samples were measured.
     answer = run(*TOY, placed(False), "--input", "4x10", "--chunks", "8")
     assert answer.code == 2
-    assert "--chunks 8 is more than the 4 samples of --input" in answer.err
+    assert "chunks=8 is more than the samples of the inputs, 4" in answer.err
 
 
 def test_a_trace_that_cannot_be_written_is_exit_code_2_and_what_was_measured_is_still_printed(

@@ -220,6 +220,16 @@ def test_a_step_whose_loss_needs_no_target_is_measured_without_one() -> None:
     assert sum(row.kind == "backward" for row in measurement.measured) == DEVICES * CHUNKS
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_more_micro_batches_than_samples_are_refused(training: bool) -> None:
+    model, inputs, target, profile = _case(training)  # as many as there were samples were measured
+    with logical_devices(DEVICES):
+        flow = _placed(model, profile)
+        step = flow.train_step(functional.mse_loss) if training else None
+        with pytest.raises(InputError, match="chunks=9 is more than the samples of the inputs, 8; give"):
+            flow.measure(inputs, target if training else None, step=step, chunks=ROWS + 1)
+
+
 def test_a_flow_that_is_not_placed_is_refused() -> None:
     with pytest.raises(InputError, match="call update_flow"):
         DataFlow(nn.Linear(2, 2)).measure(torch.zeros(2, 2))
