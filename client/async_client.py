@@ -14,6 +14,7 @@ from placer.schema import (
     Cluster,
     Comparison,
     Evaluation,
+    Node,
     Objective,
     Placement,
     PlacementPage,
@@ -169,13 +170,31 @@ class AsyncClient:
         """See ``Client.stored_profile``."""
         return await self._carry_out(self._dialogue.stored_profile(id))
 
-    async def cluster(self) -> Cluster:
+    async def cluster(
+        self,
+        nodes: Sequence[str] = (),
+        *,
+        network_bytes_per_s: float | None = None,
+        network_latency_s: float = 0.0,
+    ) -> Cluster:
         """See ``Client.cluster``."""
-        return await self._carry_out(self._dialogue.cluster())
+        return await self._carry_out(self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s))
 
     async def measure_cluster(self) -> Cluster:
         """See ``Client.measure_cluster``."""
         return await self._carry_out(self._dialogue.measure_cluster())
+
+    async def nodes(self) -> tuple[Node, ...]:
+        """See ``Client.nodes``."""
+        return await self._carry_out(self._dialogue.nodes())
+
+    async def register_node(self, name: str, cluster: Cluster) -> Node:
+        """See ``Client.register_node``."""
+        return await self._carry_out(self._dialogue.register_node(name, cluster))
+
+    async def forget_node(self, name: str) -> None:
+        """See ``Client.forget_node``."""
+        await self._carry_out(self._dialogue.forget_node(name))
 
     async def health(self) -> Health:
         """See ``Client.health``."""

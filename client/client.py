@@ -14,6 +14,7 @@ from placer.schema import (
     Cluster,
     Comparison,
     Evaluation,
+    Node,
     Objective,
     Placement,
     PlacementPage,
@@ -245,13 +246,53 @@ class Client:
         """A profile that placements were asked for, or that was measured there; summaries have its id."""
         return self._carry_out(self._dialogue.stored_profile(id))
 
-    def cluster(self) -> Cluster:
-        """The devices of the service's machine and the links between them."""
-        return self._carry_out(self._dialogue.cluster())
+    def cluster(
+        self,
+        nodes: Sequence[str] = (),
+        *,
+        network_bytes_per_s: float | None = None,
+        network_latency_s: float = 0.0,
+    ) -> Cluster:
+        """The devices of the service's machine, or of nodes that registered, and the links between them.
+
+        Args:
+            nodes: the names of those whose devices are joined, ``NODE/cuda:0``; the service's own if there are none.
+            network_bytes_per_s: from one node's memory to another's; needed where there are several.
+            network_latency_s: of a transfer between nodes.
+
+        Raises:
+            InputError: there are several nodes and no network, or they have too many devices.
+            ServerError: there is no such node, or the service cannot answer.
+        """
+        return self._carry_out(self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s))
 
     def measure_cluster(self) -> Cluster:
-        """Have them measured anew. Where the answer is lost this is not asked twice: ``cluster`` has it later."""
+        """Have the devices of the service's machine measured anew.
+
+        Where the answer is lost this is not asked twice: ``cluster`` has it later.
+        """
         return self._carry_out(self._dialogue.measure_cluster())
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes that registered, by name."""
+        return self._carry_out(self._dialogue.nodes())
+
+    def register_node(self, name: str, cluster: Cluster) -> Node:
+        """Register a node with its devices, so that placements can span hosts; again is an update.
+
+        Args:
+            name: of the node.
+            cluster: its devices, as the service there tells them: ``client.cluster()``.
+
+        Raises:
+            InputError: these are no devices of one node, or too many.
+            ServerError: the name is none that a node can have, or the service cannot answer.
+        """
+        return self._carry_out(self._dialogue.register_node(name, cluster))
+
+    def forget_node(self, name: str) -> None:
+        """Forget a node. Where the answer is lost this is not asked twice: ``nodes`` tells whether it is there."""
+        self._carry_out(self._dialogue.forget_node(name))
 
     def health(self) -> Health:
         """Whether the service lives, and the version of its Placer."""

@@ -18,6 +18,8 @@ from placer.schema import (
     Cluster,
     Comparison,
     Evaluation,
+    Node,
+    NodeList,
     Placement,
     PlacementPage,
     PlacementRequest,
@@ -207,15 +209,36 @@ class Dialogue(Sender):
         """Ask for a profile that the service has."""
         return (yield from self._get(Profile, f"/v1/profiles/{_quoted(key)}"))
 
-    def cluster(self) -> Exchange[Cluster]:
-        """Ask for the service's own devices; measuring them the first time takes a while."""
-        reply = yield from self.send(Call("GET", "/v1/cluster", wait_s=MEASURING_S))
+    def cluster(self, nodes: Sequence[str], network_bytes_per_s: float | None, latency_s: float) -> Exchange[Cluster]:
+        """Ask for the service's own devices, which takes a while the first time, or for those of nodes."""
+        if isinstance(nodes, str):
+            raise InputError(f"nodes is {nodes!r}; give a list of names, [{nodes!r}]")
+        network = {"network_bytes_per_s": network_bytes_per_s, "network_latency_s": latency_s or None}
+        asked = [("node", _name(node)) for node in nodes]
+        asked += [(name, f"{value}") for name, value in network.items() if value is not None]
+        query = f"?{urlencode(asked)}" if asked else ""
+        reply = yield from self.send(Call("GET", f"/v1/cluster{query}", wait_s=MEASURING_S))
         return self.read(Cluster, reply)
 
     def measure_cluster(self) -> Exchange[Cluster]:
         """Have them measured anew; each time that this is asked takes the devices for a while."""
         reply = yield from self.send(Call("POST", "/v1/cluster:measure", wait_s=MEASURING_S, repeatable=False))
         return self.read(Cluster, reply)
+
+    def nodes(self) -> Exchange[tuple[Node, ...]]:
+        """Ask which nodes registered."""
+        return (yield from self._get(NodeList, "/v1/nodes")).nodes
+
+    def register_node(self, name: str, cluster: Cluster) -> Exchange[Node]:
+        """Register a node, or its devices anew."""
+        if not isinstance(cluster, Cluster):
+            raise InputError(f"cluster is {kind_of(cluster)}; give a Cluster, such as that node's client.cluster()")
+        reply = yield from self.send(Call("PUT", _node(name), cluster.model_dump_json().encode()))
+        return self.read(Node, reply)
+
+    def forget_node(self, name: str) -> Exchange[None]:
+        """Forget a node; asked twice, the second answer would be that there is none."""
+        yield from self.send(Call("DELETE", _node(name), repeatable=False))
 
     def profile(self, request: ProfileRequest, wait: float | None) -> Exchange[Profile]:
         """Have a graph measured, and ask again until its profile is there."""
@@ -291,6 +314,16 @@ def _quoted(key: str) -> str:
     if not isinstance(key, str):
         raise InputError(f"the id is {kind_of(key)}; give 32 hexadecimal digits, such as placement.id")
     return quote(key, safe="")
+
+
+def _node(name: str) -> str:
+    return f"/v1/nodes/{quote(_name(name), safe='')}"
+
+
+def _name(node: str) -> str:
+    if not isinstance(node, str):
+        raise InputError(f"a node is {kind_of(node)}; give its name, such as node.name")
+    return node
 
 
 def _map(where: Map) -> dict[str, str]:

@@ -49,7 +49,7 @@ class Call:
     """One HTTP request.
 
     Attributes:
-        method: ``GET``, ``POST`` or ``DELETE``.
+        method: ``GET``, ``POST``, ``PUT`` or ``DELETE``.
         path: on the service.
         content: the JSON body.
         wait_s: how long the service may take on purpose before it answers, on top of the client's timeout.

@@ -21,7 +21,7 @@ from placer.schema.base import (
     Transfers,
 )
 from placer.schema.batch import Batch, BatchAnswer, BatchAnswers
-from placer.schema.cluster import Cluster, Device, Link, Rate
+from placer.schema.cluster import Cluster, Device, Link, Node, NodeList, Rate
 from placer.schema.history import PlacementPage, Progress, Summary
 from placer.schema.judgement import Comparison, Evaluation, Fault, FaultKind, Move
 from placer.schema.placement import (
@@ -64,6 +64,8 @@ __all__ = [
     "Link",
     "MemoryUse",
     "Move",
+    "Node",
+    "NodeList",
     "Objective",
     "Placement",
     "PlacementPage",

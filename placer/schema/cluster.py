@@ -114,3 +114,29 @@ class Cluster(Wire):
     def link(self, source: str, target: str) -> Link | None:
         """The link from ``source`` to ``target``, or None where there is none."""
         return next((link for link in self.links if (link.source, link.target) == (source, target)), None)
+
+
+class Node(Wire):
+    """A node that registered its devices at a service.
+
+    Attributes:
+        name: of the node.
+        created_s: when it registered last, in seconds since 1970.
+        devices: the names of its devices.
+        types: their types, each once.
+    """
+
+    name: str
+    created_s: float
+    devices: tuple[str, ...]
+    types: tuple[str, ...]
+
+
+class NodeList(Wire):
+    """The nodes that registered.
+
+    Attributes:
+        nodes: by name.
+    """
+
+    nodes: tuple[Node, ...]

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel
 
-from placer.schema import Cluster, Device
+from placer.schema import Cluster, Device, Node, NodeList
 
 from ..node.network import join
 from ..problem import Problem, clip
@@ -54,32 +53,6 @@ Latency = Annotated[
 ]
 
 
-class Node(BaseModel):
-    """A node in a list.
-
-    Attributes:
-        name: of the node.
-        created_s: when it registered last, in seconds since 1970.
-        devices: the names of its devices.
-        types: their types, each once.
-    """
-
-    name: str
-    created_s: float
-    devices: list[str]
-    types: list[str]
-
-
-class NodeList(BaseModel):
-    """The nodes that registered.
-
-    Attributes:
-        nodes: by name.
-    """
-
-    nodes: list[Node]
-
-
 @router.put("/v1/nodes/{name}", response_model=Node)
 async def put_node(request: Request, name: str, service: Serving) -> Response:
     """Register a node with its devices, as its own `GET /v1/cluster` tells them; again is an update."""
@@ -100,7 +73,7 @@ async def list_nodes(request: Request, service: Serving) -> Response:
     """The nodes that registered, by name."""
     found = await service.store.ask(service.store.nodes)
     nodes = await asyncio.to_thread(_listed, found)
-    return json_reply(request, NodeList(nodes=nodes).model_dump_json().encode(), tagged=True)
+    return json_reply(request, nodes.model_dump_json().encode(), tagged=True)
 
 
 @router.delete("/v1/nodes/{name}", status_code=204)
@@ -174,8 +147,9 @@ def _slow_ways(device: Device) -> Iterator[str]:
             yield f"{way}.latency_s is {rate.latency_s:g}; a node's are {LONGEST_LATENCY_S:g} or less"
 
 
-def _listed(found: dict[str, tuple[float, bytes]]) -> list[Node]:
-    return [_described(name, at, Cluster.model_validate_json(content)) for name, (at, content) in found.items()]
+def _listed(found: dict[str, tuple[float, bytes]]) -> NodeList:
+    nodes = (_described(name, at, Cluster.model_validate_json(content)) for name, (at, content) in found.items())
+    return NodeList(nodes=tuple(nodes))
 
 
 def _joined(chosen: dict[str, Cluster], network_bytes_per_s: float, latency_s: float) -> bytes:
@@ -183,8 +157,9 @@ def _joined(chosen: dict[str, Cluster], network_bytes_per_s: float, latency_s: f
 
 
 def _described(name: str, created_s: float, cluster: Cluster) -> Node:
-    types = list(dict.fromkeys(device.type for device in cluster.devices))
-    return Node(name=name, created_s=created_s, devices=[device.name for device in cluster.devices], types=types)
+    types = tuple(dict.fromkeys(device.type for device in cluster.devices))
+    devices = tuple(device.name for device in cluster.devices)
+    return Node(name=name, created_s=created_s, devices=devices, types=types)
 
 
 def _check_name(name: str) -> None:

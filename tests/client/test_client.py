@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from placer.errors import InputError, ServerError, TimeoutExceeded, UnreachableError
-from placer.schema import Batch, Cluster, Placement, PlacementRequest
+from placer.schema import Batch, Cluster, Node, Placement, PlacementRequest
 from placer_client import AsyncClient, Client, exchange
 from placer_client.following import Following
 
@@ -166,6 +166,20 @@ def test_one_request_for_many_and_an_id_for_a_graph_are_told_what_to_ask_instead
         ask(Script(), "place_many", request_)
     with pytest.raises(InputError, match=r"the request is a str; .* stored_profile\(id\)"):
         ask(Script(), "profile", KEY)
+
+
+def test_what_is_no_node_and_no_cluster_is_named_and_not_sent(ask):
+    script = Script()
+    node = Node(name="a", created_s=1.0, devices=("cuda:0",), types=("gpu",))
+    with pytest.raises(InputError, match=r"nodes is 'ab'; give a list of names, \['ab'\]"):
+        ask(script, "cluster", "ab")
+    with pytest.raises(InputError, match=r"a node is a Node; give its name, such as node\.name"):
+        ask(script, "cluster", [node])
+    with pytest.raises(InputError, match=r"a node is a Node; give its name, such as node\.name"):
+        ask(script, "forget_node", node)
+    with pytest.raises(InputError, match=r"cluster is a dict; give a Cluster, such as that node's client\.cluster\(\)"):
+        ask(script, "register_node", "a", {"devices": []})
+    assert not script.calls
 
 
 @pytest.mark.parametrize("client", [Client, AsyncClient])

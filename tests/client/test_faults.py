@@ -12,7 +12,7 @@ import pytest
 from faulty_network import AFTER, BEFORE, Async, Faulty, Sync
 
 from placer.errors import InputError, PlacerError, ServerError, TimeoutExceeded, UnreachableError
-from placer.schema import Placement, PlacementRequest, Progress
+from placer.schema import Cluster, Placement, PlacementRequest, Progress
 from placer_client import AsyncClient, Client
 from placer_server.app import background
 from placer_server.openapi import examples
@@ -155,6 +155,31 @@ def test_devices_are_measured_where_the_service_had_seen_nothing(ask, fault):
     faulty = Faulty(fault, answer=httpx.Response(200, json=cluster))
     assert len(ask(faulty, "measure_cluster").devices) == 2
     assert faulty.seen == ["POST /v1/cluster:measure"]
+
+
+def test_nodes_that_registered_are_listed_joined_and_forgotten(ask):
+    cluster = Cluster.model_validate(examples.clusters()["two devices"]["value"])
+    for name in ("a", "b"):
+        assert ask(Faulty("lost"), "register_node", name, cluster).devices == ("cuda:0", "cuda:1")
+    assert [node.name for node in ask(Faulty(), "nodes")] == ["a", "b"]
+    joined = ask(Faulty(), "cluster", ["a", "b"], network_bytes_per_s=1e9, network_latency_s=1e-3)
+    assert [device.name for device in joined.devices] == ["a/cuda:0", "a/cuda:1", "b/cuda:0", "b/cuda:1"]
+    assert joined.link("a/cuda:0", "b/cuda:1").latency_s == pytest.approx(1e-3)
+    with pytest.raises(InputError, match="give network_bytes_per_s"):
+        ask(Faulty(), "cluster", ["a", "b"])
+    for name in ("a", "b"):
+        ask(Faulty(), "forget_node", name)
+    assert ask(Faulty(), "nodes") == ()
+    with pytest.raises(ServerError, match="no node 'a' is registered"):
+        ask(Faulty(), "cluster", ["a"])
+
+
+@pytest.mark.parametrize("fault", [fault for fault in AFTER if fault != "half"])  # an empty answer has none
+def test_a_node_is_not_forgotten_again_where_the_answer_was_lost(ask, fault):
+    faulty = Faulty(fault, answer=httpx.Response(204))
+    with pytest.raises(ServerError, match=r"look first|answered 50"):
+        ask(faulty, "forget_node", "a")
+    assert faulty.seen == ["DELETE /v1/nodes/a"]
 
 
 def test_events_tell_of_a_solve_until_it_ends_and_take_a_broken_stream_up_again(ask):
