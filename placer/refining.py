@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from placer.correction import improve
 from placer.errors import InputError, kind_of
 from placer.executor.compiled_segments import Backend, backend_of
+from placer.graph import arguments
 from placer.graph.batch import batch_size
 from placer.graph.given import refuse_half_a_loss, refuse_no_loss, refuse_no_module
 from placer.graph.losses import LossFunction
@@ -66,7 +67,8 @@ def refine(
 
     Raises:
         InputError: there is no placement, or rounds or repeats are below 1; the profile is of other layers, another
-            model or another batch; a loss or a target is given without the other; or torch knows no such backend.
+            model or another batch; the inputs hold no tensor; a loss or a target is given without the other; or torch
+            knows no such backend.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
@@ -120,7 +122,9 @@ def _refuse_unlike(profile: Profile, placement: Placement, example_inputs: Any) 
         raise InputError(
             f"the placement has a layer {unknown!r}, and the profile has none; give the profile that it was solved from"
         )
-    samples = batch_size(flatten(inputs.split(example_inputs))[0])
+    leaves, _ = flatten(inputs.split(example_inputs))
+    arguments.refuse_no_tensor(example_inputs, leaves, "example_inputs")
+    samples = batch_size(leaves)
     if profile.graph_hash and profile.batch_size != samples:  # one that was written by hand need not say its batch
         raise InputError(
             f"example_inputs are a micro-batch of {samples}, and the profile is of one of {profile.batch_size}; "

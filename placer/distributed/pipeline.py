@@ -22,7 +22,7 @@ from placer.distributed.tree import Names
 from placer.distributed.weights import Weights, is_hooked
 from placer.errors import InputError, PlacerError
 from placer.graph import arguments
-from placer.graph.losses import refuse_other_batch
+from placer.graph.losses import refuse_arrays, refuse_other_batch
 from placer.graph.structure import Structure, flatten, flatten_inputs
 
 _OTHER = (
@@ -331,6 +331,7 @@ class Pipeline:
         if not self.is_last:
             return None
         size = self._shape.samples * self.chunks
+        refuse_arrays(target)
         refuse_other_batch(flatten(target)[0], size, _OTHER)
         self._head.take(target, size)
         return torch.arange(self.chunks)

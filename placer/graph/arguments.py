@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from placer.errors import InputError
+from torch import Tensor
+
+from placer.errors import InputError, kind_of
 
 
 def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -32,6 +34,21 @@ def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str,
     if isinstance(inputs, tuple) and not hasattr(inputs, "_fields"):
         return inputs, {}
     return (inputs,), {}
+
+
+def refuse_no_tensor(inputs: Any, leaves: Sequence[Any], name: str = "inputs") -> None:
+    """Refuse inputs that hold no tensor, numpy arrays say.
+
+    Args:
+        inputs: as they were given.
+        leaves: the same, flattened.
+        name: of the inputs, for the message.
+
+    Raises:
+        InputError: they hold none.
+    """
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise InputError(f"{name}, {kind_of(inputs)}, hold no tensor; give tensors, as torch.as_tensor(x) is")
 
 
 def advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:

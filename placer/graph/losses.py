@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from numpy import ndarray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from placer.errors import InputError, kind_of
 
@@ -41,6 +43,19 @@ def refuse_untrained(loss: Tensor) -> None:
         )
 
 
+def refuse_arrays(target: Any) -> None:
+    """Refuse a target that has numpy arrays: every micro-batch would be given the whole of them.
+
+    Raises:
+        InputError: it has.
+    """
+    for leaf in tree_leaves(target):
+        if isinstance(leaf, ndarray):
+            raise InputError(
+                f"the target has a numpy array of shape {leaf.shape}; give tensors, as torch.as_tensor(x) is"
+            )
+
+
 def refuse_other_batch(
     target: Iterable[Any], size: int, way_out: str = "its first dimension must be the batch"
 ) -> None:
@@ -59,4 +74,4 @@ def refuse_other_batch(
             raise InputError(f"a target of shape {tuple(tensor.shape)} goes with a batch of {size} samples; {way_out}")
 
 
-__all__ = ["LossFunction", "refuse_no_number", "refuse_other_batch", "refuse_untrained"]
+__all__ = ["LossFunction", "refuse_arrays", "refuse_no_number", "refuse_other_batch", "refuse_untrained"]

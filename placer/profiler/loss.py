@@ -22,7 +22,7 @@ from placer import devices, schema
 from placer.errors import InputError, PlacerError, ProfilingError
 from placer.graph.given import refuse_half_a_loss, refuse_no_loss
 from placer.graph.layers import Layer, LayerGraph, Value, tensor_bytes
-from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
+from placer.graph.losses import LossFunction, refuse_arrays, refuse_no_number, refuse_other_batch, refuse_untrained
 from placer.graph.structure import Structure, flatten
 from placer.profiler import inputs
 from placer.profiler.measure import measure_trial, ran_out
@@ -124,6 +124,7 @@ def given_loss(loss_fn: LossFunction | None, target: Any, training: bool, batch:
         raise InputError("loss_fn and target belong to training; leave them out with training=False")
     refuse_no_loss(loss_fn)
     leaves, structure = flatten(target)
+    refuse_arrays(target)
     refuse_other_batch(leaves, batch)
     return Loss(loss_fn, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 

@@ -124,6 +124,8 @@ def test_a_placement_of_nothing_is_refused() -> None:
         ({"model": zoo.gpt(3, 16, 2, 16, 50)}, r"GPT have \d+ bytes of parameters, those of the profile \d+"),
         ({"loss_fn": nn.CrossEntropyLoss, "target": TOKENS}, r"such as CrossEntropyLoss\(\)"),
         ({"example_inputs": TOKENS[:1]}, "a micro-batch of 1, and the profile is of one of 2"),
+        ({"example_inputs": TOKENS.numpy()}, "example_inputs, a ndarray, hold no tensor; give tensors"),
+        ({"loss_fn": token_loss, "target": TOKENS.numpy()}, r"the target has a numpy array of shape \(2, 16\); give"),
         ({"placement": {"layer_devices": {"0": "cpu:0"}}}, "a layer '0', and the profile has none"),
         ({"placement": {"batch_size": 8}}, "the placement is of micro-batches of 8, and the profile is of one of 2"),
     ],

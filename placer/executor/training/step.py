@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.errors import InputError, kind_of
+from placer.errors import InputError
 from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
 from placer.executor.pipeline import cut, micro_batch_sizes
@@ -25,7 +25,7 @@ from placer.executor.training.weighing import Weigh, Weighing
 from placer.graph import arguments, autocast
 from placer.graph.batch import batch_size
 from placer.graph.given import refuse_no_chunks, refuse_no_loss, refuse_sum
-from placer.graph.losses import LossFunction, refuse_no_number, refuse_other_batch, refuse_untrained
+from placer.graph.losses import LossFunction, refuse_arrays, refuse_no_number, refuse_other_batch, refuse_untrained
 from placer.graph.structure import flatten, flatten_inputs
 
 
@@ -161,6 +161,7 @@ class TrainStep:
         goals, target_structure = flatten(target)
         size = batch_size(tensors)
         _refuse_no_batch(inputs, tensors, size)
+        refuse_arrays(target)
         refuse_other_batch(goals, size)
         self._others.refuse_nothing_stepped([*tensors, *goals])
         sizes = _sizes(self.flow.chunks if chunks is None else chunks, size)
@@ -263,8 +264,7 @@ class TrainStep:
 
 
 def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:
-    if not any(isinstance(tensor, Tensor) for tensor in tensors):
-        raise InputError(f"inputs, {kind_of(inputs)}, hold no tensor; give tensors, as torch.as_tensor(x) is")
+    arguments.refuse_no_tensor(inputs, tensors)
     if not size:
         raise InputError("the batch has no samples: leave empty batches out")
 
