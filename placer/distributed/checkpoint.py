@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from placer.distributed import optimizer_state
-from placer.errors import InputError
+from placer.errors import InputError, kind_of
 
 _OPTIMIZER = "optimizer."
 
@@ -92,7 +92,7 @@ def save(
     """Write what all processes hold.
 
     Raises:
-        InputError: it cannot be written there.
+        InputError: it cannot be written there, or the path is none.
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     if optimizer is not None:
@@ -110,7 +110,7 @@ def load(
     """Read what this process holds.
 
     Raises:
-        InputError: there is none, or it is of another model or optimizer.
+        InputError: there is none, the path is none, or it is of another model or optimizer.
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     with _explained("read", path):
@@ -131,7 +131,9 @@ def _filled(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _explained(done: str, path: str | PathLike[str]) -> Iterator[None]:
-    """Say in one line what every process is told when one of them fails."""
+    """Say in one line what every process is told when one of them fails; a path that is none is refused in each."""
+    if not isinstance(path, str | PathLike):
+        raise InputError(f"path is {kind_of(path)}; give a folder that all processes see")
     try:
         yield
     except (CheckpointException, OSError) as error:

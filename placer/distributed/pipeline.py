@@ -235,6 +235,9 @@ class Pipeline:
         Args:
             path: of a folder that all processes see.
             optimizer: of this process's parameters, whose state is saved too.
+
+        Raises:
+            InputError: it cannot be written there.
         """
         checkpoint.save(self.module, path, optimizer, self._group)
 
@@ -244,6 +247,9 @@ class Pipeline:
         Args:
             path: of the folder.
             optimizer: of this process's parameters, whose state is read too.
+
+        Raises:
+            InputError: it cannot be read, or is of another model or optimizer.
         """
         checkpoint.load(self.module, path, optimizer, self._group)
         self._weights.empty = False

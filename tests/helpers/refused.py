@@ -86,6 +86,13 @@ def checkpoint(make: Make, places: Mapping[str, str], path: str) -> str:
     return told(lambda: pipeline.load(path))
 
 
+def no_path(make: Make, places: Mapping[str, str]) -> list[str]:
+    """The errors of a checkpoint that is to be nowhere."""
+    pipeline, *_ = built(make, places, 2)
+    nowhere: Any = None
+    return [told(lambda: pipeline.save(nowhere)), told(lambda: pipeline.load(nowhere))]
+
+
 def state(make: Make, places: Mapping[str, str], rank: int) -> str:
     """The error of a whole state for a process that is none."""
     pipeline, *_ = built(make, places, 2)

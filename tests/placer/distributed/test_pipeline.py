@@ -302,6 +302,12 @@ def test_a_checkpoint_that_is_not_there_is_named_everywhere(ranks: RankPool, tmp
         assert re.match("InputError: the checkpoint '.*none' cannot be read: .*; give a folder that all", found), found
 
 
+def test_a_checkpoint_without_a_path_is_refused(ranks: RankPool) -> None:
+    # torch asked for a checkpoint_id instead, which is no argument here.
+    for found in ranks.run(refused.no_path, models.chain, CHAIN):
+        assert found == ["InputError: path is None; give a folder that all processes see"] * 2
+
+
 @pytest.mark.parametrize(("chunks", "devices", "rounds"), [(7, 3, 1), (9, 2, 1), (11, 4, 2)])
 def test_micro_batches_that_a_schedule_cannot_have_name_the_nearest_that_it_can(
     chunks: int, devices: int, rounds: int
