@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from placer import schema
-from placer.devices import DeviceLike, keep_random_state, resolve, type_name, unobserved, warm_libraries
+from placer.devices import CPU, DeviceLike, keep_random_state, resolve, type_name, unobserved, warm_libraries
 from placer.errors import InputError, ProfilingError
 from placer.graph.batch import batch_size
 from placer.graph.capture import capture
@@ -22,6 +22,7 @@ from placer.profiler import inputs
 from placer.profiler.cache import Cache, CacheLike, open_cache
 from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
 from placer.profiler.conditions import conditions, optimizer_facts
+from placer.profiler.core_waits import CoreWaits, busy
 from placer.profiler.graphs import KnownGraphs
 from placer.profiler.links import links_to_measure
 from placer.profiler.loss import Loss, given_loss, with_loss
@@ -148,6 +149,7 @@ def profile(
             graphs = _graphs(model, calls, granularity, folder, list(known.values()), step, loss is not None)
             layers = [layer for graph in graphs for layer in graph.layers]
             step.expect(sum(len(of_kind.missing(layers)) for of_kind in known.values()))
+            waits = CoreWaits()
             measured = [
                 {
                     kind: measure_layers(graph, batch, device, training, repeats, step, state, known[kind])
@@ -155,14 +157,16 @@ def profile(
                 }
                 for graph, batch in zip(graphs, given, strict=True)
             ]
+            waited = waits.share()
             losses = _losses(loss, graphs, measured, by_type, batch_sizes, repeats, step)
             cluster = measure(found, limits, step, folder, fragmented_bytes(measured))
     counts = [sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")]
     _log.info("%d layers were measured, %d taken from the cache", *counts)
     profiles = [write(graph, rows, training, state, cluster) for graph, rows in zip(graphs, measured, strict=True)]
-    for kind in by_type:
-        if unsteady := next(filter(None, (one.unsteady(kind) for one in profiles)), ""):
-            _log.warning("%s", unsteady)
+    for kind, device in by_type.items():
+        waiting = busy(kind, waited) if device.type == CPU else ""
+        if told := next(filter(None, (*(one.unsteady(kind) for one in profiles), waiting)), ""):
+            _log.warning("%s", told)
     if loss is not None:
         each = zip(profiles, graphs, loss.resized(batch_sizes), losses, strict=True)
         profiles = [with_loss(*of_size) for of_size in each]

@@ -20,6 +20,7 @@ from placer.errors import InputError, ProfilingError
 from placer.profiler import measure as measuring
 from placer.profiler import profile as profile_module
 from placer.profiler import timing
+from placer.profiler.core_waits import CoreWaits
 from placer.schema import Profile
 
 TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "spread", "host_ms")
@@ -380,6 +381,17 @@ def test_timings_that_are_far_apart_are_told_of(
     found = placer.profile(model, x, 2, training=False, progress=False, repeats=1)
     (kind,) = found.layers[0].forward_ms
     assert (f"timings on {kind} are 50% apart: other programs kept it busy" in caplog.text) == told
+
+
+@pytest.mark.parametrize(("waited", "told"), [(0.33, False), (0.5, True)])
+def test_a_cpu_on_which_threads_waited_for_a_core_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waited: float, told: bool
+) -> None:
+    # Beside a program that never rests all timings are as long: they lay 0% apart.
+    monkeypatch.setattr(timing, "spread", lambda times: 0.0)
+    monkeypatch.setattr(CoreWaits, "share", lambda waits: waited)
+    quick_profile(small_cnn(), torch.randn(2, 3, 8, 8), training=False)
+    assert ("a thread waited for a core 50% of its time" in caplog.text) == told
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.5, "3"])
