@@ -1,4 +1,4 @@
-"""Quantities as people write them: ``1.2 GiB``, ``3.4 ms``."""
+"""Quantities as people write them: ``1.2 GiB``, ``3.4 ms``, ``2 devices``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ __all__ = [
     "Text",
     "bandwidth_text",
     "bytes_text",
+    "count_text",
     "ms_text",
     "parse_bandwidth",
     "parse_bytes",
@@ -38,6 +39,17 @@ def bytes_text(size_bytes: float) -> str:
         size_bytes /= 1024
         power += 1
     return f"{size_bytes:.0f} B" if power == 0 else f"{size_bytes:.1f} {_BINARY[power]}"
+
+
+def count_text(count: int, one: str, several: str = "") -> str:
+    """A number of things: ``1 layer``, ``3 micro-batches``.
+
+    Args:
+        count: how many.
+        one: what one is called.
+        several: what several are called, where that is not ``one`` with an s.
+    """
+    return f"{count} {one}" if count == 1 else f"{count} {several or f'{one}s'}"
 
 
 def ms_text(time_ms: float) -> str:

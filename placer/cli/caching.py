@@ -9,7 +9,7 @@ import typer
 
 from placer.errors import InputError
 from placer.profiler.cache import Cache, open_cache
-from placer.units import bytes_text
+from placer.units import bytes_text, count_text
 
 
 def cache(
@@ -36,11 +36,11 @@ def cache(
     if found is None:
         raise InputError("PLACER_CACHE turns the cache off; name a folder with --folder")
     if action == "clear":
-        print(f"{found.clear(older_than)} entries removed from {found.folder}")
+        print(f"{count_text(found.clear(older_than), 'entry', 'entries')} removed from {found.folder}")
     else:
         print(_size(found))
 
 
 def _size(found: Cache) -> str:
     count, total_bytes = found.size()
-    return f"{found.folder}: {count} entries, {bytes_text(total_bytes)}"
+    return f"{found.folder}: {count_text(count, 'entry', 'entries')}, {bytes_text(total_bytes)}"

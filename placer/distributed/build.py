@@ -34,6 +34,7 @@ from placer.graph.given import refuse_no_loss, refuse_no_module, refuse_sum
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction
 from placer.schema import Placement
+from placer.units import count_text
 
 
 @torch.inference_mode(False)  # inside it, copies of tied weights could not be trained
@@ -174,7 +175,8 @@ class _Placed:
     def how(self, training: bool) -> str:
         """What all processes must agree in, beside the model and its places."""
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
-        return f"{self.chunks} micro-batches, {self.schedule}, {'training' if training else 'forwards alone'}{again}"
+        chunks = count_text(self.chunks, "micro-batch", "micro-batches")
+        return f"{chunks}, {self.schedule}, {'training' if training else 'forwards alone'}{again}"
 
     def idle(self, used: Collection[str]) -> str:
         """For a message: the devices that are named, and have nothing to run."""

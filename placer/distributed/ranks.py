@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from placer import devices as hardware
 from placer.errors import PlacementError
+from placer.units import count_text
 
 SEPARATOR = "/"
 """Between host and device: ``host0/cuda:1``."""
@@ -77,8 +78,9 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
     """
     if len(devices) != len(processes):
         raise PlacementError(
-            f"the placement uses {len(devices)} devices ({', '.join(devices[:8])}), and there are {len(processes)} "
-            f"processes: start {len(devices)}, one for each device, or give a process group of {len(devices)}"
+            f"the placement uses {count_text(len(devices), 'device')} ({', '.join(devices[:8])}), and the group has "
+            f"{_processes(processes)}: start {len(devices)}, one for each device, or give a process group of "
+            f"{len(devices)}"
         )
     nodes = _nodes(processes)
     hosts = sorted({host_of(device) for device in devices}, key=_natural)
@@ -94,8 +96,8 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
     by_name = set(hosts) == set(names.values()) and len(set(names.values())) == len(nodes)
     if not by_name and len(hosts) != len(nodes):
         raise PlacementError(
-            f"the placement is made for {len(hosts)} hosts ({', '.join(hosts[:8])}), and the processes run on "
-            f"{len(nodes)} nodes ({', '.join(names.values())}): start one torchrun for each host"
+            f"the placement is made for {count_text(len(hosts), 'host')} ({', '.join(hosts[:8])}), and the processes "
+            f"run on {count_text(len(nodes), 'node')} ({', '.join(names.values())}): start one torchrun for each host"
         )
     found: dict[int, Seat] = {}
     for host, ranks in zip(hosts, nodes, strict=True):
@@ -103,8 +105,8 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
         own = sorted((device for device in devices if host_of(device) == host), key=_natural)
         if len(own) != len(there):
             raise PlacementError(
-                f"the placement uses {len(own)} devices of host {host!r} ({', '.join(own[:8])}), and node "
-                f"{processes[there[0]].node} has {len(there)} processes: start as many there as devices are used"
+                f"the placement uses {count_text(len(own), 'device')} of host {host!r} ({', '.join(own[:8])}), and "
+                f"node {processes[there[0]].node} has {_processes(there)}: start as many there as devices are used"
             )
         found |= _on_a_node(own, there, processes)
     return [found[rank] for rank in range(len(processes))]
@@ -121,8 +123,9 @@ def refuse_missing_gpus(seated: Sequence[Seat], counts: Sequence[int]) -> None:
         kind, _, index = seat.local.partition(":")
         if kind == "cuda" and int(index or 0) >= count:
             raise PlacementError(
-                f"process {rank} is given {seat.device!r}, its {seat.local}, and sees {count} GPUs: place on devices "
-                "that are there, or let torchrun start processes on more nodes (CUDA_VISIBLE_DEVICES hides GPUs)"
+                f"process {rank} is given {seat.device!r}, its {seat.local}, and sees {count_text(count, 'GPU')}: "
+                "place on devices that are there, or let torchrun start processes on more nodes (CUDA_VISIBLE_DEVICES "
+                "hides GPUs)"
             )
 
 
@@ -157,6 +160,10 @@ def _nodes(processes: Sequence[Process]) -> list[tuple[int, ...]]:
     for rank, process in enumerate(processes):
         found.setdefault((process.node, process.host), []).append(rank)
     return [tuple(ranks) for ranks in found.values()]
+
+
+def _processes(found: Sequence[object]) -> str:
+    return count_text(len(found), "process", "processes")
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

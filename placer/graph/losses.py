@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import InputError, kind_of
+from placer.units import count_text
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: one number, a mean over the samples that it is given."""
@@ -71,7 +72,8 @@ def refuse_other_batch(
     """
     for tensor in target:
         if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] != size:
-            raise InputError(f"a target of shape {tuple(tensor.shape)} goes with a batch of {size} samples; {way_out}")
+            batch = count_text(size, "sample")
+            raise InputError(f"a target of shape {tuple(tensor.shape)} goes with a batch of {batch}; {way_out}")
 
 
 __all__ = ["LossFunction", "refuse_arrays", "refuse_no_number", "refuse_other_batch", "refuse_untrained"]

@@ -14,7 +14,7 @@ from placer.report.cluster import cluster_table
 from placer.report.fitting import Fitting
 from placer.report.shares import share_texts
 from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile, Step, StepChoice
-from placer.units import bytes_text, ms_text
+from placer.units import bytes_text, count_text, ms_text
 
 __all__ = ["explain", "proven", "segment_texts", "table"]
 
@@ -158,7 +158,8 @@ def _step(placement: Placement, step: Step) -> list[str]:
     """The whole batch, and the best of what else was looked at."""
     rate = "" if step.samples_per_s is None else f", {step.samples_per_s:.4g} samples/s"
     lines = [
-        f"batch       {step.batch_size} samples: {_choice_text(placement)}{rate}, devices idle {step.bubble:.0%}",
+        f"batch       {count_text(step.batch_size, 'sample')}: {_choice_text(placement)}{rate}, "
+        f"devices idle {step.bubble:.0%}",
     ]
     if step.alone_ms is not None and step.in_a_row_ms is not None:
         row = ms_text(step.in_a_row_ms)
@@ -171,7 +172,8 @@ def _step(placement: Placement, step: Step) -> list[str]:
 
 def _choice_text(choice: Placement | StepChoice) -> str:
     segments = "" if choice.contiguous else ", several segments a device"
-    return f"{choice.chunks} micro-batches of {choice.batch_size}, {choice.schedule}{segments}"
+    chunks = count_text(choice.chunks, "micro-batch", "micro-batches")
+    return f"{chunks} of {choice.batch_size}, {choice.schedule}{segments}"
 
 
 def _objective_text(placement: Placement) -> str:
@@ -279,7 +281,8 @@ def _time_of(times_ms: Mapping[str, float], kind: str) -> str:
 
 
 def _profile_sums(profile: Profile, kinds: list[str]) -> str:
-    words = [f"{len(profile.layers)} layers ({profile.granularity}), {len(profile.edges)} values between them"]
+    layers, values = count_text(len(profile.layers), "layer"), count_text(len(profile.edges), "value")
+    words = [f"{layers} ({profile.granularity}), {values} between them"]
     for kind in kinds:
         total_ms = sum(layer.both_ms(kind) for layer in profile.layers)
         words.append(f"{kind}: {ms_text(total_ms)} in all")

@@ -12,7 +12,7 @@ from placer.report.cluster import cluster_table
 from placer.report.explain import proven, segment_texts
 from placer.report.pictures import device_bars, layer_charts, placed_chart
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
-from placer.units import bytes_text, ms_text
+from placer.units import bytes_text, count_text, ms_text
 
 __all__ = ["html_report", "legend", "page"]
 
@@ -67,7 +67,7 @@ def _profile(profile: Profile) -> list[str]:
     mode += " and the loss" if profile.with_loss else ""
     facts = [
         f"{mode}, micro-batch of {profile.batch_size}",
-        f"{len(profile.layers)} layers, cut as {profile.granularity}",
+        f"{count_text(len(profile.layers), 'layer')}, cut as {profile.granularity}",
     ]
     if not profile.captured:
         facts.append(f"runs through hooks: {profile.not_captured_because}")

@@ -23,6 +23,7 @@ from placer.schema import (
     PlacementRequest,
 )
 from placer.schema.base import read_json
+from placer.units import count_text
 
 from ..problem import Problem, clip, invalid_body
 from ..workers.solving import read_request
@@ -221,14 +222,14 @@ def _rules(request: PlacementRequest, where: Map) -> Iterator[Fault]:
             yield _fault("colocation-broken", group, apart, detail)
     used = sorted(set(where.values()))
     if rules.max_devices is not None and len(used) > rules.max_devices:
-        detail = f"{len(used)} devices are used; {rules.max_devices} are allowed"
+        detail = f"it uses {count_text(len(used), 'device')}; max_devices is {rules.max_devices}"
         yield _fault("too-many-devices", (), used, detail)
     if rules.min_devices is not None and len(used) < rules.min_devices:
-        detail = f"{len(used)} devices are used; {rules.min_devices} must be"
+        detail = f"it uses {count_text(len(used), 'device')}; min_devices is {rules.min_devices}"
         yield _fault("too-few-devices", (), used, detail)
     for device, count in Counter(where.values()).items():
         if rules.max_layers is not None and count > rules.max_layers:
-            detail = f"{device!r} holds {count} layers; {rules.max_layers} are allowed"
+            detail = f"{device!r} holds {count_text(count, 'layer')}; max_layers is {rules.max_layers}"
             held = [layer for layer, other in where.items() if other == device]
             yield _fault("too-many-layers", held, (device,), detail)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placer.errors import InputError
-from placer.units import bytes_text, ms_text, parse_bandwidth, parse_bytes, parse_seconds
+from placer.units import bytes_text, count_text, ms_text, parse_bandwidth, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,13 @@ from placer.units import bytes_text, ms_text, parse_bandwidth, parse_bytes, pars
 )
 def test_sizes_are_written_in_the_largest_unit_they_fill(size_bytes: int, text: str) -> None:
     assert bytes_text(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 devices, 0 entries"), (1, "1 device, 1 entry"), (2, "2 devices, 2 entries")]
+)
+def test_one_thing_is_called_otherwise_than_several(count: int, text: str) -> None:
+    assert f"{count_text(count, 'device')}, {count_text(count, 'entry', 'entries')}" == text
 
 
 @pytest.mark.parametrize(

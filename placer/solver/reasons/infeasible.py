@@ -15,7 +15,7 @@ from placer.solver.program.cpsat import Answer, Limits, Meter
 from placer.solver.program.model import PlacementModel
 from placer.solver.reasons.words import listed
 from placer.solver.reduce import Reduction
-from placer.units import bytes_text
+from placer.units import bytes_text, count_text
 
 CONTRADICTION = "the pins, forbidden devices, colocated layers, links, numbers and contiguity contradict each other"
 
@@ -74,8 +74,8 @@ def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
             )
     if most * problem.most_devices < len(problem.layers):
         return Infeasibility(
-            reason=f"max_layers = {most}: {problem.most_devices} devices hold no more than "
-            f"{most * problem.most_devices} layers; there are {len(problem.layers)}"
+            reason=f"max_layers = {most}: no more than {count_text(most * problem.most_devices, 'layer')} fit on "
+            f"{count_text(problem.most_devices, 'device')}; there are {len(problem.layers)}"
         )
     return None
 

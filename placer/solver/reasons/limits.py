@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 
 from placer.schema import Cluster, Device, Help, Limiting, Limits, Link, Objective, Placement, PlacementRequest
-from placer.units import bytes_text
+from placer.units import bytes_text, count_text
 
 Solve = Callable[[PlacementRequest], Placement]
 
@@ -92,8 +92,8 @@ def _too_much_for_fewer(request: PlacementRequest, placement: Placement) -> tupl
     allowed = f"a device may be busy for {request.bottleneck_ms:.4g} ms"
     if transfers_ms > compute_ms:
         return "link", f"the links: {transfers_ms:.4g} ms of transfers in all; {allowed}"
-    count = len(placement.layer_devices)
-    return "work", f"the work of {count} layers: {compute_ms:.4g} ms in all; {allowed}"
+    layers = count_text(len(placement.layer_devices), "layer")
+    return "work", f"the work of {layers}: {compute_ms:.4g} ms in all; {allowed}"
 
 
 def _value_text(objective: Objective, value: float) -> str:

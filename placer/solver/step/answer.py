@@ -8,6 +8,7 @@ from placer import schedule
 from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
 from placer.solver import answer, costs, pipelines
 from placer.solver.step.choices import Choice, said
+from placer.units import count_text
 
 SHORTEST_MS = 1e-9
 """Of a shorter step it is not said how many samples it does in a second."""
@@ -60,7 +61,8 @@ def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
     reason, asked = choice.reason, choice.problem.request
     if reason is None or not reason.short_bytes or len(choices) == 1:
         return reason
-    which = f"{asked.chunks} micro-batches of {asked.profile.batch_size} under {asked.schedule!r} come nearest"
+    chunks = count_text(asked.chunks, "micro-batch", "micro-batches")
+    which = f"the nearest choice is {chunks} of {asked.profile.batch_size} under {asked.schedule!r}"
     return reason.model_copy(update={"reason": f"{reason.reason}; {which}"})
 
 

@@ -209,7 +209,7 @@ def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> Non
 @pytest.mark.parametrize(
     ("places", "options", "message"),
     [
-        ({"0": "cpu:0", "4": "cpu:1"}, {}, "PlacementError: the placement uses 2 devices .* there are 4 processes"),
+        ({"0": "cpu:0", "4": "cpu:1"}, {}, "PlacementError: the placement uses 2 devices .* the group has 4 processes"),
         (
             {**dict.fromkeys("01234567", "cpu:0"), "1.0": "cpu:1"},
             {},

@@ -68,9 +68,9 @@ def test_every_process_gets_a_device_of_its_own_node(sizes: list[int], random: o
 @pytest.mark.parametrize(
     ("devices", "processes", "message"),
     [
-        (["cuda:0", "cuda:1"], nodes(3), "uses 2 devices .*there are 3 processes: start 2"),
-        (["a/cuda:0", "b/cuda:0"], nodes(2), "made for 2 hosts .*run on 1 nodes"),
-        (["a/cuda:0", "a/cuda:1", "b/cuda:0"], nodes(1, 2), "2 devices of host 'a' .*node 0 has 1 processes"),
+        (["cuda:0", "cuda:1"], nodes(3), "uses 2 devices .*the group has 3 processes: start 2"),
+        (["a/cuda:0", "b/cuda:0"], nodes(2), "made for 2 hosts .*run on 1 node "),
+        (["a/cuda:0", "a/cuda:1", "b/cuda:0"], nodes(1, 2), "2 devices of host 'a' .*node 0 has 1 process:"),
     ],
 )
 def test_too_many_or_too_few_processes_are_named(devices: list[str], processes: list[Process], message: str) -> None:

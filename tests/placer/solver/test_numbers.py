@@ -35,7 +35,7 @@ def test_layers_that_must_be_together_and_are_too_many_are_named(chain):
 
 def test_more_layers_than_all_devices_may_hold_is_infeasible(chain):
     why = solve(chain([1] * 5, constraints=Constraints(max_layers=2))).infeasible
-    assert why.reason == "max_layers = 2: 2 devices hold no more than 4 layers; there are 5"
+    assert why.reason == "max_layers = 2: no more than 4 layers fit on 2 devices; there are 5"
 
 
 def test_fewer_parts_than_devices_demanded_is_infeasible(chain):

@@ -80,13 +80,13 @@ FAULTS = {
     "pin-broken": ({"constraints": {"pinned": {"head": "cuda:0"}}}, lambda m: None, "pinned to 'cuda:0'"),
     "device-forbidden": ({"constraints": {"forbidden": {"*": ["cuda:1"]}}}, lambda m: None, "must not be on"),
     "colocation-broken": ({"constraints": {"colocated": [["embed", "head"]]}}, lambda m: None, "share a device"),
-    "too-many-devices": ({"constraints": {"max_devices": 1}}, lambda m: None, "2 devices are used; 1"),
+    "too-many-devices": ({"constraints": {"max_devices": 1}}, lambda m: None, "it uses 2 devices; max_devices is 1"),
     "too-few-devices": (
         {"constraints": {"min_devices": 2}},
         lambda m: m.update(dict.fromkeys(m, "cuda:0")),
-        "1 devices are used; 2 must be",
+        "it uses 1 device; min_devices is 2",
     ),
-    "too-many-layers": ({"constraints": {"max_layers": 1}}, lambda m: None, "layers; 1 are allowed"),
+    "too-many-layers": ({"constraints": {"max_layers": 1}}, lambda m: None, "layers; max_layers is 1"),
     "not-contiguous": ({}, lambda m: m.update(head="cuda:0"), "go round between 'cuda:0', 'cuda:1'"),
 }
 
