@@ -10,12 +10,11 @@ from torch import Tensor
 
 from placer.distributed.parcels import Parcel
 from placer.executor.faults import Place, explain
-from placer.executor.joining import gather, kind_of, refuse_sizes
+from placer.executor.joining import Kind, gather, refuse_sizes
 from placer.executor.pipeline import scatter
 from placer.executor.training.weighing import Weighing
-from placer.graph.export import Exported
 from placer.graph.losses import refuse_no_number, refuse_untrained
-from placer.graph.structure import flatten
+from placer.graph.structure import Structure, flatten
 
 
 class Head:
@@ -23,8 +22,10 @@ class Head:
 
     Args:
         loss_fn: ``loss_fn(output, target)``, weighed by what samples weigh; None without training.
-        exported: the model as one micro-batch goes through it.
+        outputs: the structure of the model's result.
         parcels: the model's flat outputs.
+        kinds: what each of them is.
+        is_fixed: whether the graph holds for one size of micro-batches alone, so that it tells no size from a constant.
         chunks: micro-batches in a batch.
         device: of this process.
 
@@ -35,13 +36,15 @@ class Head:
     def __init__(
         self,
         loss_fn: Weighing | None,
-        exported: Exported,
+        outputs: Structure,
         parcels: Sequence[Parcel],
+        kinds: Sequence[Kind],
+        is_fixed: bool,
         chunks: int,
         device: torch.device,
     ) -> None:
-        self._loss_fn, self._parcels, self._chunks, self._device = loss_fn, parcels, chunks, device
-        self._exported, self._outputs = exported, exported.outputs
+        self._loss_fn, self._chunks, self._device = loss_fn, chunks, device
+        self._outputs, self._parcels, self._kinds, self._is_fixed = outputs, parcels, kinds, is_fixed
         self.targets: Sequence[Any] | None = None
 
     def take(self, target: Any, size: int) -> None:
@@ -86,12 +89,12 @@ class Head:
             weight: samples in each.
         """
         weights, way_out = [weight] * len(outputs), "give build(..., chunks=1)"
-        if not self._exported.batch_symbols:
+        if self._is_fixed:
             refuse_sizes([self._outputs] * len(outputs), weights, way_out)
         columns = zip(*(self._leaves(output) for output in outputs), strict=True)
         joined = [
-            gather(parts, kind_of(parcel.value.name, parcel.value, self._exported), weights, path, way_out)
-            for parts, parcel, path in zip(columns, self._parcels, self._outputs.paths, strict=True)
+            gather(parts, kind, weights, path, way_out)
+            for parts, kind, path in zip(columns, self._kinds, self._outputs.paths, strict=True)
         ]
         return self._outputs.unflatten(joined)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.executor.joining import Kind, join, kind_of, refuse_sizes
+from placer.executor.joining import Kind, join, output_kind, refuse_sizes
 from placer.executor.pipeline import run
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.state.statistics import BatchStatistics
@@ -99,7 +99,7 @@ def joined(
     exported = captures[0]
     if not exported.batch_symbols:
         refuse_sizes([capture.outputs for capture in captures], weights)
-    kinds = [kind_of(name, graph.values.get(name), exported) for name in graph.outputs]
+    kinds = [output_kind(name, graph.values.get(name), exported) for name in graph.outputs]
     outputs, left = exported.outputs, exported.left
     paths = (*outputs.paths, *(() if left is None else left.paths))
     leaves = join(results, kinds, weights, paths)

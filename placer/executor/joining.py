@@ -25,7 +25,7 @@ class Kind(enum.Enum):
     WHOLE = "made of the micro-batch as a whole"
 
 
-def kind_of(name: str, value: Value | None, exported: Exported) -> Kind:
+def output_kind(name: str, value: Value | None, exported: Exported) -> Kind:
     """What an output is by its graph.
 
     Args:
