@@ -83,6 +83,12 @@ class Problem(Exception):
         return Response(self.content(), self.status, headers=self.headers, media_type=MEDIA_TYPE)
 
 
+def defect() -> Problem:
+    """What is told where the service itself is at fault."""
+    detail = "this is a fault of the service, not of the request; its log has the particulars"
+    return Problem(500, "defect", "The service failed", detail)
+
+
 def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementRequest) -> Problem:
     """The problem of a body that is no ``model``: 400 where it is no JSON, else 422."""
     count = error.error_count()

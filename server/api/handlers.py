@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from ..problem import Problem, clip, wanted
+from ..problem import Problem, clip, defect, wanted
 from ..store.database import StoreError
 from ..web.heads import takes_head
 from .paths import ROUTERS
@@ -85,5 +85,4 @@ async def _on_store(request: Request, error: Exception) -> Response:
 
 async def _on_defect(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, clip(request.url.path, 200), exc_info=error)
-    detail = "this is a fault of the service, not of the request; its log has the particulars"
-    return Problem(500, "defect", "The service failed", detail).response()
+    return defect().response()

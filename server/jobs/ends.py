@@ -8,7 +8,7 @@ import logging
 import placer
 from placer.schema import Placement
 
-from ..problem import Problem
+from ..problem import Problem, defect
 from ..store.database import StoreError
 from ..store.store import Answer, Asked, Store
 from ..workers.worker import Crashed, Killed, Missing, Refused
@@ -57,7 +57,9 @@ def problem_of(error: Exception) -> Problem:
             way_out = "a coarser granularity is solved sooner, a longer PLACER_STOP_GRACE_S lets it tell what it found"
         detail = f"the solver failed on this request: {error}. Other requests are not touched; {way_out}"
         return Problem(500, "solver-failed", "The solver failed", detail)
-    return Problem(500, "solver-failed", "The solver failed", f"the worker could not be run: {error}")
+    if isinstance(error, OSError):
+        return Problem(500, "solver-failed", "The solver failed", f"the worker could not be run: {error}")
+    return defect()
 
 
 def stopping() -> Problem:

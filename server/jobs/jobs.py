@@ -297,10 +297,11 @@ class Jobs:
             return  # it goes on at the next start
         job.problem = problem = problem_of(error)
         if problem.status >= 500:
-            log.error("solve %s failed: %s", job.question.id, error)
+            trace = error if problem.name == "defect" else None
+            log.error("solve %s failed: %s", job.question.id, error, exc_info=trace)
         try:
             await asyncio.to_thread(self._store.fail, job.question.id, problem.status, problem.content())
-        except StoreError as unwritten:
+        except Exception as unwritten:  # whatever it is, those who wait for the job are answered
             log.error("failure of %s could not be written, and is kept in memory: %s", job.question.id, unwritten)
 
     def _solve(self, job: Job) -> None:
@@ -341,7 +342,10 @@ class Jobs:
 
     async def _keep_unsolved(self, job: Job) -> None:
         await job.is_written()
-        await asyncio.to_thread(keep, job, self._store)
+        try:
+            await asyncio.to_thread(keep, job, self._store)
+        except Exception as error:
+            await self._note_failure(job, error)
         if self._unsolved.get(job.question.id) is job:
             del self._unsolved[job.question.id]
         self._finish(job)

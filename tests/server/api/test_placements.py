@@ -103,6 +103,29 @@ def test_a_queued_solve_that_was_stopped_is_there_all_the_time(serve, solvers, r
     assert statuses <= {200, 202}
 
 
+@pytest.mark.parametrize("method", ["put", "fail"])
+@pytest.mark.parametrize("seed", [1, 2], ids=["running", "queued"])
+def test_whoever_stops_a_solve_is_answered_whatever_goes_wrong_when_its_end_is_kept(
+    serve, solvers, request_body, method, seed, caplog
+):
+    # A defect there ended the task that was to answer; the DELETE of a queued solve was waited for without end.
+    def broken(*_, **__):
+        raise TypeError("a defect in the store")
+
+    client = serve(solvers.until_stopped)
+    for other in (1, 2):
+        client.post("/v1/placements?wait=0", json=request_body(seed=other))
+    store = client.app.state.service.store
+    store.put = broken
+    setattr(store, method, broken)
+    where = f"/v1/placements/{PlacementRequest.model_validate(request_body(seed=seed)).content_hash()}"
+    client.portal.call(client.app.state.service.jobs.end, where.rpartition("/")[2])
+    reply = client.get(where, params={"wait": 20})
+    assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:defect")
+    assert client.get(where).content == reply.content
+    assert "a defect in the store" in caplog.text
+
+
 def test_the_same_request_is_answered_from_the_store(serve, request_body):
     client = serve()
     body = request_body(constraints={"pinned": {"head": "cuda:1", "embed": "cuda:0"}})
