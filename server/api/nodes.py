@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from placer.errors import InputError
 from placer.schema import Cluster, Device, Node, NodeList
 
 from ..node.network import join
@@ -23,6 +26,7 @@ from ..web.replies import json_reply
 from .service import Serving
 
 router = APIRouter()
+log = logging.getLogger("placer_server")
 
 MOST_NODES = 256
 MOST_DEVICES = 64
@@ -107,7 +111,11 @@ async def get_cluster(
     for name in node:
         if name not in known:
             raise _no_node(name, list(known))
-        chosen[name] = Cluster.model_validate_json(known[name][1])
+        try:
+            chosen[name] = _registered(name, known[name][1])
+        except InputError as error:
+            detail = f"node {name!r} registered what is not taken any more: {error}; let it register again"
+            raise Problem(404, "no-such-node", "There is no such node", detail) from error
     if (count := sum(len(cluster.devices) for cluster in chosen.values())) > MOST_JOINED:
         detail = f"these nodes have {count} devices, each pair of them a link; name fewer, up to {MOST_JOINED} devices"
         raise Problem(422, "too-many-devices", "There are too many devices", detail)
@@ -148,8 +156,27 @@ def _slow_ways(device: Device) -> Iterator[str]:
 
 
 def _listed(found: dict[str, tuple[float, bytes]]) -> NodeList:
-    nodes = (_described(name, at, Cluster.model_validate_json(content)) for name, (at, content) in found.items())
+    nodes = []
+    for name, (created_s, content) in found.items():
+        with suppress(InputError):
+            nodes.append(_described(name, created_s, _registered(name, content)))
     return NodeList(nodes=tuple(nodes))
+
+
+def _registered(name: str, content: bytes) -> Cluster:
+    """The devices of a node, which may have registered with a version of Placer that took what this one refuses.
+
+    Raises:
+        InputError: this version does not take them; the log names node and reason.
+    """
+    try:
+        cluster = Cluster.model_validate_json(content)
+        for fault in _faults(cluster):
+            raise InputError(fault)
+    except InputError as error:
+        log.warning("node %s is left out until it registers again: %s", name, error)
+        raise
+    return cluster
 
 
 def _joined(chosen: dict[str, Cluster], network_bytes_per_s: float, latency_s: float) -> bytes:

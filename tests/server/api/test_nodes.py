@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 
@@ -147,6 +148,28 @@ def test_a_node_of_which_no_link_could_be_made_is_refused_when_it_registers(serv
     # Its devices were taken, and each GET /v1/cluster that joined them to others was a 500.
     reply = serve().put("/v1/nodes/a", json=node)
     assert reply.status_code == 422 and said in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (one_device(bandwidth=5e-324), "to_host.bandwidth_bytes_per_s is 4.94066e-324"),
+        ({"devices": [{"name": "cuda:0", "type": "t", "memory_bytes": 1, "cores": 1}]}, "cores"),
+    ],
+    ids=["a value of today's limits", "a field of another version"],
+)
+def test_a_node_that_was_kept_with_what_is_refused_nowadays_is_left_out_and_logged(serve, caplog, kept, said):
+    # Nodes are read back from the store: the list of them, and each cluster with it, were a 500 until it registered.
+    client = serve()
+    client.put("/v1/nodes/a", json=NODE)
+    client.app.state.service.store.keep_node("old", json.dumps(kept).encode())
+    assert [node["name"] for node in client.get("/v1/nodes").json()["nodes"]] == ["a"]
+    assert "node old is left out" in caplog.text and said in caplog.text
+    assert client.get("/v1/cluster?node=a").status_code == 200
+    reply = client.get("/v1/cluster?node=a&node=old&network_bytes_per_s=1e9")
+    assert reply.status_code == 404 and "'old'" in reply.json()["detail"] and said in reply.json()["detail"]
+    client.put("/v1/nodes/old", json=NODE)
+    assert client.get("/v1/cluster?node=a&node=old&network_bytes_per_s=1e9").status_code == 200
 
 
 def test_the_slowest_nodes_that_register_are_joined_by_the_slowest_network(serve):
