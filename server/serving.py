@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -40,7 +41,7 @@ class Server(uvicorn.Server):
             log_config=logs.config(settings),
             access_log=False,
             server_header=False,
-            http=Connection,
+            http=partial(Connection, metrics=app.state.metrics),  # type: ignore[arg-type]
             ws="none",
             ssl_certfile=settings.tls_cert or None,
             ssl_keyfile=settings.tls_key or None,

@@ -59,6 +59,10 @@ class Metrics:
         self.gpu_busy = Gauge("placer_gpu_busy", "Share of time in which a kernel ran", gpu, registry=registry)
         self.gpu_celsius = Gauge("placer_gpu_celsius", "Temperature", gpu, registry=registry)
 
+    def count_unread(self, status: int) -> None:
+        """A request was refused whose head was not read to its end: of its method and path nothing is known."""
+        self.requests.labels("other", UNKNOWN, str(status)).inc()
+
     def forget_gpus(self) -> None:
         """The state of the GPUs is not known any more."""
         for gauge in (self.gpu_memory_used, self.gpu_memory_total, self.gpu_busy, self.gpu_celsius):

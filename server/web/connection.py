@@ -8,6 +8,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ..observe.metrics import Metrics
 from ..problem import MEDIA_TYPE, Problem
 from .guard import HEADERS
 
@@ -17,10 +18,16 @@ HEAD_S = 15.0
 
 
 class Connection(HttpToolsProtocol):
-    """One connection; without these limits anybody, key or not, could fill memory or hold sockets for ever."""
+    """One connection; without these limits anybody, key or not, could fill memory or hold sockets for ever.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Args:
+        metrics: count what is refused before the application sees it.
+        given: as uvicorn gives it.
+    """
+
+    def __init__(self, *, metrics: Metrics, **given: Any) -> None:
+        super().__init__(**given)
+        self._metrics = metrics
         self._in_head = False
         self._heads = 0
         self._head_bytes = 0  # of what came and was all of one head
@@ -109,6 +116,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, problem: Problem) -> None:
         self._stop_timer()
+        self._metrics.count_unread(problem.status)
         content = problem.content()
         sent = [
             (b"content-type", MEDIA_TYPE.encode()),

@@ -6,6 +6,7 @@ import json
 import socket
 from contextlib import closing
 
+import httpx
 import pytest
 
 from placer_server.app import background
@@ -105,3 +106,17 @@ def test_what_is_no_http_is_a_problem_as_everything_else(connect):
     connect.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
     status, problem = answer(connect)
     assert (status, problem["type"]) == (400, "urn:placer:problem:malformed-http")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(START + b"x" * connection.MAX_HEAD_BYTES, 431), (b"GET /", 408), (b"\x16\x03\r\n\r\n", 400)]
+)
+def test_what_is_refused_before_its_head_is_read_is_counted(monkeypatch, sent, status):
+    # It never comes to the application, whose middleware counts: a flood of it was in no metric.
+    monkeypatch.setattr(connection, "HEAD_S", 0.1)
+    with background(Settings(port=0, database=":memory:", workers=1, log_level="critical")) as url:
+        with closing(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=WAIT_S)) as client:
+            client.sendall(sent)
+            assert answer(client)[0] == status
+        told = httpx.get(f"{url}/metrics").text
+    assert f'placer_requests_total{{method="other",route="unknown",status="{status}"}} 1.0' in told
