@@ -17,15 +17,15 @@ from placer.solver import answer, costs, ties
 from placer.solver.problem import Problem
 from placer.solver.program.cpsat import Limits, Meter
 from placer.solver.reduce import reduced
+from placer.solver.search import Progress, incumbent
+
+METHOD = "fewest devices"
 
 Outcome = tuple[list[int] | None, float, Infeasibility | None]
 """By layer, its device, or None; the bound on the bottleneck; why there is no placement whatever the bottleneck."""
 
 BottleneckSearch = Callable[[Problem, float | None], Outcome]
 """Looks for a placement within a bottleneck, and for no better one; for the smallest if None."""
-
-Found = Callable[[float, float, float], None]
-"""Called with the devices of a better placement, the bound, and the time in seconds."""
 
 
 class FewestSearch:
@@ -34,7 +34,7 @@ class FewestSearch:
     Args:
         request: the question, by objective ``devices``.
         search: looks for a placement on so many devices.
-        tell: called with each better placement.
+        progress: as ``solve`` takes it.
         stop: ends the search.
         meter: counts the work.
     """
@@ -43,12 +43,12 @@ class FewestSearch:
         self,
         request: PlacementRequest,
         search: BottleneckSearch,
-        tell: Found,
+        progress: Progress | None,
         stop: threading.Event | None,
         meter: Meter,
     ) -> None:
         assert request.bottleneck_ms is not None  # the request was validated
-        self._request, self._search, self._tell, self._stop, self._meter = request, search, tell, stop, meter
+        self._request, self._search, self._progress, self._stop, self._meter = request, search, progress, stop, meter
         self._most_ms = request.bottleneck_ms * (1 + costs.ROUNDING)
         self._problem = Problem.from_request(request)
         self._began = monotonic()
@@ -62,7 +62,7 @@ class FewestSearch:
             devices, bottleneck, reason = self._search(self._within(most), self._most_ms)
             if devices is not None and self._fits(devices):
                 best, most = devices, len(set(devices)) - 1
-                self._tell(float(most + 1), float(bound), self._time_s())
+                self._tell(best, float(bound))
             elif reason is not None or bottleneck > self._most_ms:
                 bound = most + 1
             else:
@@ -71,14 +71,19 @@ class FewestSearch:
             return self._found(best, float(bound))
         if bound > self._problem.most_devices:
             reason = reason or self._too_slow()
-        return answer.nothing(self._problem, reason, float(bound), "fewest devices", self._time_s())
+        return answer.nothing(self._problem, reason, float(bound), METHOD, self._time_s())
+
+    def _tell(self, best: list[int], bound: float) -> None:
+        if self._progress is not None:
+            used = float(len(set(best)))
+            self._progress(incumbent(self._problem, best, used, bound, METHOD, self._time_s()))
 
     def _found(self, best: list[int], bound: float) -> Placement:
         """The best, or one on as few devices that transfers less or is better balanced."""
         broken: Ties | None = None
         if self._request.break_ties:
             best, broken = self._ties_broken(best)
-        placement = answer.found(self._problem, best, bound, "fewest devices", self._time_s())
+        placement = answer.found(self._problem, best, bound, METHOD, self._time_s())
         return placement.model_copy(update={"ties": broken})
 
     def _ties_broken(self, best: list[int]) -> tuple[list[int], Ties]:

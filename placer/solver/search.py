@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import inf, nextafter
 from time import monotonic
 
-from placer.schema import PlacementRequest
+from placer.schema import Placement, PlacementRequest
 from placer.solver import answer, costs, ties
 from placer.solver.problem import Problem
 from placer.solver.program.cpsat import Limits, Meter
@@ -31,11 +31,14 @@ class Incumbent:
         objective_value: in the objective's unit.
         bound: the proven lower bound at that time.
         time_s: since the solve began.
+        placement: makes it as ``solve`` would return it had it ended then, but not checked; called where it is wanted,
+            from any thread, as that takes a while.
     """
 
     objective_value: float
     bound: float
     time_s: float
+    placement: Callable[[], Placement] = field(repr=False, compare=False)
 
 
 @dataclass
@@ -126,7 +129,7 @@ class Search:
         self.best, self.value, self.method = devices, result.objective_value, method if better else self.method
         self.rank = ties.rank(result)
         if better and self.progress is not None:
-            self.progress(Incumbent(self.value, min(self.bound, self.value), self._time_s()))
+            self.progress(incumbent(self.problem, devices, self.value, self.bound, self.method, self._time_s()))
 
     def _beats(self, result: costs.Costs) -> bool:
         """Whether a placement is better than the best so far, or as good and of smaller rank."""
@@ -151,3 +154,15 @@ class Search:
     def left_s(self) -> float:
         """What is left of the time, in seconds."""
         return self.request.time_limit_s - self._time_s()
+
+
+def incumbent(
+    problem: Problem, devices: list[int], value: float, bound: float, method: str, time_s: float
+) -> Incumbent:
+    """The best placement so far as it is told, from its assignment; ties are as they happen to be."""
+
+    def placement() -> Placement:
+        found = answer.found(problem, devices, bound, method, time_s)
+        return found.model_copy(update={"ties": ties.unbroken(problem, devices)})
+
+    return Incumbent(value, min(bound, value), time_s, placement)

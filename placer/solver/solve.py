@@ -131,11 +131,7 @@ def _step_search(
     def bottleneck(problem: Problem, allowed: Meter, enough: float | None) -> Placement:
         return Portfolio(problem, None, stop, enough=enough, meter=allowed).answer()
 
-    def tell(value: float, bound: float, time_s: float) -> None:
-        if progress is not None:
-            progress(Incumbent(value, bound, time_s))
-
-    return StepSearch(request, bottleneck, tell, stop, meter)
+    return StepSearch(request, bottleneck, progress, stop, meter)
 
 
 def _fewest_search(
@@ -148,11 +144,7 @@ def _fewest_search(
         reason = search.answer().infeasible
         return search.best, search.bound, reason
 
-    def tell(value: float, bound: float, time_s: float) -> None:
-        if progress is not None:
-            progress(Incumbent(value, bound, time_s))
-
-    return FewestSearch(request, look, tell, stop, meter)
+    return FewestSearch(request, look, progress, stop, meter)
 
 
 class Portfolio(Search):

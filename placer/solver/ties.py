@@ -71,6 +71,11 @@ def broken(
     return ties_of(_costs(problem, best), proven=transfer_proven and spread_proven and known)
 
 
+def unbroken(problem: Problem, devices: list[int]) -> Ties | None:
+    """The rank of a placement that is told before ties are broken; None where that was not asked for."""
+    return ties_of(_costs(problem, devices), proven=False) if problem.request.break_ties else None
+
+
 def ties_of(found: costs.Costs, proven: bool) -> Ties:
     """The rank of a placement as it is told."""
     transfer_ms, spread_ms = rank(found)

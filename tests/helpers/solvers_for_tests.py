@@ -28,9 +28,10 @@ def quick(request: PlacementRequest, *, progress: Any = None, stop: threading.Ev
 def until_stopped(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
     """Finds something at once, and goes on until it is stopped."""
     assert stop is not None
-    progress(Incumbent(objective_value=7.0, bound=3.0, time_s=0.0))
+    found = _all_on_first(request, status="feasible", objective_value=7.0, bound=3.0)
+    progress(Incumbent(7.0, bound=3.0, time_s=0.0, placement=lambda: found))
     stop.wait(60)
-    return _all_on_first(request, status="feasible", objective_value=7.0, bound=3.0)
+    return found
 
 
 def deaf(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
@@ -75,9 +76,10 @@ def slow_start(request: PlacementRequest, *, progress: Any = None, stop: threadi
         mark.unlink()
         return _all_on_first(request)
     mark.touch()
-    progress(Incumbent(objective_value=float(os.getpid()), bound=0.0, time_s=0.0))
+    found = _all_on_first(request)
+    progress(Incumbent(float(os.getpid()), bound=0.0, time_s=0.0, placement=lambda: found))
     time.sleep(60)
-    return _all_on_first(request)
+    return found
 
 
 def noted(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from placer import schedule
 from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
-from placer.solver import answer, costs, pipelines
+from placer.solver import answer, costs, pipelines, ties
+from placer.solver.search import Incumbent
 from placer.solver.step.choices import Choice, said
 from placer.units import count_text
 
@@ -34,6 +36,21 @@ def found(
     speedup = single.objective_value / best.value if best.value else None
     fields = {"id": request.content_hash(), "single_device": single, "speedup": speedup}
     return placement.model_copy(update=fields | {"step": _step(request, choices, best, placement), "ties": broken})
+
+
+def incumbent(
+    request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, time_s: float
+) -> Incumbent:
+    """The best so far as it is told: of the choices as they are now, with ties as they happen to be."""
+    then = [replace(choice) for choice in choices]
+    number = [choice is best for choice in choices].index(True)
+
+    def placement() -> Placement:
+        one = then[number]
+        assert one.devices is not None
+        return found(request, then, one, method, ties.unbroken(one.problem, one.devices), time_s)
+
+    return Incumbent(best.value, min(bound_of(choices), best.value), time_s, placement)
 
 
 def nothing(request: PlacementRequest, choices: Sequence[Choice], time_s: float) -> Placement:

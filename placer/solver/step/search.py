@@ -30,6 +30,7 @@ from placer.solver.maps import EVALUATION
 from placer.solver.problem import Problem
 from placer.solver.program import memory_rules
 from placer.solver.program.cpsat import Meter
+from placer.solver.search import Progress
 from placer.solver.step import answer, bounds, moves, ties
 from placer.solver.step.choices import (
     Choice,
@@ -44,9 +45,6 @@ from placer.solver.step.choices import (
 
 BottleneckSearch = Callable[[Problem, Meter, float | None], Placement]
 """Answers a question with objective ``throughput``, within some work; a bottleneck that is enough ends the search."""
-
-Found = Callable[[float, float, float], None]
-"""Called with the step of a better placement, the bound so far, and the time in seconds."""
 
 MOST_ROUNDS = 8
 STARTS = 16
@@ -98,14 +96,14 @@ class StepSearch:
     Attributes:
         request: the question.
         search: answers a question with objective ``throughput``.
-        found: told of better placements.
+        progress: as ``solve`` takes it.
         stop: set it to end the search with the best so far.
         meter: counts the work, and ends the search when all is done that may be.
     """
 
     request: PlacementRequest
     search: BottleneckSearch
-    found: Found | None = None
+    progress: Progress | None = None
     stop: threading.Event | None = None
     meter: Meter = field(default_factory=Meter)
     began: float = field(default_factory=monotonic)
@@ -369,8 +367,8 @@ class StepSearch:
         choice.devices, choice.value = devices, result.objective_value
         if choice.value < before:
             self.best, self.method = choice, method
-            if self.found is not None:
-                self.found(choice.value, min(answer.bound_of(self.choices), choice.value), self._time_s())
+            if self.progress is not None:
+                self.progress(answer.incumbent(self.request, self.choices, choice, method, self._time_s()))
         return result
 
     def _better(self) -> float:
