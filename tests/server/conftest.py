@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -66,6 +67,16 @@ def request_body() -> Callable[..., dict[str, Any]]:
         return {**copy.deepcopy(examples.requests()["throughput"]["value"]), **changes}
 
     return make
+
+
+@pytest.fixture
+def service_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the service logs, also after a test that let it set up logging for itself, where nothing goes further up."""
+    logger = logging.getLogger("placer_server")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.DEBUG, logger.name)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture

@@ -208,22 +208,18 @@ def test_help_on_making_keys_is_no_error(capsys):
     assert "NAME [read,solve,metrics] >> FILE" in capsys.readouterr().out
 
 
-def test_no_key_is_in_a_reply_or_the_log(secured, caplog):
+def test_no_key_is_in_a_reply_or_the_log(secured, service_log):
     client, headers = secured(ci="read")
-    logger = logging.getLogger("placer_server")
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.DEBUG, "placer_server")
     key = headers["ci"]["Authorization"].split()[1]
     replies = [
         client.get(PLACEMENTS, headers=headers["ci"]),
         client.post(PLACEMENTS, content=b"{", headers=headers["ci"]),
         client.get(PLACEMENTS, headers={"Authorization": f"Bearer {key}x"}),
     ]
-    logger.removeHandler(caplog.handler)
     assert [reply.status_code for reply in replies] == [200, 403, 401]
     told = "".join(reply.text + str(reply.headers) for reply in replies)
-    assert caplog.text
-    assert key not in told + caplog.text
+    assert service_log.text
+    assert key not in told + service_log.text
 
 
 def test_every_response_has_security_headers_and_a_request_id(serve):

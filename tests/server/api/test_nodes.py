@@ -158,13 +158,13 @@ def test_a_node_of_which_no_link_could_be_made_is_refused_when_it_registers(serv
     ],
     ids=["a value of today's limits", "a field of another version"],
 )
-def test_a_node_that_was_kept_with_what_is_refused_nowadays_is_left_out_and_logged(serve, caplog, kept, said):
+def test_a_node_that_was_kept_with_what_is_refused_nowadays_is_left_out_and_logged(serve, service_log, kept, said):
     # Nodes are read back from the store: the list of them, and each cluster with it, were a 500 until it registered.
     client = serve()
     client.put("/v1/nodes/a", json=NODE)
     client.app.state.service.store.keep_node("old", json.dumps(kept).encode())
     assert [node["name"] for node in client.get("/v1/nodes").json()["nodes"]] == ["a"]
-    assert "node old is left out" in caplog.text and said in caplog.text
+    assert "node old is left out" in service_log.text and said in service_log.text
     assert client.get("/v1/cluster?node=a").status_code == 200
     reply = client.get("/v1/cluster?node=a&node=old&network_bytes_per_s=1e9")
     assert reply.status_code == 404 and "'old'" in reply.json()["detail"] and said in reply.json()["detail"]

@@ -106,7 +106,7 @@ def test_a_queued_solve_that_was_stopped_is_there_all_the_time(serve, solvers, r
 @pytest.mark.parametrize("method", ["put", "fail"])
 @pytest.mark.parametrize("seed", [1, 2], ids=["running", "queued"])
 def test_whoever_stops_a_solve_is_answered_whatever_goes_wrong_when_its_end_is_kept(
-    serve, solvers, request_body, method, seed, caplog
+    serve, solvers, request_body, method, seed, service_log
 ):
     # A defect there ended the task that was to answer; the DELETE of a queued solve was waited for without end.
     def broken(*_, **__):
@@ -123,7 +123,7 @@ def test_whoever_stops_a_solve_is_answered_whatever_goes_wrong_when_its_end_is_k
     reply = client.get(where, params={"wait": 20})
     assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:defect")
     assert client.get(where).content == reply.content
-    assert "a defect in the store" in caplog.text
+    assert "a defect in the store" in service_log.text
 
 
 def test_the_same_request_is_answered_from_the_store(serve, request_body):
