@@ -152,17 +152,16 @@ class Worker(Generic[T]):
 
     def _listen(self, pipe: Connection, sentinel: int) -> T:
         while True:
-            if not wait([pipe, sentinel], self._tick()):
-                self._check_deadline()
-                continue
-            kind, *values = pipe.recv()  # raises EOFError where the process died without a word
-            if kind == "progress":
-                self._report(*values)
-            elif kind == "done":
-                result: T = values[0]
-                return result
-            else:
-                raise ERRORS[kind](values[0])
+            if wait([pipe, sentinel], self._tick()):
+                kind, *values = pipe.recv()  # raises EOFError where the process died without a word
+                if kind == "progress":
+                    self._report(*values)
+                elif kind == "done":
+                    result: T = values[0]
+                    return result
+                else:
+                    raise ERRORS[kind](values[0])
+            self._check_deadline()
 
     def _tick(self) -> float:
         return max(0.0, min(_TICK_S, self._deadline - time.monotonic()))

@@ -40,6 +40,15 @@ def deaf(request: PlacementRequest, *, progress: Any = None, stop: threading.Eve
     return _all_on_first(request)
 
 
+def talkative(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    """Tells without a pause, and does not listen when it is told to stop."""
+    found = _all_on_first(request)
+    until_s = time.monotonic() + 3
+    while time.monotonic() < until_s:
+        progress(Incumbent(7.0, bound=3.0, time_s=0.0, placement=lambda: found))
+    return found
+
+
 def dying(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
     """Dies where the seed is odd, as a process does that runs out of memory."""
     if request.seed % 2:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -54,6 +55,12 @@ def test_a_solve_over_its_limit_is_stopped(solvers, body):
 def test_a_solver_that_does_not_listen_is_killed(solvers, body):
     with pytest.raises(Killed, match=r"0\.1 s"):
         worker(solvers.deaf, body, limit_s=0.05, grace_s=0.1).run()
+
+
+def test_a_solver_that_tells_without_a_pause_is_killed_too(solvers, body):
+    # The deadline was looked at when nothing came; here more comes than is read.
+    with pytest.raises(Killed):
+        worker(solvers.talkative, body, limit_s=0.05, grace_s=0.1, report=lambda *_: time.sleep(0.001)).run()
 
 
 def test_a_solver_that_raises_is_a_crash_with_its_words(solvers, body, capfd):
