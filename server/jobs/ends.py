@@ -32,7 +32,7 @@ def nothing_found(job: Job) -> bytes:
 def keep(job: Job, store: Store) -> None:
     """Write the job's answer down; it is the store's, where an earlier solve of the question found a better one."""
     assert job.answer is not None
-    complete = is_proven(job) or not (job.stopped or job.handed_on)
+    complete = is_proven(job) or not (job.stopped or job.handed_on or job.rescued)
     answer = Answer(job.answer, complete=complete, version=placer.__version__)
     if (solved := job.solved) is not None:
         summary, asked = solved.summary, Asked(solved.profile_id, solved.profile, solved.question)
@@ -91,7 +91,9 @@ def how_it_ended(job: Job) -> str:
         return "failed"
     if job.elsewhere:
         return "elsewhere"
-    return "stopped" if job.stopped else "answered"
+    if job.stopped:
+        return "stopped"
+    return "rescued" if job.rescued else "answered"
 
 
 def told_of(job: Job) -> dict[str, str | int]:

@@ -31,12 +31,14 @@ class Job:
         bound: the proven bound so far.
         stopped: whether it was told to end with the best so far.
         handed_on: whether the service stops and the next start goes on with it.
+        rescued: whether its worker was killed, and the answer is the best that it had told.
         elsewhere: whether another replica answered it just before a worker here began.
         wanted: whether it goes on when nobody waits for it.
         waiting: how many wait for it.
         starts: how often a worker began with it.
         created_s: when it was asked, by the monotonic clock.
         started_s: when a worker took it, by the monotonic clock.
+        best: the Placement as JSON that a worker told of last before it was killed.
         answer: the Placement as JSON, once done.
         asked: the question in the parts in which it is kept, once solved.
         problem: why there is none, once failed.
@@ -53,12 +55,14 @@ class Job:
     bound: float | None = None
     stopped: bool = False
     handed_on: bool = False
+    rescued: bool = False
     elsewhere: bool = False
     wanted: bool = False
     waiting: int = 0
     starts: int = 0
     created_s: float = field(default_factory=time.monotonic)
     started_s: float | None = None
+    best: bytes | None = None
     answer: bytes | None = None
     solved: Solved | None = None
     problem: Problem | None = None

@@ -22,12 +22,13 @@ from ..store.database import StoreError
 from ..store.replicas import Begun
 from ..store.store import Accepted, Store
 from ..workers.solving import Solver, SolveTask
-from ..workers.worker import Crashed, Died, Killed, Worker
+from ..workers.worker import Crashed, Died, Killed, OverMemory, Worker
 from .ends import Elsewhere, gap_of, how_it_ended, keep, nothing_found, problem_of, queue_full, stopping, told_of
 from .job import Job
 from .peers import Peers
 from .question import Question
 from .queue import FairQueue
+from .rescue import is_rescued
 from .tasks import Tasks
 
 log = logging.getLogger("placer_server")
@@ -272,7 +273,7 @@ class Jobs:
             try:
                 await loop.run_in_executor(self._threads, self._solve, job)
             except Died as error:
-                if job.starts < MAX_STARTS and not job.stopped and not self._closing:
+                if self._goes_on(job, error) and not self._closing:
                     log.warning("solve %s is tried again: %s", job.question.id, error)
                     job.worker = self._worker(job)
                     continue
@@ -293,8 +294,8 @@ class Jobs:
         self._start_next()
 
     async def _note_failure(self, job: Job, error: Exception) -> None:
-        if self._closing and job.handed_on and isinstance(error, Died | Killed):
-            return  # it goes on at the next start
+        if self._goes_on(job, error):
+            return
         job.problem = problem = problem_of(error)
         if problem.status >= 500:
             trace = error if problem.name == "defect" else None
@@ -303,6 +304,12 @@ class Jobs:
             await asyncio.to_thread(self._store.fail, job.question.id, problem.status, problem.content())
         except Exception as unwritten:  # whatever it is, those who wait for the job are answered
             log.error("failure of %s could not be written, and is kept in memory: %s", job.question.id, unwritten)
+
+    def _goes_on(self, job: Job, error: Exception) -> bool:
+        """Whether a job goes on after its worker ended so: at the next start, or in another one."""
+        if self._closing:
+            return job.handed_on and isinstance(error, Died | Killed)
+        return isinstance(error, Died) and job.starts < MAX_STARTS and not job.stopped
 
     def _solve(self, job: Job) -> None:
         """Runs in a thread of its own."""
@@ -318,11 +325,11 @@ class Jobs:
             log.error("the start of %s could not be written: %s", job.question.id, error)
         try:
             job.solved = job.worker.run()
-            job.answer = job.solved.placement
-        except Killed:
-            if not job.stopped:
+        except (Died, Killed, OverMemory) as error:
+            job.best = job.worker.best or job.best
+            if self._goes_on(job, error) or not is_rescued(job, error, self._settings):
                 raise
-            job.answer = nothing_found(job)
+        job.answer = job.solved.placement if job.solved is not None else nothing_found(job)
         keep(job, self._store)
 
     def _begin(self, job: Job) -> Begun:
@@ -357,7 +364,8 @@ class Jobs:
             self._metrics.solve_seconds.observe(time.monotonic() - (job.started_s or job.created_s))
         if (gap := gap_of(job)) is not None:
             self._metrics.solve_gap.observe(gap)
-        job.payload, job.solved, job.worker = b"", None, None  # a worker reports to its job: a circle that would stay
+        job.payload, job.best, job.solved = b"", None, None
+        job.worker = None  # it reports to its job: a circle that would stay
         if job.handed_on and job.answer is None:
             self._hand_on(job)
             return

@@ -6,12 +6,16 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest, Profile
 
+from .telling import Telling
 from .worker import Report
+
+if TYPE_CHECKING:
+    from placer.solver.search import Incumbent
 
 Solver = Callable[..., Placement]
 """``solver(request, *, progress=None, stop=None) -> Placement``, importable by name in another process."""
@@ -44,7 +48,13 @@ class SolveTask:
     def __call__(self, payload: bytes, report: Report, stop: threading.Event) -> Solved:
         """See ``Task``."""
         request = read_request(payload)
-        placement = self._solver(request, progress=lambda found: report(found.objective_value, found.bound), stop=stop)
+        telling = Telling(report.best)
+
+        def progress(found: Incumbent) -> None:
+            report(found.objective_value, found.bound)
+            telling.tell(found)
+
+        placement = self._solver(request, progress=progress, stop=stop)
         placement = placement.model_copy(update={"id": request.content_hash()})
         profile = json.dumps(_brief(request.profile)).encode()
         question = json.dumps(_brief(request, exclude={"profile"})).encode()

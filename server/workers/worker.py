@@ -3,6 +3,7 @@
 service                         worker (forkserver)
    │──── payload ──────────────────▶│
    │◀─── ("progress", value, bound) ─│  any number
+   │◀─── ("best", result) ───────────│  a few a second, at most
    │──── "stop" ────────────────────▶│  once, at most; a closed pipe means that the service is gone
    │◀─── ("done" | "refused" | "missing" | "over" | "failed", what)
 """
@@ -33,8 +34,24 @@ except ImportError:  # Windows, where memory is not capped
 
 T = TypeVar("T")
 
-Report = Callable[[float | None, float | None], None]
+Progress = Callable[[float | None, float | None], None]
 """Told the best objective value so far and the proven bound."""
+
+
+class Report:
+    """What a task tells while it runs."""
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send = send
+
+    def __call__(self, value: float | None, bound: float | None) -> None:
+        """Tell the best objective value so far and the proven bound."""
+        self._send("progress", value, bound)
+
+    def best(self, result: bytes) -> None:
+        """Tell what there is so far, in the place of what was told before; it outlives this process."""
+        self._send("best", result)
+
 
 Task = Callable[[bytes, Report, threading.Event], T]
 """What runs in the worker: from a payload to a result, ending early with its best when the event is set."""
@@ -80,11 +97,15 @@ class Worker(Generic[T]):
         limit_s: after so many seconds the task is told to stop.
         grace_s: so many seconds after it was told to stop, its process is killed.
         memory_bytes: what its process may take; no limit if 0.
+
+    Attributes:
+        best: the best that the task told so far; None if it told none.
     """
 
     def __init__(
-        self, task: Task[T], payload: bytes, report: Report, *, limit_s: float, grace_s: float, memory_bytes: int = 0
+        self, task: Task[T], payload: bytes, report: Progress, *, limit_s: float, grace_s: float, memory_bytes: int = 0
     ) -> None:
+        self.best: bytes | None = None
         self._task = task
         self._payload = payload
         self._report = report
@@ -156,6 +177,8 @@ class Worker(Generic[T]):
                 kind, *values = pipe.recv()  # raises EOFError where the process died without a word
                 if kind == "progress":
                     self._report(*values)
+                elif kind == "best":
+                    self.best = values[0]
                 elif kind == "done":
                     result: T = values[0]
                     return result
@@ -229,7 +252,7 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
     try:
         _cap_memory(memory_bytes)
         _start_listening(pipe, stop, memory_bytes)
-        result = task(payload, lambda value, bound: send("progress", value, bound), stop)
+        result = task(payload, Report(send), stop)
     except MissingExtraError as error:
         send("missing", str(error))
     except PlacerError as error:

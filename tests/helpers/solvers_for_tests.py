@@ -40,6 +40,26 @@ def deaf(request: PlacementRequest, *, progress: Any = None, stop: threading.Eve
     return _all_on_first(request)
 
 
+def lost(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+    """Finds, as Placer's solver does, and then ends as its model is called: deaf, dying, or out of memory."""
+    from placer.solver.solve import solve
+
+    told: list[Incumbent] = []
+    solve(request, progress=told.append)
+    last = told[-1]
+    if request.profile.model.endswith("wrong"):
+        wrong = last.placement().model_copy(update={"objective_value": 0.001, "bound": 0.0, "gap": 1.0})
+        last = Incumbent(last.objective_value, last.bound, last.time_s, lambda: wrong)
+    progress(last)
+    time.sleep(0.5)  # what is told is made in another thread
+    if request.profile.model.startswith("dying"):
+        os.kill(os.getpid(), 9)
+    if request.profile.model.startswith("out of memory"):
+        raise MemoryError
+    time.sleep(60)
+    return _all_on_first(request)
+
+
 def talkative(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
     """Tells without a pause, and does not listen when it is told to stop."""
     found = _all_on_first(request)

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import httpx
 import pytest
 
-from placer.schema import PlacementRequest
+from placer.schema import Placement, PlacementRequest
+from placer.solver.check import check
 from placer_server.store.store import Accepted, Answer, Store
 
 
@@ -71,6 +72,52 @@ def test_a_job_that_took_the_service_down_each_time_is_given_up_and_says_so(serv
     reply = serve(database=database).get(f"/v1/placements/{key_of(body)}?wait=30")
     assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:solver-failed")
     assert "begun 3 times" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("deaf", "it did not stop within 0.1 s and was killed"),
+        ("dying", "its process died (killed by SIGKILL)"),
+        ("out of memory", "PLACER_WORKER_MEMORY_BYTES"),
+    ],
+)
+def test_a_solve_whose_worker_was_killed_is_answered_with_the_best_that_it_had_told(
+    serve, solvers, request_body, service_log, how, why
+):
+    # It was a 500, or, where it was stopped, said that nothing was found.
+    client = serve(solvers.lost, overrun_s=1.0, stop_grace_s=0.1)
+    body = request_body(time_limit_s=1, schedule="1f1b", break_ties=True)
+    body["profile"]["model"] = how
+    reply = client.post("/v1/placements?wait=60", json=body)
+    request, placement = PlacementRequest.model_validate(body), Placement.model_validate_json(reply.content)
+    assert reply.status_code == 200 and why in placement.method and "the best so far" in placement.method
+    check(request, placement)
+    assert placement.layer_devices and why in service_log.text
+    key = request.content_hash()
+    assert client.get(f"/v1/placements/{key}").content == reply.content
+    assert PlacementRequest.model_validate_json(client.get(f"/v1/placements/{key}/request").content) == request
+    assert 'placer_solves_total{status="rescued"} 1.0' in client.get("/metrics").text
+
+
+def test_delete_of_a_solver_that_does_not_listen_gives_the_best_that_it_had_told(
+    serve, solvers, request_body, wait_until
+):
+    client = serve(solvers.lost, stop_grace_s=1.0)
+    where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
+    wait_until(lambda: client.get(where).json()["incumbent"] is not None)
+    placement = Placement.model_validate_json(client.delete(where).content)
+    assert placement.layer_devices and "within 1 s and was killed" in placement.method
+    check(PlacementRequest.model_validate(request_body()), placement)
+
+
+def test_what_a_killed_worker_told_and_is_not_so_is_no_answer(serve, solvers, request_body, service_log):
+    client = serve(solvers.lost)
+    body = request_body(time_limit_s=1)
+    body["profile"]["model"] = "out of memory, and wrong"
+    reply = client.post("/v1/placements?wait=60", json=body)
+    assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:solver-failed")
+    assert "objective_value" in service_log.text
 
 
 def test_a_failure_is_told_after_a_restart_too(serve, solvers, request_body, tmp_path, capfd):
