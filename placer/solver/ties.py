@@ -61,9 +61,15 @@ def broken(
     found = _costs(problem, best)
     most = found.objective_value if most is None else most
     nodes = reduced(problem, most)
-    if not worth_building(problem, nodes):
+
+    def is_time() -> bool:
+        return worth_building(problem, nodes, limits(WORK).time_s)
+
+    if not is_time():
         return ties_of(found, proven=False)
     best, transfer_proven = _least(_TieModel(problem, nodes, most, None), problem, best, limits, offer, 0)
+    if not is_time():
+        return ties_of(_costs(problem, best), proven=False)
     model = _TieModel(problem, nodes, most, rank(_costs(problem, best))[0])
     best, spread_proven = _least(model, problem, best, limits, offer, 1)
     # Of a device that may recompute the program knows too little time: its smallest spread is none that is proven.

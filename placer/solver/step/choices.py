@@ -59,7 +59,8 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
         held: where micro-batches in flight are counted segment by segment, how many each is taken to hold. At least
             one is: what cannot be with one cannot be at all. What can be with all of them can be.
     """
-    asked = problem.request.model_copy(update={"objective": "throughput", "transfers": "overlapped"})
+    changed = {"objective": "throughput", "transfers": "overlapped", "break_ties": False}
+    asked = problem.request.model_copy(update=changed)
     if by_segment(problem):
         asked = asked.model_copy(update={"chunks": held})
     return replace(problem, request=asked)

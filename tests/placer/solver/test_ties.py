@@ -10,7 +10,10 @@ from small_requests import examples, small_requests
 
 from placer.errors import PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
+from placer.solver import ties
 from placer.solver.check import check
+from placer.solver.problem import Problem
+from placer.solver.program.cpsat import Limits
 from placer.solver.solve import solve
 
 SETTINGS = examples(60)
@@ -116,3 +119,10 @@ def test_of_as_short_steps_the_best_balanced_is_taken(chain):
     rules = Constraints(min_devices=3)
     placement = solve(request.model_copy(update={"constraints": rules}))
     assert sorted(load.compute_ms for load in placement.devices) == [3, 3, 9] and placement.ties.proven
+
+
+def test_no_program_for_ties_is_written_down_when_the_time_is_over(chain, monkeypatch):
+    monkeypatch.setattr("placer.solver.ties._TieModel", lambda *_: pytest.fail("a program"))
+    problem = Problem.from_request(chain([1.0] * 4))
+    broken = ties.broken(problem, [0, 0, 1, 1], lambda work: Limits(0.0), lambda devices: devices)
+    assert not broken.proven

@@ -3,8 +3,10 @@
 import pytest
 from every_step import Steps, requests
 from hypothesis import assume, given
+from rows import row
 from small_requests import examples
 
+from placer.schema import Constraints
 from placer.solver.check import check
 from placer.solver.solve import solve
 
@@ -54,3 +56,12 @@ def test_ties_leave_the_step_as_short_as_it_is(chain):
     request = chain([9, 3, 3, 2, 5], devices=3, objective="step", chunks=4)
     broken = solve(request.model_copy(update={"break_ties": True}))
     assert broken.objective_value == pytest.approx(solve(request).objective_value) and broken.status == "optimal"
+
+
+def test_ties_are_broken_of_the_best_step_not_of_each_small_bottleneck_on_the_way(monkeypatch):
+    # 5,000 layers took 66 s for a time limit of 10 s: each search for a bottleneck broke its ties.
+    monkeypatch.setattr("placer.solver.ties.broken", lambda *_: pytest.fail("a bottleneck's ties"))
+    asked = {"saved_bytes": 10, "memory_bytes": 126, "chunks": 4, "schedule": "interleaved", "work_limit": 10}
+    rules = Constraints(colocated=(("l0", "l13"),))  # so that no cut of a row will do
+    placement = solve(row([1.0] * 14, constraints=rules, break_ties=True, **asked))
+    assert placement.ties is not None
