@@ -33,8 +33,8 @@ Pass = Callable[[], None]
 Timer = Callable[[Sequence[Pass], torch.device, int], list[float]]
 """From passes that run one after another, their device and a number of repeats to the time of each, in ms."""
 
-_WARM_S = 0.5
-"""So long a device works before it is timed: under a load that lasts, one at its power limit lowers its clocks."""
+_WARM_S = 0.2
+"""So long a device works before it is timed: one at its power limit lowers its clocks."""
 
 
 class Stages:
@@ -224,16 +224,18 @@ class Stages:
 
 
 def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:
-    """The median time of each pass, in ms, when they run one after another, again and again.
+    """The time of each pass, in ms, when they run one after another, again and again.
+
+    On CUDA as under a load that lasts: a device at its power limit lowers its clocks, and raises them again, about once
+    a second (see ``placer.devices.lasting``). Else the median.
 
     Args:
         passes: work that was issued before at least once.
         device: where they run.
-        repeats: how often each is timed.
+        repeats: how often each is timed; on CUDA, in a row, for some seconds.
     """
     if device.type == "cuda":
-        _warm_up(passes, device)
-        return [statistics.median(times) for times in devices.queued_ms(passes, device, repeats)]
+        return _under_lasting_load(passes, device, repeats)
     times: list[list[float]] = [[] for _ in passes]
     for _ in range(repeats):
         for run, column in zip(passes, times, strict=True):
@@ -243,10 +245,19 @@ def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> 
     return [statistics.median(column) for column in times]
 
 
-def _warm_up(passes: Sequence[Pass], device: torch.device) -> None:
-    """Until the clocks are those of a device that works on this."""
+def _under_lasting_load(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:
+    """The means over time of the medians of a few."""
+    _work(passes, device, _WARM_S)
+    rounds: list[list[float]] = []
     began = time.perf_counter()
-    while time.perf_counter() - began < _WARM_S:
+    while not rounds or time.perf_counter() - began < devices.LASTING_S:
+        rounds.append([statistics.median(times) for times in devices.queued_ms(passes, device, repeats)])
+    return [statistics.fmean(times) for times in zip(*rounds, strict=True)]
+
+
+def _work(passes: Sequence[Pass], device: torch.device, seconds: float) -> None:
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
         for run in passes:
             run()
         devices.synchronise(device)

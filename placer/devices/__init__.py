@@ -6,10 +6,11 @@ A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every 
 
 from placer.devices.chance import Repeated, keep_random_state
 from placer.devices.clock import Clock
-from placer.devices.device_time import pause, queued_ms, replay_ms
+from placer.devices.device_time import lasting_ms, pause, queued_ms, replay_ms
 from placer.devices.fitting import Rooms
 from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import Courier, Delivery, Lane, Mark, shared_lane
+from placer.devices.lasting import LASTING_S, is_at_limit, lasting_share
 from placer.devices.memory import (
     cache_bytes,
     context_bytes,
@@ -61,6 +62,7 @@ from placer.devices.transfers import Shipment, copy_s, host_buffer
 __all__ = [
     "CPU",
     "HOST",
+    "LASTING_S",
     "Clock",
     "Courier",
     "Delivery",
@@ -92,8 +94,11 @@ __all__ = [
     "has_tangents",
     "host_buffer",
     "host_name",
+    "is_at_limit",
     "is_transformed",
     "keep_random_state",
+    "lasting_ms",
+    "lasting_share",
     "library_bytes",
     "location",
     "memory_bytes",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from placer.devices.names import synchronise
 from placer.devices.recording import record
 
 _CYCLES_PER_MS = 2e6  # about the clock of current GPUs
+_AHEAD = 3
+"""Rounds that are issued before the first of them is over."""
 
 
 def queued_ms(
@@ -53,6 +57,41 @@ def queued_ms(
                 ended_mark.record()
         synchronise(device)
         return [[float(row[i][0].elapsed_time(row[i][1])) for row in marks] for i in range(len(passes))]
+
+
+def lasting_ms(passes: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> list[list[float]]:
+    """Device time of each pass when they run one after another for so long, without a rest.
+
+    Args:
+        passes: recorded ones: what the host takes longer to issue than the device to run counts, too.
+        device: a CUDA device.
+        seconds: how long, at least; each runs at least once.
+
+    Returns:
+        For each pass its times in milliseconds, in order.
+    """
+    rounds: list[list[float]] = []
+    waiting: deque[list[torch.cuda.Event]] = deque()
+    with torch.cuda.device(device):
+        synchronise(device)
+        began = time.perf_counter()
+        while not waiting or time.perf_counter() - began < seconds:
+            marks = [_timing_event() for _ in range(len(passes) + 1)]
+            marks[0].record()
+            for run, mark in zip(passes, marks[1:], strict=True):
+                run()
+                mark.record()
+            waiting.append(marks)
+            if len(waiting) > _AHEAD:
+                waiting[0][-1].synchronize()
+                rounds.append(_between(waiting.popleft()))
+        synchronise(device)
+        rounds += map(_between, waiting)
+    return [list(times) for times in zip(*rounds, strict=True)]
+
+
+def _between(marks: Sequence[torch.cuda.Event]) -> list[float]:
+    return [float(first.elapsed_time(second)) for first, second in pairwise(marks)]
 
 
 def pause(device: torch.device, lasting_ms: float) -> None:

@@ -8,9 +8,10 @@ while as much is read beside it, as a neighbour reads what it works on:
     clear ─ write reads ─ ▮forward▮ ─ clear ─ write gradients ─ ▮backward▮ ─ ...        ▮ is timed
 
 So weights, and what was kept for the backward pass, come from memory, as they do in a step of the whole model; and of a
-value that nearly fills the cache no more is there than its neighbour would have left. Stages record halves by weight
-two at a time, which is timed apart, see ``side_by_side.py``. A CPU is host and device in one, and its caches are left
-as they are.
+value that nearly fills the cache no more is there than its neighbour would have left. What keeps a device at its power
+limit is told as long as it takes under a load that lasts (see ``placer.devices.lasting``). Stages record halves by
+weight two at a time, which is timed apart, see ``side_by_side.py``. A CPU is host and device in one, and its caches are
+left as they are.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ _ENOUGH_S = 0.5
 _LAUNCHES = 3
 _WARM_S = 0.1
 """How long a device works on a layer before it is timed, so that its clocks are those of work."""
-
-_MOST_WARM_UPS = 200
 
 
 @dataclass(frozen=True)
@@ -123,12 +122,14 @@ def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int
         replays = devices.record(passes, trial.device)
     except devices.NotRecordable:
         trial.writes = trial.gradients = ()
-        _warm_up(trial.device, passes)
+        devices.lasting_ms(passes, trial.device, _WARM_S)
         return devices.queued_ms(passes, trial.device, repeats, before), host_ms
     extra_ms = devices.replay_ms(trial.device)
-    _warm_up(trial.device, replays)
+    warming = devices.lasting_ms(replays, trial.device, _WARM_S)
     columns = devices.queued_ms(replays, trial.device, repeats, before)
-    columns = [[max(0.0, value - extra_ms) for value in column] for column in columns]
+    at_limit = devices.is_at_limit([sum(times) for times in zip(*warming, strict=True)])
+    longer = devices.lasting_share(trial.device) if at_limit else 1.0
+    columns = [[longer * max(0.0, value - extra_ms) for value in column] for column in columns]
     if passes[-1] == trial.accumulate_later:
         alone_ms = statistics.median(columns[-1])
         share = measure_share(trial.deferred, alone_ms, trial.device, repeats, before[-1])
@@ -161,18 +162,6 @@ def _beside(cache: Tensor, tensor: Tensor) -> Tensor | None:
         return None
     zeros = cache.view(torch.uint8)[: size_bytes // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
     return zeros.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-def _warm_up(device: torch.device, passes: Sequence[Callable[[], None]]) -> None:
-    """Let the device work until its clocks are up."""
-    devices.synchronise(device)
-    began = time.perf_counter()
-    for _ in range(_MOST_WARM_UPS):
-        for run in passes:
-            run()
-        devices.synchronise(device)
-        if time.perf_counter() - began > _WARM_S:
-            return
 
 
 def _launch_ms(device: torch.device, passes: Sequence[Callable[[], None]]) -> float:
