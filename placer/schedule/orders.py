@@ -198,7 +198,8 @@ def _interleaved_plans(pipeline: Pipeline, chunks: int, given: Sequence[int] | N
             found.append(Plan(places, chunks, passes, tuple(given or held)))
     if not found or pipeline.transfers:
         issues = _greedy(pipeline, _whole(pipeline), chunks, room)
-        issues.append(tuple(greedy(places, _whole(pipeline), chunks, room, pipeline.transfers, True)))
+        if pipeline.transfers:
+            issues.append(tuple(greedy(places, _whole(pipeline), chunks, room, pipeline.transfers, True)))
         for issue in issues:
             found.append(Plan(places, chunks, issue, tuple(given or most_held(issue, count, "backward"))))
     return found

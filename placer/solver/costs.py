@@ -64,6 +64,7 @@ from placer.solver import pipelines
 from placer.solver.components import topological_order
 from placer.solver.memory import Footprint, footprint, held_by_device
 from placer.solver.problem import Problem, arcs_of
+from placer.solver.segment_memory import SegmentMemory
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
@@ -128,10 +129,12 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     use = partial(_memory, problem, stages, footprints, again)
     if problem.request.objective == "step":
         pipeline = pipelines.pipeline_of(problem, assignment, stages, again)
-        by_segment = partial(_memory_by_segment, problem, tuple(assignment), stages, footprints)
-        has_room = partial(_has_room, problem, by_segment) if _by_segment(problem) else None
-        plan = pipelines.plan_of(problem, pipeline, has_room)
-        use = partial(by_segment, plan.in_flight) if _by_segment(problem) else use
+        if _by_segment(problem):
+            held = SegmentMemory(problem, tuple(assignment), footprints)
+            plan = pipelines.plan_of(problem, pipeline, lambda flight: _within_limits(problem, held.use(flight)))
+            use = partial(held.use, plan.in_flight)
+        else:
+            plan = pipelines.plan_of(problem, pipeline)
         value = pipelines.step_ms(problem, pipeline, plan)
     else:
         value = _objective(problem, assignment, load, use, again)
@@ -236,22 +239,6 @@ def _memory(
     """What each device holds at its worst moment."""
     devices = range(len(problem.devices))
     return tuple(footprints(d).use(in_flight(problem, stages, d), d in again) for d in devices)
-
-
-def _memory_by_segment(
-    problem: Problem, assignment: Assignment, stages: Sequence[int], footprints: Footprints, flight: Sequence[int]
-) -> tuple[MemoryUse, ...]:
-    """The same where each segment has so many micro-batches in flight."""
-    further = pipelines.further_bytes(problem, assignment, stages, flight)
-    return tuple(
-        one.model_copy(update={"activation_bytes": one.activation_bytes + more})
-        for one, more in zip((footprints(d).one for d in range(len(problem.devices))), further, strict=True)
-    )
-
-
-def _has_room(problem: Problem, use: Callable[[Sequence[int]], tuple[MemoryUse, ...]], flight: Sequence[int]) -> bool:
-    """Whether every device stays within its limit with so many micro-batches in flight."""
-    return _within_limits(problem, use(flight))
 
 
 def _within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:

@@ -59,9 +59,15 @@ memory of its own, and weight passes, of which nothing is left, have one for all
     deferred(d) = sum of deferred(l) over l on d
 
 Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
-``placer.schedule`` has in flight, segment by segment. (in_flight(d) - 1) * kept(d) becomes the sum of
-(in_flight(segment) - 1) * saved(l) over l on d, and of (in_flight - 1) * bytes(v) over v kept on d, with the largest
-in_flight of the segments that keep v.
+``placer.schedule`` has in flight, segment by segment. It is what is more of two: in the first formula
+(in_flight(d) - 1) * kept(d) becomes the sum of (in_flight(segment) - 1) * saved(l) over l on d, and of
+(in_flight - 1) * bytes(v) over v kept on d, with the largest in_flight of the segments that keep v. Or each segment has
+recorded passes of its own, for which what is made in or read by another segment is made and read elsewhere, on
+whichever device::
+
+    use(d) = params(d) + gradients(d) + optimizer(d) + buffers(d) + step(d)
+             + sum over segments s of d of
+               (in_flight(s) * (max over t of O(s, t) + crossing(s) + landing(s)) + max over t of P(s, t))
 
 A device that recomputes runs forwards once more before each backward pass: of further micro-batches it keeps only what
 comes in, and its weight passes do not run apart::
@@ -189,7 +195,7 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     entering = sum(
         value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.readers)
     )
-    return Footprint(one, sum(kept.values()), entering, _recorded(problem, held) if problem.recorded else None)
+    return Footprint(one, sum(kept.values()), entering, recorded(problem, held) if problem.recorded else None)
 
 
 # Training
@@ -260,7 +266,7 @@ def _waiting_or_sent(held: Held) -> Mapping[int, int]:
     return values
 
 
-def _recorded(problem: Problem, held: Held) -> Recorded:
+def recorded(problem: Problem, held: Held) -> Recorded:
     """What it holds of passes that keep their memory."""
     moments, over = _passes(problem, held)
     each = max([over, *(sum(moment) for moment, _ in moments)]) + crossing_bytes(held)

@@ -122,34 +122,6 @@ def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
     return problem.layers[layer].optimizer_ms.get(problem.devices[device].type, 0.0) if problem.training else 0.0
 
 
-def further_bytes(
-    problem: Problem, assignment: Sequence[int], stages: Sequence[int], flight: Sequence[int]
-) -> list[int]:
-    """By device, what the micro-batches in flight beside the first keep, where its stages hold unlike numbers of them.
-
-    A layer keeps what it saves for as many micro-batches as its stage holds, a value that several stages of a device
-    keep is there for as many as the largest of those numbers.
-
-    Args:
-        problem: what is asked.
-        assignment: by layer, the index of its device.
-        stages: the devices that hold layers, in pipeline order.
-        flight: by stage, the micro-batches in flight.
-    """
-    stage_of, places = staged(problem, assignment, stages)
-    further = [0] * len(problem.devices)
-    for layer, stage in enumerate(stage_of):
-        further[places[stage]] += (flight[stage] - 1) * problem.layers[layer].saved_bytes
-    for value in problem.values:
-        most: dict[int, int] = {}
-        for keeper in value.keepers:
-            stage = stage_of[keeper]
-            most[places[stage]] = max(most.get(places[stage], 0), flight[stage])
-        for device, held in most.items():
-            further[device] += (held - 1) * value.held_bytes
-    return further
-
-
 def _transfers(problem: Problem, stage_of: Sequence[int], places: Sequence[int]) -> tuple[Transfer, ...]:
     """What passes between stages of different devices, summed up by pair."""
     there: dict[tuple[int, int], float] = {}

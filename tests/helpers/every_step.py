@@ -212,6 +212,16 @@ class Steps:
         return all(uses[device.name] <= device.memory_bytes - device.reserve_bytes for device in every.devices)
 
     @staticmethod
+    def recorded_use(every, mine, stage_of, found):
+        """Bytes of a device whose segments each have recorded passes."""
+        use = every.state(mine) + every.optimizer_step(mine)
+        for stage in {stage_of[layer.name] for layer in mine}:
+            names = frozenset(layer.name for layer in mine if stage_of[layer.name] == stage)
+            flight = found.in_flight[stage]
+            use += flight * (every.alone(names) + (every.landing(names) if flight > 1 else 0)) + every.backwards(names)
+        return use
+
+    @staticmethod
     def uses(every, where, stage_of, found, again=frozenset()):
         """Bytes by device, with as many micro-batches in flight as the plan has."""
         uses = {}
@@ -232,5 +242,7 @@ class Steps:
             for edge in every.request.profile.edges if adds_up else ():
                 held = [found.in_flight[stage_of[name]] for name in edge.saved_by if where[name] == device.name]
                 use += (max(held) - 1) * edge.bytes if held else 0
+            if adds_up and mine:
+                use = max(use, Steps.recorded_use(every, mine, stage_of, found))
             uses[device.name] = use
         return uses

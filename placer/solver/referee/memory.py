@@ -5,8 +5,10 @@ Nothing here is shared with the solver; the formulas are those of the docstring 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 from placer.schema import Edge, Layer, PlacementRequest
 
@@ -27,7 +29,7 @@ class Memory:
     """
 
     def __init__(self, request: PlacementRequest, where: Mapping[str, str], contiguous: bool) -> None:
-        self._training, self._where = request.is_training, where
+        self._request, self._training, self._where = request, request.is_training, where
         self._step_share = request.profile.optimizer_step_share
         self._ties = request.profile.tied
         self._apart = request.is_training and request.schedule == "zero-bubble"
@@ -57,7 +59,8 @@ class Memory:
             return {self._of_passes(device, flight)}
         further = self._further(device, flight, again)
         moments = [*self._forwards(device), *self._backwards(device), (0, self._step(device))]
-        return {(held + further, workspace) for held, workspace in _largest(moments)}
+        found = {(held + further, workspace) for held, workspace in _largest(moments)}
+        return found if isinstance(flight, int) else _largest([*found, self._of_segments(device, flight)])
 
     def _further(self, device: str, flight: Flight, again: bool) -> int:
         """What micro-batches beside the first keep; what comes from other devices, if all else is computed again."""
@@ -161,6 +164,22 @@ class Memory:
         sent = [edge.gradient_bytes for edge in self._edges[device] if self._where[edge.source] != device]
         each += sum(sent) if flight > 1 else 0
         return flight * each, backwards + self._step(device)
+
+    def _of_segments(self, device: str, flight: Mapping[str, int]) -> Split:
+        """The same of segments that each have passes of their own, as if they were on devices of their own."""
+        held = workspace = 0
+        for name, layers in self._segments._layers.items():
+            if self._where[layers[0].name] == device:
+                passing, shared = self._segments._of_passes(name, flight[layers[0].name])
+                held, workspace = held + passing, workspace + shared
+        return held, workspace
+
+    @cached_property
+    def _segments(self) -> Memory:
+        """The same layers, each run of them on a device of its own."""
+        runs = itertools.groupby(self._where, key=self._where.__getitem__)
+        apart = {layer: f"{device} {number}" for number, (device, layers) in enumerate(runs) for layer in layers}
+        return Memory(self._request, apart, contiguous=True)
 
     def _places(self, device: str) -> int:
         """What arrives from other devices, values and gradients."""

@@ -232,7 +232,7 @@ def test_no_free_map_holds_two_micro_batches_where_memory_is_for_one():
 def test_a_free_map_with_room_for_micro_batches_in_flight_is_found():
     """The first layer and the last share a device, so no cut of a row will do, and one micro-batch is not the most."""
     rules = Constraints(colocated=(("l0", "l13"),))
-    asked = {"saved_bytes": 10, "memory_bytes": 126, "chunks": 4, "constraints": rules, "workers": 1}
+    asked = {"saved_bytes": 10, "memory_bytes": 128, "chunks": 4, "constraints": rules, "workers": 1}
     placement = solve(row([1.0] * 14, schedule="interleaved", work_limit=10, **asked))
     assert placement.layer_devices and not placement.contiguous
 
