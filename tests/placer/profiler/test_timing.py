@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from placer import devices
 from placer.profiler import timing
 from placer.profiler.measure import measure_trial
 from placer.profiler.timing import measure_time, significant, spread
@@ -91,7 +92,10 @@ def test_a_layer_without_gradients_that_can_wait_has_none_apart(make_trial: Any)
 class FakeDevice:
     """Stands in for ``placer.devices`` as timing on a GPU uses it: tells in which order things happen."""
 
-    def __init__(self) -> None:
+    is_at_limit = staticmethod(devices.is_at_limit)
+
+    def __init__(self, slower: float = 1.0) -> None:
+        self.slower = slower
         self.times = {"forward": 3.0, "accumulate": 4.0, "accumulate_later": 6.0}
 
     def cache_bytes(self, device: torch.device) -> int:
@@ -106,6 +110,12 @@ class FakeDevice:
     def record(self, passes: Any, device: torch.device) -> Any:
         return passes
 
+    def lasting_ms(self, passes: Any, device: torch.device, seconds: float) -> list[list[float]]:
+        return [[self.times[run.__name__] * slower for slower in (*[1.0] * 9, *[self.slower] * 9)] for run in passes]
+
+    def lasting_share(self, device: torch.device) -> float:
+        return 1.5
+
     def queued_ms(self, passes: Any, device: torch.device, repeats: int, before: Any) -> list[list[float]]:
         for prepare, run in zip(before, passes, strict=True):
             prepare()
@@ -118,7 +128,6 @@ def test_on_a_gpu_each_pass_is_timed_behind_what_a_neighbour_would_have_written(
 ) -> None:
     trial = make_trial(torch.matmul, [torch.randn(4, 4, requires_grad=True)], [torch.randn(4, 4, requires_grad=True)])
     monkeypatch.setattr(timing, "devices", FakeDevice())
-    monkeypatch.setattr(timing, "_WARM_S", 0.0)
     written = [trial.reads[0]._version, trial.write_gradients[0]._version]
     reads, gradients = trial.reads[0].clone(), trial.write_gradients[0].clone()
     columns, host_ms = timing._cuda_times(trial, [trial.forward, trial.accumulate, trial.accumulate_later], repeats=2)
@@ -131,6 +140,16 @@ def test_on_a_gpu_each_pass_is_timed_behind_what_a_neighbour_would_have_written(
     assert (summary.forward_ms, summary.backward_ms, summary.weights_ms) == (2.0, 8.0, 5.0)
 
 
+@pytest.mark.parametrize(("slower", "longer"), [(1.1, 1.5), (1.01, 1.0)])
+def test_what_works_at_the_power_limit_is_told_as_under_a_load_that_lasts(
+    make_trial: Any, monkeypatch: pytest.MonkeyPatch, slower: float, longer: float
+) -> None:
+    trial = make_trial(torch.matmul, [torch.randn(4, 4, requires_grad=True)], [torch.randn(4, 4, requires_grad=True)])
+    monkeypatch.setattr(timing, "devices", FakeDevice(slower))
+    columns, _ = timing._cuda_times(trial, [trial.forward, trial.accumulate], repeats=1)
+    assert columns == [[2.0 * longer], [3.0 * longer]]
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
 def test_reads_of_every_kind_can_be_written_again(
     make_trial: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
@@ -138,7 +157,6 @@ def test_reads_of_every_kind_can_be_written_again(
     read = torch.tensor([0.0, 1.0, 2.0]).to(dtype)
     trial = make_trial(lambda x, y: x.view(torch.uint8).sum() + y, [read, torch.randn(2)], training=False)
     monkeypatch.setattr(timing, "devices", FakeDevice())
-    monkeypatch.setattr(timing, "_WARM_S", 0.0)
     timing._cuda_times(trial, [trial.forward], repeats=1)
     assert torch.equal(trial.reads[0].view(torch.uint8), read.view(torch.uint8))
 
