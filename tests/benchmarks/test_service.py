@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from placer_server.app import background
+from placer_server.observe.metrics import Metrics
 from placer_server.problem import MAX_BYTES, Problem
 from placer_server.serving import serve_in_thread
 from placer_server.settings import Settings
@@ -37,6 +38,7 @@ def test_schemathesis_finds_nothing(part):
 def test_schemathesis_finds_what_breaks_the_document(part):
     pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install 'torch-placer[test]'")
     app = FastAPI()
+    app.state.metrics = Metrics()
 
     @app.get("/number", response_model=None)
     def number(value: int = 0) -> str:
