@@ -30,7 +30,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +46,13 @@ from placer.solver.work import least_work
 
 Table = NDArray[np.float64]
 Matrix = Sequence[Sequence[float]]
-Options = list[tuple[float, int, int]]
 _Entry = tuple[float, int, int, "_OpenCut", int]
+
+LOOKS = 1_000
+"""Unfinished cuts that are looked at before who asks for the next one may say that it is enough."""
+
+MOST_OPEN = 50_000
+"""Unfinished cuts that are kept: about 200 MB of a row of a hundred nodes."""
 
 ROUNDING = 1 - 1e-9
 """Sums in another order round differently."""
@@ -220,11 +225,12 @@ class StepTable(CutTable):
         lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
         return np.maximum(own, lanes), round_trip if self._asked.training else np.zeros_like(own)
 
-    def cuts(self) -> Iterator[tuple[float, list[int]]]:
+    def cuts(self) -> Iterator[tuple[float, list[int] | None]]:
         """Every cut, the lowest bound first.
 
         Yields:
-            Its bound, which is one for all that follow, and by layer its device.
+            Its bound, which is one for all that follow, and by layer its device. None instead while cuts are being put
+            together, so that whoever asks may stop; no devices at all where it gives up, as too many are open.
         """
         if not np.isfinite(self.fill()[0]):
             return
@@ -232,18 +238,25 @@ class StepTable(CutTable):
         number = itertools.count()
 
         def push(open_cut: _OpenCut, choice: int) -> None:
-            if choice < len(open_cut.options):
-                bound = max(open_cut.bound, open_cut.options[choice][0])
+            if choice < len(open_cut.options.bounds):
+                bound = max(open_cut.bound, float(open_cut.options.bounds[choice]))
                 heapq.heappush(queue, (bound, -open_cut.start, next(number), open_cut, choice))
 
         for counts in self.best:
             if sum(counts) < self.problem.least_devices:
                 continue
             push(_OpenCut(0, counts, (), 0.0, None, self._next_stages(0, counts, None)), 0)
-        while queue:
+        for look in itertools.count(1):
+            if not queue:
+                return
             bound, _, _, parent, choice = heapq.heappop(queue)
+            if look % LOOKS == 0:
+                yield bound, None
+            if len(queue) > MOST_OPEN:
+                yield bound, []
+                return
             push(parent, choice + 1)
-            _, stop, kind = parent.options[choice]
+            stop, kind = int(parent.options.stops[choice]), int(parent.options.kinds[choice])
             stages = (*parent.stages, (stop, kind))
             if stop == len(self.nodes.nodes):
                 yield bound, self._devices(stages)
@@ -261,7 +274,7 @@ class StepTable(CutTable):
             devices += [next(unused[kind])] * (stop - len(devices))
         return self.nodes.spread(devices)
 
-    def _next_stages(self, start: int, counts: Counts, tail: float | None) -> Options:
+    def _next_stages(self, start: int, counts: Counts, tail: float | None) -> _Options:
         """Bound, end and class of the next stage, by bound; those that lead nowhere left out.
 
         Args:
@@ -270,14 +283,31 @@ class StepTable(CutTable):
             tail: what is known to come on top of the time until the first stage has its last gradients; None if the
                 next is the first.
         """
-        found = []
+        rows = []
         for kind in exact.kinds_left(counts):
             later = self.best[exact.one_less(counts, kind)]
             row = np.maximum(self.cost(kind, sum(counts))[start], later)
             trips = self._trips(counts, kind, start) + (self._tail(kind) if tail is None else tail) * ROUNDING
             row = np.maximum(row, trips)
-            found += [(float(row[stop]), int(stop), kind) for stop in np.flatnonzero(np.isfinite(row))]
-        return sorted(found)
+            stops = np.flatnonzero(np.isfinite(row)).astype(np.int16)
+            rows.append((row[stops], stops, np.full(len(stops), kind, dtype=np.int16)))
+        bounds, stops, kinds = (np.concatenate(column) for column in zip(*rows, strict=True))
+        order = np.lexsort((kinds, stops, bounds))
+        return _Options(bounds[order], stops[order], kinds[order])
+
+
+class _Options(NamedTuple):
+    """What the next stage may be, by bound; in arrays, as there are many of them.
+
+    Attributes:
+        bounds: of cuts with it.
+        stops: its end.
+        kinds: the class of its device.
+    """
+
+    bounds: Table
+    stops: NDArray[np.int16]
+    kinds: NDArray[np.int16]
 
 
 @dataclass(frozen=True)
@@ -299,7 +329,7 @@ class _OpenCut:
     stages: tuple[tuple[int, int], ...]
     bound: float
     tail: float | None
-    options: Options
+    options: _Options
 
 
 def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable | None:

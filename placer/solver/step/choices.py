@@ -43,7 +43,7 @@ class Choice:
     devices: list[int] | None = None
     value: float = inf
     reason: Infeasibility | None = None
-    cuts: Iterator[tuple[float, list[int]]] | None = None
+    cuts: Iterator[tuple[float, list[int] | None]] | None = None
 
     @property
     def bottleneck(self) -> Problem:

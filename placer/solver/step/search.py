@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import inf
 from random import Random
 from time import monotonic
@@ -185,9 +184,9 @@ class StepSearch:
         table = bounds.table(choice.problem, choice.nodes, choice.bottleneck)
         if table is not None:
             choice.cuts = table.cuts()
-            for bound, devices in islice(choice.cuts, STARTS):
-                choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
-                self._offer(choice, devices, "cuts of a row")
+            for _ in range(STARTS):
+                if not self._next_cut(choice):
+                    break
                 if self._over(choice, share):
                     return
         elif self._all_maps(choice, share) or self._closed(choice):
@@ -324,13 +323,21 @@ class StepSearch:
     def _all_cuts(self, choice: Choice, share: Share) -> None:
         """Try every cut of a row that may be better, the lowest bound first: none that follows is below it."""
         while choice.cuts is not None and not self._over(choice, share):
-            bound, devices = next(choice.cuts, (inf, None))
-            choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
-            if devices is None:
-                choice.cuts = None
+            if not self._next_cut(choice) and choice.cuts is not None:
+                choice.bound = max(choice.bound, min(choice.value, self._better()))
                 choice.reason = None if choice.devices is not None else choice.reason or NO_CUT
-            else:
-                self._offer(choice, devices, "cuts of a row")
+                choice.cuts = None
+
+    def _next_cut(self, choice: Choice) -> bool:
+        """Try one more cut of a row, if it has come to one; whether there may be others. None are left of too many."""
+        assert choice.cuts is not None
+        bound, devices = next(choice.cuts, (inf, []))
+        if bound < inf:
+            choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
+            choice.cuts = None if devices == [] else choice.cuts
+        if devices:
+            self._offer(choice, devices, "cuts of a row")
+        return devices != []
 
     def _over(self, choice: Choice, share: Share) -> bool:
         spent = self._time_s() > share.time_s or self.meter.done > share.work

@@ -57,9 +57,10 @@ class _TieSearch:
         for bound, devices in table.cuts():
             if bound > self._most_ms:
                 break
-            if self._over():
+            if self._over() or devices == []:
                 return False
-            self._offer(devices)
+            if devices:
+                self._offer(devices)
         return True
 
     def climb(self, part: int) -> None:

@@ -16,6 +16,7 @@ from placer.solver import maps
 from placer.solver.check import check
 from placer.solver.contiguous import order_search
 from placer.solver.solve import Portfolio, solve
+from placer.solver.step import bounds
 from placer.solver.step.choices import choice_of, questions, work_alone
 
 SETTINGS = examples(30)
@@ -55,6 +56,14 @@ def test_nothing_is_better_where_devices_must_may_or_must_not_recompute(request,
     request = request.model_copy(update=changes)
     placement = solve(request)
     hold_against_every_answer(request, placement)
+
+
+@SETTINGS
+@given(request=requests(row=True, contiguous=True), most=st.integers(0, 6))
+def test_what_is_said_of_a_row_holds_where_too_many_cuts_are_open(request, most):
+    """There were so many of a GPT-2 with untied embeddings that they took all memory of the machine."""
+    with patch.object(bounds, "MOST_OPEN", most), patch.object(bounds, "LOOKS", 1):
+        hold_against_every_answer(request, solve(request))
 
 
 @SETTINGS
