@@ -65,6 +65,7 @@ def suggest(
     break_ties: bool = False,
     bottleneck_ms: float | None = None,
     explain: bool = False,
+    split_tied: bool = False,
     memory_bytes: int | Mapping[DeviceLike, int] | None = None,
     profile: Profile | Sequence[Profile] | None = None,
     cache: bool | str | os.PathLike[str] = True,
@@ -103,6 +104,8 @@ def suggest(
         break_ties: whether, of placements as good, the one is looked for with less transfer, then better balance.
         bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
         explain: whether to find out, too, what limits the placement and what would help most.
+        split_tied: whether layers that share parameters, in training, may be on several devices, each further one with
+            a copy; see ``Profile.untied``. They are on one device otherwise.
         memory_bytes: what a placement may use, in bytes, of each device or by device; None for all of its memory.
         profile: an earlier profile of the model, to be placed without measuring again; under objective ``step`` also
             several of different micro-batch sizes.
@@ -135,6 +138,7 @@ def suggest(
 
     def request_of(profiles: list[Profile], rules: Constraints) -> PlacementRequest:
         trains = training and profiles[-1].training
+        profiles = [one.untied() for one in profiles] if split_tied else profiles
         return PlacementRequest(
             profile=profiles[-1],
             profiles=profiles[:-1],

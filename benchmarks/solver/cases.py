@@ -186,6 +186,12 @@ def _steps() -> Iterator[Case]:
         asked = partial(models.alike, name, time_limit_s=MODEL_LIMIT_S)
         case = f"model {name}, 8 alike devices with memory to spare, {models.CHUNKS} micro-batches, training"
         yield Case("steps", case, partial(_step, asked))
+    case = "model gpt2 with split embeddings, 8 alike devices with memory to spare"
+    yield Case(
+        "steps",
+        f"{case}, {models.CHUNKS} micro-batches, training",
+        partial(_step, partial(models.split, "gpt2", time_limit_s=MODEL_LIMIT_S)),
+    )
 
 
 def _step(made: Callable[[], PlacementRequest], case: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.schema import Cluster, Constraints, Device, Layer, Link, PlacementRequest, Profile
+from placer.schema import Cluster, Constraints, Device, Layer, Link, PlacementRequest, Profile, TiedParameters
 from placer.solver.solve import solve
 
 if TYPE_CHECKING:
@@ -126,6 +126,20 @@ def alike(name: str, **asked: object) -> PlacementRequest:
     devices = tuple(Device(name=one, type=SLOW, memory_bytes=PLENTY_BYTES) for one in names)
     links = tuple(_link(a, b, inside=True) for a, b in permutations(names, 2))
     return request(name, **{**asked, "cluster": Cluster(devices=devices, links=links)})
+
+
+def split(name: str, **asked: object) -> PlacementRequest:
+    """The same where tied embeddings may be on two devices, with a copy on one of them.
+
+    Args:
+        name: of a model that has some.
+        asked: further fields of the request.
+    """
+    together = alike(name, **asked)
+    (group,) = together.profile.colocated
+    (shared,) = (layer.grad_bytes for layer in together.profile.layers if layer.name in group and layer.grad_bytes)
+    tied = TiedParameters(layers=group, gradient_bytes=shared)
+    return together.model_copy(update={"profile": together.profile.model_copy(update={"tied": (tied,)}).untied()})
 
 
 def roomy(name: str, **asked: object) -> PlacementRequest:

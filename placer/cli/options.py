@@ -123,6 +123,10 @@ WorkLimit = Annotated[
 BreakTies = Annotated[
     bool, typer.Option("--break-ties", help="of placements as good, the one with less transfer, then better balance")
 ]
+SplitTied = Annotated[
+    bool,
+    typer.Option("--split-tied", help="layers that share parameters may be on several devices, each with a copy"),
+]
 Explain = Annotated[bool, typer.Option("--explain", help="also say what limits the placement and what would help")]
 Server = Annotated[
     str | None, typer.Option(metavar="URL", envvar="PLACER_URL", help="ask this service; solve here if left out")

@@ -40,6 +40,7 @@ from placer.cli.options import (
     ScheduleOption,
     Server,
     Sizes,
+    SplitTied,
     StepsOption,
     Target,
     TimeLimit,
@@ -83,6 +84,7 @@ def solve(
     bottleneck: Bottleneck = None,
     break_ties: BreakTies = False,
     explain: Explain = False,
+    split_tied: SplitTied = False,
     server: Server = None,
     output: Output = None,
     json: AsJson = False,
@@ -98,6 +100,8 @@ def solve(
     target = limited(target, memory)
     limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
     others = [load_profile(name) for name in also]
+    if split_tied:
+        subject, others = subject.untied(), [other.untied() for other in others]
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
     request = request_for(subject, target, limits, *given, break_ties, bottleneck, work_limit, steps)
     answer(request, server, output, json)
@@ -136,6 +140,7 @@ def suggest(
     bottleneck: Bottleneck = None,
     break_ties: BreakTies = False,
     explain: Explain = False,
+    split_tied: SplitTied = False,
     server: Server = None,
     output: Output = None,
     json: AsJson = False,
@@ -144,6 +149,7 @@ def suggest(
     keep, lost, sizes = cached(cache, no_cache), loss_of(loss, target), _sizes(micro_batches)
 
     def asked(profiles: list[Profile]) -> PlacementRequest:
+        profiles = [one.untied() for one in profiles] if split_tied else profiles
         measured = profiles[-1]  # the largest micro-batch
         cluster = measured.cluster
         assert cluster is not None  # profile() measures the devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -204,6 +205,39 @@ class Profile(Wire):
             f"timings on {kind} are {apart:.0%} apart: other programs kept it busy, and times may be several times too "
             "long; when it is idle, clear the cache (placer cache clear) and profile again"
         )
+
+    def untied(self) -> Profile:
+        """The same where layers that share trained parameters, tied embeddings say, may be on several devices.
+
+        Each but the first of them then has a copy, as execution gives it one, whose memory and gradient count wherever
+        it is. That copies are brought up to date and their gradients added up, once a step, takes no time here.
+
+        Returns:
+            The profile. Layers that have buffers stay together; and all do in a profile of inference, which does not
+            tell what they share.
+        """
+        with_buffers = {layer.name for layer in self.layers if layer.buffer_bytes}
+        apart = [tie for tie in self.tied if with_buffers.isdisjoint(tie.layers)]
+        groups = [set(tie.layers) for tie in apart]
+        copied: Counter[str] = Counter()
+        for tie in apart:
+            in_order = [layer.name for layer in self.layers if layer.name in tie.layers]
+            copied.update(dict.fromkeys(in_order[1:], tie.gradient_bytes))
+        layers = [
+            layer.model_copy(
+                update={
+                    "param_bytes": layer.param_bytes + copied[layer.name],
+                    "grad_bytes": layer.grad_bytes + copied[layer.name],
+                }
+            )
+            for layer in self.layers
+        ]
+        changed = {
+            "layers": tuple(layers),
+            "colocated": tuple(group for group in self.colocated if set(group) not in groups),
+            "tied": tuple(tie for tie in self.tied if tie not in apart),
+        }
+        return self.model_copy(update=changed)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
