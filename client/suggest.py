@@ -128,6 +128,8 @@ def suggest(
         SolveLimitError: none was found in time.
         ServerError: the server cannot be reached or cannot answer.
     """
+    if not isinstance(split_tied, bool):
+        raise InputError(f"split_tied is {split_tied!r}; give True or False")
     server = server or os.environ.get("PLACER_URL")
     if server:
         url_of(server)  # else it is told only after minutes of measuring that this is none

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from placer.errors import InputError
 from placer.schema.base import (
     FIRST,
     IN_ORDER,
@@ -213,9 +214,16 @@ class Profile(Wire):
         it is. That copies are brought up to date and their gradients added up, once a step, takes no time here.
 
         Returns:
-            The profile. Layers that have buffers stay together; and all do in a profile of inference, which does not
-            tell what they share.
+            The profile. Layers that have buffers stay together.
+
+        Raises:
+            InputError: it is of inference, and does not tell what layers share.
         """
+        if not self.training:
+            raise InputError(
+                "this profile is of inference, which does not tell which layers share parameters, so that they stay "
+                "together: leave split_tied out, or profile a training step"
+            )
         with_buffers = {layer.name for layer in self.layers if layer.buffer_bytes}
         apart = [tie for tie in self.tied if with_buffers.isdisjoint(tie.layers)]
         groups = [set(tie.layers) for tie in apart]

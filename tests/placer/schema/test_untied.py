@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import placer
 from placer import Constraints, DataFlow, Profile
-from placer.errors import InfeasibleError
+from placer.errors import InfeasibleError, InputError
 from placer.schema import Layer, TiedParameters
 from placer.testing import logical_devices
 from placer.zoo import gpt
@@ -41,6 +41,16 @@ def test_layers_with_buffers_stay_together() -> None:
     assert _profile(buffer_bytes=1).untied() == _profile(buffer_bytes=1)
 
 
+def test_a_profile_of_inference_does_not_tell_what_layers_share() -> None:
+    inference = _profile().model_copy(update={"training": False})
+    with pytest.raises(InputError, match=r"of inference, .* leave split_tied out"):
+        inference.untied()
+    with pytest.raises(InputError, match="of inference"):  # before anything is measured
+        placer.suggest(gpt(layers=1), torch.zeros(1, 1024, dtype=torch.long), training=False, split_tied=True)
+    with pytest.raises(InputError, match="split_tied is 'no'; give True or False"):
+        placer.suggest(profile=_profile(), split_tied="no")  # type: ignore[arg-type]
+
+
 def test_embeddings_that_are_split_are_cut_like_a_chain_and_train_as_the_unsplit_model_does() -> None:
     torch.manual_seed(0)
     model = gpt(layers=4, width=16, heads=2, context=8, vocabulary=11, tied=True).double()
@@ -65,7 +75,7 @@ def test_embeddings_that_are_split_are_cut_like_a_chain_and_train_as_the_unsplit
         expected = loss_fn(reference(tokens), tokens)
         expected.backward()
         optimizer.step()
-        assert loss == pytest.approx(float(expected), rel=1e-12)
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_the_profile_counts_what_the_devices_then_hold() -> None:
