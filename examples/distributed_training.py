@@ -1,7 +1,7 @@
-"""Trains a GPT with tied embeddings over several processes, each on a device of its own, on one host or on many.
+r"""Trains a GPT with tied embeddings over several processes, each on a device of its own, on one host or on many.
 
 torchrun --nproc-per-node 4 examples/distributed_training.py
-placer suggest examples.distributed_training:make --input 2x16:int64 --devices 4 --min-devices 4 --split-tied --contiguous \\
+placer suggest examples.distributed_training:make --input 2x16:int64 --devices 4 --min-devices 4 --split-tied --contiguous \
     --chunks 8 -o placement.json
 torchrun --nproc-per-node 4 examples/distributed_training.py --placement placement.json
 
