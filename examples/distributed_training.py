@@ -1,9 +1,8 @@
-r"""Trains a GPT with tied embeddings over several processes, each on a device of its own, on one host or on many.
+"""Trains a GPT with tied embeddings over several processes, each on a device of its own, on one host or on many.
 
 torchrun --nproc-per-node 4 examples/distributed_training.py
-placer suggest examples.distributed_training:make --input 2x16:int64 --devices 4 --min-devices 4 --split-tied --contiguous \
-    --chunks 8 -o placement.json
-torchrun --nproc-per-node 4 examples/distributed_training.py --placement placement.json
+placer suggest examples.distributed_training:make --input 2x16:int64 --devices 4 --split-tied --contiguous -o there.json
+torchrun --nproc-per-node 4 examples/distributed_training.py --placement there.json
 
 A process takes a GPU where there are enough, else it is a CPU stand-in. The first one also trains the unsplit model,
 to hold the losses against it, and reads the checkpoint that all wrote into it.
