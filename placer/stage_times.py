@@ -247,7 +247,7 @@ def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> 
 
 def _under_lasting_load(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:
     """The means over time of the medians of a few."""
-    _work(passes, device, _WARM_S)
+    _warm_up(passes, device)
     rounds: list[list[float]] = []
     began = time.perf_counter()
     while not rounds or time.perf_counter() - began < devices.LASTING_S:
@@ -255,9 +255,10 @@ def _under_lasting_load(passes: Sequence[Pass], device: torch.device, repeats: i
     return [statistics.fmean(times) for times in zip(*rounds, strict=True)]
 
 
-def _work(passes: Sequence[Pass], device: torch.device, seconds: float) -> None:
+def _warm_up(passes: Sequence[Pass], device: torch.device) -> None:
+    """Until a device at its power limit has lowered its clocks."""
     began = time.perf_counter()
-    while time.perf_counter() - began < seconds:
+    while time.perf_counter() - began < _WARM_S:
         for run in passes:
             run()
         devices.synchronise(device)

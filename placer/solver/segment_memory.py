@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import groupby
 
 from placer.schema import MemoryUse
-from placer.solver import memory
+from placer.solver import memory, pipelines
 from placer.solver.memory import Footprint, Recorded
 from placer.solver.problem import Problem
 
@@ -27,11 +26,7 @@ class SegmentMemory:
 
     def __init__(self, problem: Problem, assignment: Sequence[int], footprints: Callable[[int], Footprint]) -> None:
         self._problem, self._footprints = problem, footprints
-        self._places: list[int] = []
-        self._segments: list[list[int]] = []
-        for device, layers in groupby(range(len(assignment)), key=assignment.__getitem__):
-            self._places.append(device)
-            self._segments.append(list(layers))
+        self._segment_of, self._places = pipelines.staged(problem, assignment, ())
 
     def use(self, flight: Sequence[int]) -> tuple[MemoryUse, ...]:
         """By device, what it holds at its worst moment, with so many micro-batches in flight in each segment."""
@@ -53,7 +48,10 @@ class SegmentMemory:
     @cached_property
     def _recorded(self) -> list[Recorded]:
         """By segment, what it holds of recorded passes, and of the optimizer's step."""
-        return [memory.recorded(self._problem, memory.held_with(self._problem, layers)) for layers in self._segments]
+        layers: list[list[int]] = [[] for _ in self._places]
+        for layer, segment in enumerate(self._segment_of):
+            layers[segment].append(layer)
+        return [memory.recorded(self._problem, memory.held_with(self._problem, own)) for own in layers]
 
     def _further_bytes(self, flight: Sequence[int]) -> list[int]:
         """By device, what micro-batches beside the first keep, layer by layer.
@@ -61,15 +59,14 @@ class SegmentMemory:
         A layer keeps what it saves for as many as its segment has in flight, a value that several segments of a device
         keep is there for as many as the largest of those numbers.
         """
-        held = [count for count, layers in zip(flight, self._segments, strict=True) for _ in layers]
-        place = [device for device, layers in zip(self._places, self._segments, strict=True) for _ in layers]
         further = [0] * len(self._problem.devices)
-        for layer, count in enumerate(held):
-            further[place[layer]] += (count - 1) * self._problem.layers[layer].saved_bytes
+        for layer, segment in enumerate(self._segment_of):
+            further[self._places[segment]] += (flight[segment] - 1) * self._problem.layers[layer].saved_bytes
         for value in self._problem.values:
             most: dict[int, int] = {}
-            for keeper in value.keepers:
-                most[place[keeper]] = max(most.get(place[keeper], 0), held[keeper])
+            for segment in map(self._segment_of.__getitem__, value.keepers):
+                device = self._places[segment]
+                most[device] = max(most.get(device, 0), flight[segment])
             for device, count in most.items():
                 further[device] += (count - 1) * value.held_bytes
         return further

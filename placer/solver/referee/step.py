@@ -72,13 +72,12 @@ class StepReading:
         self._types = {device.name: device.type for device in request.devices}
         self._links = {(link.source, link.target): link for link in request.placed_on.links}
         self.stage_of, self._devices = self._stages(stages)
-        self._passes = {kind: self._sums(kind) for kind in ("forward", "backward", "weights")}
+        self._passes = {kind: self._sums(kind) for kind in ("forward", "backward", "weights", "optimizer")}
         self._values, self._gradients = self._crossings()
         self.plan = self._plan(held)
         self._optimizer_ms: dict[str, float] = defaultdict(float)
-        for layer in request.profile.layers if request.is_training else ():
-            device = where[layer.name]
-            self._optimizer_ms[device] += layer.optimizer_ms.get(self._types[device], 0.0)
+        for device, time_ms in zip(self._devices, self._passes["optimizer"], strict=True):
+            self._optimizer_ms[device] += time_ms
 
     def _stages(self, stages: Sequence[str]) -> tuple[dict[str, int], list[str]]:
         if self._request.constraints.contiguous:
@@ -99,6 +98,7 @@ class StepReading:
             times = {"forward": layer.forward_ms[device_type], "backward": backward}
             untold = backward / 2 if layer.grad_bytes else 0.0  # what has no parameters to train has no such half
             times["weights"] = min(backward, layer.weights_ms.get(device_type, untold))
+            times["optimizer"] = layer.optimizer_ms.get(device_type, 0.0) if self._request.is_training else 0.0
             total[self.stage_of[layer.name]] += times[kind]
         return total
 
@@ -126,14 +126,10 @@ class StepReading:
     def pipeline(self) -> Pipeline:
         """The stages, as ``placer.schedule`` takes them."""
         names = [device.name for device in self._request.devices]
-        forward, backward, weights = (tuple(self._passes[kind]) for kind in ("forward", "backward", "weights"))
+        forward, backward, weights, optimizer = (tuple(times) for times in self._passes.values())
         places = tuple(names.index(device) for device in self._devices)
         crossings = [Transfer(*pair, there, self._gradients.get(pair)) for pair, there in sorted(self._values.items())]
-        optimizer = [0.0] * len(places)
-        for layer in self._request.profile.layers if self._request.is_training else ():
-            kind = self._types[self._where[layer.name]]
-            optimizer[self.stage_of[layer.name]] += layer.optimizer_ms.get(kind, 0.0)
-        return Pipeline(places, forward, backward, weights, tuple(crossings), tuple(optimizer))
+        return Pipeline(places, forward, backward, weights, tuple(crossings), optimizer)
 
     def _crossings(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
         """By maker's and first reader's stage, how long values take, and their gradients back."""
@@ -259,10 +255,10 @@ class StepReading:
 def possible_flights(request: PlacementRequest, where: Where, stages: Sequence[str]) -> list[Sequence[int]]:
     """The micro-batches that stages hold, by each order that there is, where a device may have several stages."""
     reading = StepReading(request, where, stages)
-    places = reading.pipeline.places
-    if len(set(places)) == len(places):
+    whole = reading.pipeline
+    if len(set(whole.places)) == len(whole.places):
         return [reading.plan.in_flight]
-    return [one.in_flight for one in roomy_plans(reading.pipeline, request.chunks)]
+    return [one.in_flight for one in roomy_plans(whole, request.chunks)]
 
 
 def check_said(request: PlacementRequest, reading: StepReading, placement: Placement) -> None:
