@@ -108,6 +108,10 @@ class CompiledSegment(Segment):
         """Nothing is left for later."""
         return nullcontext()
 
+    def counting(self) -> AbstractContextManager[Any]:
+        """The compiler saw to them."""
+        return nullcontext()
+
     def run(self, values: MicroBatch) -> None:
         """Compute the segment for one micro-batch."""
         values.trail.enter(f"{self.steps[0].layer.name} to {self.steps[-1].layer.name}, compiled")

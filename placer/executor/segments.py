@@ -12,6 +12,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.executor.faults import Trail
+from placer.graph.counters import counted_together, counters
 from placer.graph.deferred import DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
 
@@ -59,6 +60,15 @@ class Step:
                 self._bring_back(index, state[index])
         values.forget(self.forget)
 
+    def counters(self) -> list[Tensor]:
+        """The counters of batches that it counts on where they are."""
+        return [] if self.foreign or self.private else counters(self.layer, self.state)
+
+    def reads_state(self) -> list[Tensor]:
+        """What of its state it does more with than to keep running statistics in it."""
+        named = zip(self.layer.state, self.state, strict=True)
+        return [tensor for name, tensor in named if name not in self.layer.statistics]
+
     @torch.no_grad()
     def _bring_back(self, index: int, changed: Tensor) -> None:
         self.state[index].copy_(changed)
@@ -79,6 +89,11 @@ class Segment:
     def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
         """While it runs in this, its backward pass leaves what gradients of weights it can to a queue."""
         return DeferWeights(queue)
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """While it runs in this, its counters of batches wait, and are counted on together at the end."""
+        read = {id(tensor) for step in self.steps for tensor in step.reads_state()}
+        return counted_together([one for step in self.steps for one in step.counters() if id(one) not in read])
 
     def run(self, values: MicroBatch) -> None:
         """Compute the segment for one micro-batch."""

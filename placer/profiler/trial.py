@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from placer import devices
+from placer.graph.counters import counted_together, counters
 from placer.graph.deferred import AtOnce, DeferWeights, Queue
 from placer.graph.layers import Layer, Value
 from placer.profiler.storages import key_of
@@ -45,6 +46,7 @@ class Trial:
         self.writes: tuple[Any, ...] = ()
         self.gradients: tuple[Tensor | None, ...] = ()
         self._function = layer.function
+        self._counters = counters(layer, self.state)
         self.deferred = Queue()
         self.arrived: dict[int, int] = {}
         self._training = training
@@ -78,7 +80,7 @@ class Trial:
         """Run the layer forwards; in training with what its backward pass needs."""
         self.writes = self.gradients = ()
         self.deferred.clear()
-        with torch.set_grad_enabled(self._training):
+        with torch.set_grad_enabled(self._training), counted_together(self._counters):
             reads = [
                 _alias(read) if index in self._mutated and read.requires_grad else read
                 for index, read in enumerate(self.reads)

@@ -88,7 +88,7 @@ class RecomputedStage(Stage):
         inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in slot.inputs.items()}
         batch = MicroBatch(inputs.keys(), inputs.values(), self.trail)
         with autocast.uncached(self.device), self._chance(slot, "first"):
-            with self.gather():
+            with self.segment.counting(), self.gather():
                 self.segment.run(batch)
             for name, static in slot.outputs.items():
                 made = batch.read(name, self.device)

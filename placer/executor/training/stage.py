@@ -293,7 +293,7 @@ class Stage:
         return static
 
     def _forward(self, slot: Slot) -> None:
-        with self.gather():
+        with self.segment.counting(), self.gather():
             self._compute(slot, self.segment)
         if self.head is not None:
             self.head.total.add_(slot.roots[0].detach())
