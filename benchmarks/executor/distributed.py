@@ -251,7 +251,8 @@ def _timed(step: Any, place: torch.device, group: Any) -> dict[str, list[float]]
     for _ in range(timing.WARM_UPS):
         step()
     times: dict[str, list[float]] = {"alone_ms": [], "step_ms": []}
-    for measure, count in (("alone_ms", 1), ("step_ms", timing.IN_A_ROW)):
+
+    def time(measure: str, count: int) -> None:
         for _ in range(timing.FEWEST):
             meet()
             began = perf_counter()
@@ -259,4 +260,9 @@ def _timed(step: Any, place: torch.device, group: Any) -> dict[str, list[float]]
                 step()
             meet()
             times[measure].append(1e3 * (perf_counter() - began) / count)
+
+    time("alone_ms", 1)
+    count = torch.tensor(timing.row_of(times["alone_ms"]), device=place)
+    distributed.broadcast(count, src=0, group=group)  # all go the same number of steps
+    time("step_ms", int(count))
     return times

@@ -408,6 +408,13 @@ def test_a_slow_step_is_repeated_as_seldom_as_can_be(part, monkeypatch):
     assert len(timing.steps(lambda: None, part("cases").places(1), 7)["step_ms"]) == timing.FEWEST
 
 
+def test_a_row_of_steps_lasts_as_long_as_clocks_take_to_swing(part, monkeypatch):
+    timing = part("timing")
+    monkeypatch.setattr(timing, "LASTING_S", 2.0)
+    assert timing.row_of([90.0, 110.0, 100.0]) == 20
+    assert timing.row_of([900.0]) == timing.SHORTEST_ROW
+
+
 @pytest.fixture
 def experiment(part, tmp_path):
     """Samples of the tutorial's experiment, beside results in a folder."""
