@@ -66,7 +66,7 @@ def every() -> list[Job]:
         Job(overhead.CASE, "ours", PEER_S, overhead.measure),
         Job(large.CASE, "ours", 4 * PEER_S, large.measure),
         *(_training(name, distributed.ENGINE, 2 * PEER_S) for name in names),
-        Job(tutorial_resnet50.CASE, "ours", 2 * PEER_S, tutorial_resnet50.measure),
+        Job(tutorial_resnet50.CASE, "ours", 4 * PEER_S, tutorial_resnet50.measure),
         *(_compiled(name) for name in compiling.NAMES),
         *(_compiled_stream(name) for name in stream.NAMES),
         *(_training(name, tutorial.ENGINE, PEER_S) for name in names),
