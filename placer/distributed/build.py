@@ -25,7 +25,7 @@ from placer.distributed.stage import StageModule, examples, weight_pass
 from placer.distributed.tree import Names, plant
 from placer.distributed.weights import Sharing, Weights, keep_owners, owners_of
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
-from placer.executor.joining import output_kind
+from placer.executor.joining import output_of
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.training.weighing import Weigh, Weighing
 from placer.graph import arguments
@@ -267,8 +267,8 @@ def _assemble(
     }
     stages = [_stage(module, index, len(cut.stages), training, group) for index, module in modules.items()]
     leaves = modules[max(modules)].plan.leaves
-    kinds = [output_kind(leaf.value.name, leaf.value, exported) for leaf in leaves]
-    head = Head(loss_fn, exported.outputs, leaves, kinds, not exported.batch_symbols, placed.chunks, device)
+    outputs = [output_of(leaf.value.name, leaf.value, exported) for leaf in leaves]
+    head = Head(loss_fn, exported.outputs, leaves, outputs, not exported.batch_symbols, placed.chunks, device)
     schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
     owned = nn.Module()
     plant(owned, weights.own, names)

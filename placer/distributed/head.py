@@ -10,7 +10,7 @@ from torch import Tensor
 
 from placer.distributed.parcels import Parcel
 from placer.executor.faults import Place, explain
-from placer.executor.joining import Kind, gather, refuse_sizes
+from placer.executor.joining import Output, gather, refuse_sizes
 from placer.executor.pipeline import scatter
 from placer.executor.training.weighing import Weighing
 from placer.graph.losses import refuse_no_number, refuse_untrained
@@ -22,9 +22,9 @@ class Head:
 
     Args:
         loss_fn: ``loss_fn(output, target)``, weighed by what samples weigh; None without training.
-        outputs: the structure of the model's result.
+        structure: of the model's result.
         parcels: the model's flat outputs.
-        kinds: what each of them is.
+        outputs: what each of them is.
         is_fixed: whether the graph holds for one size of micro-batches alone, so that it tells no size from a constant.
         chunks: micro-batches in a batch.
         device: of this process.
@@ -36,15 +36,15 @@ class Head:
     def __init__(
         self,
         loss_fn: Weighing | None,
-        outputs: Structure,
+        structure: Structure,
         parcels: Sequence[Parcel],
-        kinds: Sequence[Kind],
+        outputs: Sequence[Output],
         is_fixed: bool,
         chunks: int,
         device: torch.device,
     ) -> None:
         self._loss_fn, self._chunks, self._device = loss_fn, chunks, device
-        self._outputs, self._parcels, self._kinds, self._is_fixed = outputs, parcels, kinds, is_fixed
+        self._structure, self._parcels, self._outputs, self._is_fixed = structure, parcels, outputs, is_fixed
         self.targets: Sequence[Any] | None = None
 
     def take(self, target: Any, size: int) -> None:
@@ -79,7 +79,7 @@ class Head:
 
     def result(self, output: Any) -> Any:
         """What the model returns, from the last stage's output."""
-        return self._outputs.unflatten(self._leaves(output))
+        return self._structure.unflatten(self._leaves(output))
 
     def join(self, outputs: Sequence[Any], weight: int) -> Any:
         """The results of all micro-batches as one.
@@ -90,13 +90,13 @@ class Head:
         """
         weights, way_out = [weight] * len(outputs), "give build(..., chunks=1)"
         if self._is_fixed:
-            refuse_sizes([self._outputs] * len(outputs), weights, way_out)
+            refuse_sizes([self._structure] * len(outputs), weights, way_out)
         columns = zip(*(self._leaves(output) for output in outputs), strict=True)
         joined = [
-            gather(parts, kind, weights, path, way_out)
-            for parts, kind, path in zip(columns, self._kinds, self._outputs.paths, strict=True)
+            gather(parts, output, weights, path, way_out)
+            for parts, output, path in zip(columns, self._outputs, self._structure.paths, strict=True)
         ]
-        return self._outputs.unflatten(joined)
+        return self._structure.unflatten(joined)
 
     def _leaves(self, output: Any) -> list[Any]:
         flat = [output] if isinstance(output, Tensor) else list(output)

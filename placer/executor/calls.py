@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from placer.executor.joining import Kind, join, output_kind, refuse_sizes
+from placer.executor.joining import Kind, Output, join, output_of, refuse_sizes
 from placer.executor.pipeline import run
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.state.statistics import BatchStatistics
 from placer.graph.export import Exported
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
+from placer.warned import warn
+
+_FEW_DIMS = 3
+"""So many dimensions are looked at for the samples: no further one is where results have those."""
 
 
 def call_captured(
@@ -74,12 +79,21 @@ def calls_instead(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]
 def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], structures: Sequence[Structure]) -> Any:
     """The results of micro-batches that ran through hooks, where sizes alone tell which outputs have a batch."""
     refuse_sizes(structures, weights)
-    kinds = [
-        Kind.SAMPLES if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == weights[0] else Kind.WHOLE
-        for leaf in results[0]
-    ]
-    outputs = structures[-1]
-    return outputs.unflatten(join(results, kinds, weights, outputs.paths))
+    structure, outputs = structures[-1], []
+    for path, parts in zip(structure.paths, zip(*results, strict=False), strict=False):  # ``join`` refuses others
+        dims = [dim for dim in range(_FEW_DIMS) if all(map(partial(_is_long, dim=dim), parts, weights))]
+        if 0 in dims and len(dims) > 1 and len(weights) > 1:
+            warn(
+                f"output {path or '(the result)'} of a micro-batch has shape {tuple(parts[0].shape)}, in which two "
+                "dimensions are as long as the micro-batch; the first is taken for the samples, as the model runs "
+                "through hooks and no graph tells: if it is not, call the flow with chunks=1"
+            )
+        outputs.append(Output(Kind.SAMPLES if 0 in dims else Kind.WHOLE))
+    return structure.unflatten(join(results, outputs, weights, structure.paths))
+
+
+def _is_long(leaf: Any, size: int, dim: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == size
 
 
 def joined(
@@ -99,8 +113,8 @@ def joined(
     exported = captures[0]
     if not exported.batch_symbols:
         refuse_sizes([capture.outputs for capture in captures], weights)
-    kinds = [output_kind(name, graph.values.get(name), exported) for name in graph.outputs]
-    outputs, left = exported.outputs, exported.left
-    paths = (*outputs.paths, *(() if left is None else left.paths))
-    leaves = join(results, kinds, weights, paths)
-    return outputs.unflatten(leaves), leaves[len(outputs.paths) :]
+    outputs = [output_of(name, graph.values.get(name), exported) for name in graph.outputs]
+    structure, left = exported.outputs, exported.left
+    paths = (*structure.paths, *(() if left is None else left.paths))
+    leaves = join(results, outputs, weights, paths)
+    return structure.unflatten(leaves), leaves[len(structure.paths) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +13,37 @@ from torch import Tensor
 from placer.errors import InputError
 from placer.graph.export import Exported
 from placer.graph.layers import Value
+from placer.graph.reduced import Reduction
 from placer.graph.structure import Structure
 
 
 class Kind(enum.Enum):
     """What an output of a micro-batch is."""
 
-    SAMPLES = "its samples: its first dimension is the batch"
-    AMOUNT = "a number that grows with the samples, as theirs does"
+    SAMPLES = "its samples: one of its dimensions is the batch"
+    AMOUNT = "a number that grows with the samples, as theirs does, or their sum"
     COUNTED = "another number that follows from how many samples there are"
     CONSTANT = "made of no input"
+    LARGEST = "the largest number of its samples"
+    SMALLEST = "the smallest one"
+    TOGETHER = "made of its samples together, so that those of parts do not tell that of the whole"
     WHOLE = "made of the micro-batch as a whole"
 
 
-def output_kind(name: str, value: Value | None, exported: Exported) -> Kind:
+@dataclass(frozen=True)
+class Output:
+    """How the results of micro-batches make that of the batch.
+
+    Attributes:
+        kind: what it is.
+        dim: of samples, which dimension they are.
+    """
+
+    kind: Kind
+    dim: int = 0
+
+
+def output_of(name: str, value: Value | None, exported: Exported) -> Output:
     """What an output is by its graph.
 
     Args:
@@ -33,23 +51,41 @@ def output_kind(name: str, value: Value | None, exported: Exported) -> Kind:
         value: as the graph's layers have it; None of what is none of theirs.
         exported: the graph.
     """
+    if name in exported.sample_dims:
+        dim = exported.sample_dims[name]
+        return Output(Kind.TOGETHER) if dim is None else Output(Kind.SAMPLES, dim)
     if value is not None and value.batch_dim == 0:
-        return Kind.SAMPLES
+        return Output(Kind.SAMPLES)
+    if name in exported.reductions:
+        return Output(_REDUCED[exported.reductions[name]])
     if name in exported.amounts:
-        return Kind.AMOUNT if exported.amounts[name] else Kind.COUNTED
+        return Output(Kind.AMOUNT if exported.amounts[name] else Kind.COUNTED)
     if not exported.batch_symbols and value is not None and value.dtype is None and not value.from_values:
-        return Kind.COUNTED  # the graph fixed a size, which was open before
-    return Kind.CONSTANT if name in exported.constants else Kind.WHOLE
+        return Output(Kind.COUNTED)  # the graph fixed a size, which was open before
+    return Output(Kind.CONSTANT if name in exported.constants else Kind.WHOLE)
+
+
+_REDUCED = {
+    Reduction.SUM: Kind.AMOUNT,
+    Reduction.MEAN: Kind.WHOLE,
+    Reduction.LARGEST: Kind.LARGEST,
+    Reduction.SMALLEST: Kind.SMALLEST,
+    Reduction.TOGETHER: Kind.TOGETHER,
+}
 
 
 def gather(
-    parts: Sequence[Any], kind: Kind, weights: Sequence[int], path: str, way_out: str = "call the flow with chunks=1"
+    parts: Sequence[Any],
+    output: Output,
+    weights: Sequence[int],
+    path: str,
+    way_out: str = "call the flow with chunks=1",
 ) -> Any:
     """Join one output of all micro-batches.
 
     Args:
         parts: the output of each, on one device.
-        kind: samples are concatenated; what is made of no input is that of any, if it is one and the same.
+        output: samples are concatenated; what is made of no input is that of any, if it is one and the same.
         weights: samples in each micro-batch; numbers are averaged by them, as a loss that is a mean over samples is.
         path: where the output stands in the result, for messages.
         way_out: for messages.
@@ -58,7 +94,7 @@ def gather(
         InputError: the output belongs to a micro-batch as a whole and is no number, or is a number that those of parts
             do not tell.
     """
-    first = parts[0]
+    first, kind = parts[0], output.kind
     if kind is Kind.AMOUNT:
         return sum(parts)
     if kind is Kind.COUNTED and len(parts) > 1:
@@ -68,8 +104,22 @@ def gather(
         )
     if all(part is first for part in parts):
         return first
+    if kind is Kind.TOGETHER:
+        raise InputError(
+            f"output {path or '(the result)'} is made of a micro-batch's samples together, and the micro-batches' do "
+            f"not tell the batch's; {way_out}"
+        )
+    if kind in (Kind.LARGEST, Kind.SMALLEST):
+        together = torch.stack(list(parts))
+        return together.amax() if kind is Kind.LARGEST else together.amin()
     if kind is Kind.SAMPLES:
-        return torch.cat(list(parts))
+        unlike = next((part for part in parts if _beside(part, output.dim) != _beside(first, output.dim)), None)
+        if unlike is not None:
+            raise InputError(
+                f"output {path or '(the result)'} has shape {tuple(first.shape)} for one micro-batch and "
+                f"{tuple(unlike.shape)} for another, which cannot be joined; {way_out}"
+            )
+        return torch.cat(list(parts), output.dim)
     if isinstance(first, Tensor) and first.dim() == 0 and first.is_floating_point():
         total = sum(weights)
         return torch.stack([part * (weight / total) for part, weight in zip(parts, weights, strict=True)]).sum()
@@ -83,14 +133,19 @@ def gather(
     )
 
 
+def _beside(part: Tensor, dim: int) -> tuple[int, ...]:
+    """The sizes of its other dimensions."""
+    return (*part.shape[:dim], *part.shape[dim + 1 :])
+
+
 def join(
-    results: Sequence[Sequence[Any]], kinds: Sequence[Kind], weights: Sequence[int], paths: Sequence[str]
+    results: Sequence[Sequence[Any]], outputs: Sequence[Output], weights: Sequence[int], paths: Sequence[str]
 ) -> list[Any]:
     """Join the outputs of all micro-batches, see ``gather``.
 
     Args:
         results: the outputs of each micro-batch.
-        kinds: what each output is.
+        outputs: what each is.
         weights: samples in each micro-batch.
         paths: where each output stands in the result.
     """
@@ -100,7 +155,7 @@ def join(
             "choose chunks by which each has two samples or more"
         )
     columns = zip(*results, strict=True)
-    return [gather(parts, kind, weights, path) for parts, kind, path in zip(columns, kinds, paths, strict=True)]
+    return [gather(parts, output, weights, path) for parts, output, path in zip(columns, outputs, paths, strict=True)]
 
 
 def refuse_sizes(

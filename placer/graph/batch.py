@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from placer.graph.lying import place_in
+
 
 def batch_size(tensors: Sequence[Any]) -> int:
     """The first dimension of the first tensor that has one; 1 where none has."""
@@ -66,6 +68,26 @@ def amounts(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, bool]:
     return found
 
 
+def sample_dims(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, int | None]:
+    """By the name of a result that grows with the batch, which dimension the samples are; None where no single one is.
+
+    None is so for the similarities of every sample to every other one: rows of parts do not have the whole's length.
+    """
+    found: dict[str, int | None] = {}
+    for node in next(iter(graph.find_nodes(op="output"))).all_input_nodes:
+        dims = [dim for dim, size in enumerate(_shape(node)) if grows(size, symbols)]
+        if len(dims) > 1:
+            found[node.name] = None
+        elif dims and node.meta["val"].shape[dims[0]].node.expr in symbols:
+            found[node.name] = dims[0]
+    return found
+
+
+def grows(size: Any, symbols: frozenset[Any]) -> bool:
+    """Whether a size follows from that of the batch."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols & symbols)
+
+
 def _adds_up(expression: Any, symbols: frozenset[Any]) -> bool:
     """Whether f(a + b) = f(a) + f(b) for sizes of the batch, the others being any: even, odd and prime ones tell."""
     others = {symbol: 2 * place + 5 for place, symbol in enumerate(sorted(expression.free_symbols - symbols, key=str))}
@@ -103,33 +125,14 @@ def _is_beside(node: fx.Node, batch: Any, inputs: Iterable[fx.Node]) -> bool:
         for user in at.users:
             if place == 0 and user.args and user.args[0] is at and (_looks_up(user) or _takes_some(user)):
                 return True
-            behind = _place_in(user, at, place)
+            behind = place_in(user, at, place)
             if behind is None or user in seen:
                 continue
-            if behind > 0 and _first_size(user) == batch:
+            if behind != 0 and _first_size(user) == batch:
                 return True
             seen.add(user)
             left.append((user, behind))
     return False
-
-
-def _place_in(user: fx.Node, node: fx.Node, place: int) -> int | None:
-    """Where a dimension of a node lies in what one that uses it makes; None where that is not known."""
-    rank = len(_shape(user))
-    if user.op != "call_function" or not rank:
-        return None
-    if user.target is torch.ops.aten.unsqueeze.default:
-        at = user.args[1]
-        assert isinstance(at, int)
-        return place + (at % rank <= place)
-    lined_up = user.target in _LINED_UP or torch.Tag.pointwise in getattr(user.target, "tags", ())
-    if user.target is torch.ops.aten.scaled_dot_product_attention.default:
-        lined_up = node not in user.args[:3]  # the mask
-    return place + rank - len(_shape(node)) if lined_up else None
-
-
-_LINED_UP = {torch.ops.aten.expand.default, torch.ops.aten.clone.default, torch.ops.aten.detach.default}
-"""Beside operations on each number: those whose last dimensions are those of what they are given."""
 
 
 def _looks_up(node: fx.Node) -> bool:

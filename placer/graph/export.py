@@ -26,13 +26,14 @@ from placer import devices
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.alone import alone
-from placer.graph.batch import amounts, batch_size, batch_symbols, is_batched, made_of_no_input
+from placer.graph.batch import amounts, batch_size, batch_symbols, is_batched, made_of_no_input, sample_dims
 from placer.graph.effects import has_effect
 from placer.graph.footprint import differs_later
 from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import Counted, KeptError, put_back, read_before_written
+from placer.graph.reduced import Reduction, reductions
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, Patience, custom_functions
@@ -89,6 +90,16 @@ class Exported:
     def amounts(self) -> dict[str, bool]:
         """The numbers that follow from the batch's size, and whether those of its parts add up to that of the whole."""
         return amounts(self.module.graph, self.batch_symbols)
+
+    @cached_property
+    def sample_dims(self) -> dict[str, int | None]:
+        """By the name of a result that grows with the batch: the dimension of samples, None where no single one is."""
+        return sample_dims(self.module.graph, self.batch_symbols)
+
+    @cached_property
+    def reductions(self) -> dict[str, Reduction]:
+        """By name, what the numbers that it returns are of the samples, as far as that is seen."""
+        return reductions(self.module.graph, self.batch_symbols)
 
     def other_sizes(self, tensors: Sequence[Any]) -> list[set[int]]:
         """For each input the dimensions that are not of one size, here and in these tensors or by the graph itself."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer import DataFlow
 from placer.errors import InputError
-from placer.executor.joining import Kind, gather
+from placer.executor.joining import Kind, Output, gather
 from placer.executor.pipeline import clock, scatter
 from placer.testing import logical_devices
 
@@ -242,5 +242,5 @@ def test_scatter_cuts_batched_inputs_and_hands_the_others_to_all() -> None:
 
 def test_gather_keeps_what_all_micro_batches_share() -> None:
     table = torch.ones(3)
-    assert gather([table, table], Kind.WHOLE, [1, 1], "") is table
-    assert gather([4, 4], Kind.WHOLE, [1, 1], "") == 4
+    assert gather([table, table], Output(Kind.WHOLE), [1, 1], "") is table
+    assert gather([4, 4], Output(Kind.WHOLE), [1, 1], "") == 4

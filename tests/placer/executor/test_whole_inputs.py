@@ -95,6 +95,45 @@ class Listed(Scattered):
         return super().forward(tokens, torch.stack(list(images)))[0]
 
 
+class Ensemble(nn.Module):
+    """One weight for each member, taken by its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(nn.Linear(8, 2) for _ in range(B))
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        parts = [weight * member(x) for weight, member in zip(weights, self.members, strict=True)]
+        return sum(parts[1:], parts[0])
+
+
+class Positions(nn.Module):
+    """Numbers of positions, by which rows are looked up, and their ages, of which waves are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table, self.last = nn.Linear(8, 8), nn.Embedding(9, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, ages: Tensor, positions: Tensor) -> Tensor:
+        x = self.first(x) + self.table(positions)[None]
+        waves = torch.outer(ages, torch.ones(8, dtype=x.dtype)).cos()
+        result: Tensor = self.last(x * waves)
+        return result
+
+
+class Mixed(nn.Module):
+    """An adjacency matrix of the nodes, which all samples have, and one that mixes what a layer made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, B), nn.Linear(B, 2)
+
+    def forward(self, x: Tensor, adjacency: Tensor, mix: Tensor) -> Tensor:
+        x = adjacency @ torch.relu(self.first(x))
+        result: Tensor = self.last(torch.einsum("bnk,km->bnm", x, mix) @ mix + functional.linear(x, mix))
+        return result
+
+
 PARTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
     "padded": (Padded, lambda: (X, torch.tril(torch.ones(B, B, dtype=torch.float64)))),
     "scattered": (Scattered, lambda: (torch.tensor([[1, 0, 1, 2, 3]] * B), X[:, :2])),
@@ -106,6 +145,9 @@ INPUTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "mask": (Attention, lambda: (X, SQUARE, WEIGHTS)),
     "heads": (Heads, lambda: (X, SQUARE + 2 * torch.eye(B, dtype=torch.float64), WEIGHTS)),
     "table": (Lookup, lambda: (torch.arange(2 * B).reshape(B, 2) % B, X[0].clone())),
+    "ensemble": (Ensemble, lambda: (X, WEIGHTS)),
+    "positions": (Positions, lambda: (X, WEIGHTS, torch.arange(B))),
+    "mixed": (Mixed, lambda: (X, SQUARE, SQUARE.cos())),
 }
 
 
