@@ -169,6 +169,8 @@ class PlacedCalls(PipelinedRuns):
         if results is None:
             with torch.inference_mode(False):  # inside it, constants could not be trained with later
                 captures = self._program.captures(parts, inputs, self._needs_captures, waits=self._hooks.stand)
+        if len(parts) > 1 and captures is not None:
+            captures[0].tell_meeting()
         if results is None and captures is not None and self._can_be_streamed(weights):
             results = self._repeated.run(captures, parts, weights)
         return captures, results

@@ -43,6 +43,17 @@ class Capture:
     exported: Exported
     seconds: float = 0.0
     graphs: dict[Hashable, LayerGraph] = field(default_factory=dict)
+    _has_told: bool = False
+
+    def tell_meeting(self) -> None:
+        """Say once, where a batch is cut, that its samples meet one another inside the model."""
+        if not self._has_told and self.exported.meeting:
+            warn(
+                f"the samples of a batch meet one another in {self.exported.meeting}: those of a micro-batch meet each "
+                "other alone, so that results, losses and gradients are those of smaller batches; use chunks=1 where "
+                "that is not meant"
+            )
+        self._has_told = True
 
 
 @dataclass

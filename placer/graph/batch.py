@@ -78,9 +78,57 @@ def sample_dims(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, int | Non
         dims = [dim for dim, size in enumerate(_shape(node)) if grows(size, symbols)]
         if len(dims) > 1:
             found[node.name] = None
-        elif dims and node.meta["val"].shape[dims[0]].node.expr in symbols:
+        elif dims and (_size(node, dims[0]) in symbols or (dims == [0] and _in_turn(node, symbols))):
             found[node.name] = dims[0]
     return found
+
+
+def _size(node: fx.Node, dim: int) -> Any:
+    return node.meta["val"].shape[dim].node.expr
+
+
+def _in_turn(node: fx.Node, symbols: frozenset[Any]) -> bool:
+    """Whether the rows of a tensor are several of each sample, one sample after another.
+
+    Such are the tokens of all sequences, which a router of experts has as one list.
+    """
+    seen, left = {node}, [node]
+    while left:
+        at = left.pop()
+        if _size(at, 0) in symbols:
+            continue
+        if at.target in _RESHAPED:
+            sources = at.all_input_nodes[:1]
+        elif _is_row_by_row(at):
+            sources = [one for one in at.all_input_nodes if any(grows(size, symbols) for size in _shape(one))]
+        else:
+            sources = []
+        if not sources or not all(_shape(one) and grows(_shape(one)[0], symbols) for one in sources):
+            return False
+        left += [one for one in sources if one not in seen]
+        seen.update(sources)
+    return True
+
+
+def _is_row_by_row(node: fx.Node) -> bool:
+    """Whether each row of what it makes is made of that row of what it is given."""
+    if node.target in _ALONG_ONE:
+        return isinstance(node.args[1], int) and node.args[1] % len(_shape(node)) > 0
+    return node.target in _ROW_BY_ROW or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+_RESHAPED = {
+    *(torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default),
+    *(torch.ops.aten.flatten.using_ints, torch.ops.aten.unflatten.int),
+}
+_ROW_BY_ROW = {
+    *(torch.ops.aten.linear.default, torch.ops.aten.layer_norm.default, torch.ops.aten.clone.default),
+    *(torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout, torch.ops.aten._to_copy.default),
+    *(torch.ops.aten.contiguous.default, torch.ops.aten.dropout.default, torch.ops.aten.detach.default),
+}
+"""Beside operations on each number, and those that go along one dimension."""
+
+_ALONG_ONE = {torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.int}
 
 
 def grows(size: Any, symbols: frozenset[Any]) -> bool:

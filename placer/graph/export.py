@@ -33,6 +33,7 @@ from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import Counted, KeptError, put_back, read_before_written
+from placer.graph.meeting import meeting
 from placer.graph.reduced import Reduction, reductions
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
@@ -95,6 +96,11 @@ class Exported:
     def sample_dims(self) -> dict[str, int | None]:
         """By the name of a result that grows with the batch: the dimension of samples, None where no single one is."""
         return sample_dims(self.module.graph, self.batch_symbols)
+
+    @cached_property
+    def meeting(self) -> str:
+        """The operation in which samples of a batch meet one another, and its module; empty where none is seen."""
+        return meeting(self.module.graph, self.batch_symbols)
 
     @cached_property
     def reductions(self) -> dict[str, Reduction]:

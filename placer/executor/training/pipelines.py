@@ -146,6 +146,8 @@ class Pipelines:
             equal = batch.of_equal_sizes()
             _tell_of(equal.sizes, sizes)
             return self.of(equal, needed)
+        if len(sizes) > 1:
+            capture.tell_meeting()
         recipe = Recipe(
             self._loss_fn,
             capture.exported.outputs,

@@ -30,7 +30,14 @@ EQUAL: dict[str, Way] = {
     "smallest": lambda h: -h.max(),
     "transposed": lambda h: h.t(),
     "stacked": lambda h: torch.stack([h, h * 2]),
+    "rows of each sample in turn": lambda h: functional.linear(h.reshape(-1, 4), torch.eye(4).to(h)).relu() * 2,
+    "a row for every number": lambda h: h.double().flatten(),
     "nested": lambda h: {"first": [h.t()[None], h.sum()], "all": h},
+}
+UNTOLD: dict[str, Way] = {
+    "one after the other": lambda h: torch.cat([h, h * 2]),
+    "samples second, in a list": lambda h: torch.stack([h, h * 2]).reshape(-1, 8),
+    "again and again": lambda h: h.repeat(2, 1),
 }
 REFUSED: dict[str, Way] = {
     "norm": lambda h: h.norm(),
@@ -82,6 +89,12 @@ def test_what_only_all_samples_tell_is_refused(way: Way) -> None:
         _split(_Ended(way), torch.randn(6, 6), chunks=2)
     whole, _ = _split(model := _Ended(way), x := torch.randn(6, 6), chunks=1)
     torch.testing.assert_close(whole, model.cpu()(x), check_device=False)
+
+
+@pytest.mark.parametrize("way", UNTOLD.values(), ids=UNTOLD)
+def test_rows_that_are_of_no_sample_after_another_are_refused(way: Way) -> None:
+    with pytest.raises(InputError, match=r"output \(the result\) has no batch dimension"):
+        _split(_Ended(way), torch.randn(6, 6), chunks=2)
 
 
 class _Recurrent(nn.Module):

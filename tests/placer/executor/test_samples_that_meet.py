@@ -1,0 +1,87 @@
+"""Where the samples of a batch meet one another inside a model, who cuts batches is told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import DataFlow
+from placer.testing import logical_devices
+
+Way = Callable[[Tensor], Tensor]
+
+MEET: dict[str, tuple[Way, str]] = {
+    "every sample and every one": (lambda h: functional.logsigmoid(h @ h.t()).mean(), "matmul"),
+    "a softmax over samples": (lambda h: h.softmax(0).square().sum(1), "softmax"),
+    "ranks": (lambda h: h.sort(0).values, "sort"),
+    "a running sum": (lambda h: h.cumsum(dim=0), "cumsum"),
+    "the next sample": (lambda h: h.roll(1, 0), "roll"),
+    "backwards": (lambda h: h.flip([1, 0]), "flip"),
+}
+APART: dict[str, Way] = {
+    "a softmax over numbers": lambda h: h.softmax(-1),
+    "by itself": lambda h: (h[:, :, None] * h[:, None]).softmax(-1).sum((1, 2)),
+    "sorted numbers": lambda h: h.sort(-1).values.flip(1),
+    "a mean": lambda h: h.square().mean(),
+}
+
+
+class _Ended(nn.Module):
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.first, self.last, self.way = nn.Linear(6, 8), nn.Linear(8, 8), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self.last(self.first(x)))
+
+
+def _flow(way: Way) -> DataFlow:
+    flow = DataFlow(_Ended(way))
+    for index, name in enumerate(flow.layer_gpus):
+        flow.layer_gpus[name] = index % 2
+    flow.update_flow()
+    return flow
+
+
+@pytest.mark.parametrize(("way", "operation"), MEET.values(), ids=MEET)
+def test_who_cuts_a_batch_whose_samples_meet_is_told_once_where(way: Way, operation: str) -> None:
+    with logical_devices(2):
+        flow = _flow(way)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            flow(torch.randn(6, 6))
+        with pytest.warns(
+            UserWarning, match=rf"meet one another in aten\.{operation}\S* of the model itself.*chunks=1"
+        ):
+            flow(torch.randn(6, 6), chunks=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            flow(torch.randn(6, 6), chunks=2)
+
+
+class _Similarity(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return functional.logsigmoid(h @ h.t()).mean()
+
+
+def test_a_step_whose_samples_meet_tells_so() -> None:
+    with logical_devices(2):
+        flow = _flow(_Similarity())
+        step = flow.train_step(lambda result, target: result)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(torch.randn(6, 6), None, chunks=1)
+        with pytest.warns(UserWarning, match=r"meet one another in aten\.matmul\.default of 'way'"):
+            step(torch.randn(6, 6), None, chunks=2)
+
+
+@pytest.mark.parametrize("way", APART.values(), ids=APART)
+def test_where_samples_are_apart_nothing_is_told(way: Way) -> None:
+    with logical_devices(2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _flow(way)(torch.randn(6, 6), chunks=2)
