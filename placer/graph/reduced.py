@@ -30,15 +30,15 @@ class Reduction(enum.Enum):
 
 
 _BY_NAME = {
-    "sum": Reduction.SUM,
+    **dict.fromkeys(("sum", "count_nonzero"), Reduction.SUM),
     "mean": Reduction.MEAN,
-    **dict.fromkeys(("max", "amax"), Reduction.LARGEST),
-    **dict.fromkeys(("min", "amin"), Reduction.SMALLEST),
+    **dict.fromkeys(("max", "amax", "any"), Reduction.LARGEST),
+    **dict.fromkeys(("min", "amin", "all"), Reduction.SMALLEST),
     **dict.fromkeys(
         ("std", "var", "norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm", "frobenius_norm", "prod"),
         Reduction.TOGETHER,
     ),
-    **dict.fromkeys(("logsumexp", "median", "nanmedian", "quantile"), Reduction.TOGETHER),
+    **dict.fromkeys(("logsumexp", "median", "nanmedian", "quantile", "argmax", "argmin"), Reduction.TOGETHER),
 }
 _BY_REDUCTION = {1: Reduction.MEAN, 2: Reduction.SUM}
 """By the argument ``reduction`` of torch's losses."""
@@ -106,7 +106,7 @@ class _Reader:
 
 def _is_number(node: Any) -> bool:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _name(node: fx.Node) -> str:

@@ -28,6 +28,8 @@ EQUAL: dict[str, Way] = {
     "loss, a sum": lambda h: functional.mse_loss(h, h * 2, reduction="sum"),
     "largest": lambda h: h.amax() * 2,
     "smallest": lambda h: -h.max(),
+    "how many": lambda h: {"sum": (h > 0).sum(), "count": torch.count_nonzero(h > 0)},
+    "whether any and all": lambda h: ((h > 0).any(), (h > 0).all()),
     "transposed": lambda h: h.t(),
     "stacked": lambda h: torch.stack([h, h * 2]),
     "rows of each sample in turn": lambda h: functional.linear(h.reshape(-1, 4), torch.eye(4).to(h)).relu() * 2,
@@ -42,6 +44,7 @@ UNTOLD: dict[str, Way] = {
 REFUSED: dict[str, Way] = {
     "norm": lambda h: h.norm(),
     "deviation": lambda h: h.std(),
+    "which is the largest": lambda h: h.argmax(),
     "root of a mean": lambda h: h.square().mean().sqrt(),
     "every sample by every one": lambda h: h @ h.t(),
 }
