@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from placer.graph.lying import place_in
+from placer.graph.lying import place_in, shape
 
 
 def batch_size(tensors: Sequence[Any]) -> int:
@@ -75,7 +75,7 @@ def sample_dims(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, int | Non
     """
     found: dict[str, int | None] = {}
     for node in next(iter(graph.find_nodes(op="output"))).all_input_nodes:
-        dims = [dim for dim, size in enumerate(_shape(node)) if grows(size, symbols)]
+        dims = [dim for dim, size in enumerate(shape(node)) if grows(size, symbols)]
         if len(dims) > 1:
             found[node.name] = None
         elif dims and (_size(node, dims[0]) in symbols or (dims == [0] and _in_turn(node, symbols))):
@@ -100,10 +100,10 @@ def _in_turn(node: fx.Node, symbols: frozenset[Any]) -> bool:
         if at.target in _RESHAPED:
             sources = at.all_input_nodes[:1]
         elif _is_row_by_row(at):
-            sources = [one for one in at.all_input_nodes if any(grows(size, symbols) for size in _shape(one))]
+            sources = [one for one in at.all_input_nodes if any(grows(size, symbols) for size in shape(one))]
         else:
             sources = []
-        if not sources or not all(_shape(one) and grows(_shape(one)[0], symbols) for one in sources):
+        if not sources or not all(shape(one) and grows(shape(one)[0], symbols) for one in sources):
             return False
         left += [one for one in sources if one not in seen]
         seen.update(sources)
@@ -113,7 +113,7 @@ def _in_turn(node: fx.Node, symbols: frozenset[Any]) -> bool:
 def _is_row_by_row(node: fx.Node) -> bool:
     """Whether each row of what it makes is made of that row of what it is given."""
     if node.target in _ALONG_ONE:
-        return isinstance(node.args[1], int) and node.args[1] % len(_shape(node)) > 0
+        return isinstance(node.args[1], int) and node.args[1] % len(shape(node)) > 0
     return node.target in _ROW_BY_ROW or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
@@ -164,7 +164,7 @@ def _is_beside(node: fx.Node, batch: Any, inputs: Iterable[fx.Node]) -> bool:
     size = _first_size(node)
     if size == batch:
         return False
-    inner = (length for other in inputs for length in _shape(other)[1:] if isinstance(length, torch.SymInt))
+    inner = (length for other in inputs for length in shape(other)[1:] if isinstance(length, torch.SymInt))
     if any(length.node.expr == size for length in inner):
         return True
     seen, left = {node}, [(node, 0)]  # where its first dimension lies in what is made of it
@@ -220,11 +220,6 @@ def _is_data(rows: Any) -> bool:
 
 def _holds_numbers(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
-
-
-def _shape(node: fx.Node) -> Sequence[Any]:
-    value = node.meta.get("val")
-    return value.shape if isinstance(value, Tensor) else ()
 
 
 def _first_length(node: fx.Node) -> int | None:

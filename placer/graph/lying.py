@@ -141,9 +141,10 @@ def _argument(node: fx.Node, place: int, default: Any) -> Any:
 
 
 def _rank(node: Any) -> int:
+    return len(shape(node))
+
+
+def shape(node: Any) -> Sequence[Any]:
+    """The sizes of what a node makes; none of what is no tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return len(_shape(value))
-
-
-def _shape(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, Tensor) else ()

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from placer.graph.batch import grows
 from placer.graph.granularity import module_stack
+from placer.graph.lying import shape
 
 _aten = torch.ops.aten
 _ALONG: dict[Any, int] = {
@@ -42,24 +43,15 @@ def meeting(graph: fx.Graph, symbols: frozenset[Any]) -> str:
 
 
 def _crosses(node: fx.Node, symbols: frozenset[Any]) -> bool:
-    return len(_dims(node, symbols)) > 1
+    return sum(grows(size, symbols) for size in shape(node)) > 1
 
 
 def _goes_along(node: fx.Node, symbols: frozenset[Any]) -> bool:
     place = _ALONG.get(node.target)
     if place is None or place >= len(node.args):
         return False
-    named, rank = node.args[place], len(_shape(node.args[0]))
+    named, rank = node.args[place], len(shape(node.args[0]))
     dims = named if isinstance(named, (list, tuple)) else [named]
-    along = {dim % rank for dim in dims if isinstance(dim, int) and rank}
-    return not along.isdisjoint(_dims(node.args[0], symbols))
-
-
-def _dims(node: Any, symbols: frozenset[Any]) -> list[int]:
-    """The dimensions that are the batch's."""
-    return [dim for dim, size in enumerate(_shape(node)) if grows(size, symbols)]
-
-
-def _shape(node: Any) -> Any:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value.shape if isinstance(value, Tensor) else ()
+    sizes = [shape(node.args[0])[dim % rank] for dim in dims if isinstance(dim, int) and rank]
+    # Of all tokens of all samples, as experts sort them, nothing is said: that is undone.
+    return any(grows(size, symbols) and size.node.expr in symbols for size in sizes)
