@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from placer.distributed.pipeline import Pipeline, Shape
 from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
 from placer.distributed.reach import Flows
 from placer.distributed.stage import StageModule, examples, weight_pass
+from placer.distributed.together import gathered, gpus, together
 from placer.distributed.tree import Names, plant
 from placer.distributed.weights import Sharing, Weights, keep_owners, owners_of
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
@@ -83,7 +83,7 @@ def build(
     _refuse_no_group(group)
     if dist.get_rank(group) < 0:
         raise InputError(f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone")
-    with _together(group):
+    with together(group, "build its part"):
         refuse_no_module(model)
         placed = _Placed.of(placement, chunks, schedule, recompute)
         if loss_fn is not None:
@@ -100,10 +100,10 @@ def build(
             )
         sharing = Sharing.of(graph, cut, placed.chunks)
     found = _seats(cut, graph, placed, loss_fn is not None, group)
-    with _together(group):  # all of them have a device before any of them waits for the others there
+    with together(group, "build its part"):  # all of them have a device before any of them waits for the others there
         device = _local(found[dist.get_rank(group)])
     owners = _owners(model, group)
-    with _together(group):
+    with together(group, "build its part"):
         shape = _shape(exported, graph, placed, example_inputs)
         return _assemble(model, exported, graph, cut, placed, loss, sharing, found, shape, device, group, owners)
 
@@ -118,19 +118,6 @@ def _refuse_no_group(group: object) -> None:
         else "give what torch.distributed.new_group([0, 1, ...]) makes, or None for all processes"
     )
     raise InputError(f"group is {kind_of(group)}; {way_out}")
-
-
-@contextmanager
-def _together(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Where something fails in one process alone, the others are told so: they would wait for it for ever."""
-    try:
-        yield
-    except Exception as error:  # whatever comes of a user's model and memory
-        _gathered(f"{type(error).__name__}: {error}", group)
-        raise
-    for rank, message in enumerate(_gathered(None, group)):
-        if message is not None:
-            raise InputError(f"process {rank} could not build its part: {message}")
 
 
 @dataclass(frozen=True)
@@ -282,8 +269,8 @@ def _seats(
     process = Process.here(dist.get_rank(group))
     trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
     stages = [(stage.device, stage.layers) for stage in cut.stages]
-    here = (process, _gpus(), placed.how(training), graph.hash, trained, stages)
-    everyone = _gathered(here, group)
+    here = (process, gpus(), placed.how(training), graph.hash, trained, stages)
+    everyone = gathered(here, group)
     for rank, (_, _, how_there, *found) in enumerate(everyone):
         if how_there != everyone[0][2]:
             raise InputError(
@@ -306,7 +293,7 @@ def _seats(
 def _owners(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]:
     """Whom the model's tensors belong to since earlier pipelines of it, as far as any of the processes knows."""
     found: dict[str, int] = {}
-    for known in _gathered(owners_of(model), group):
+    for known in gathered(owners_of(model), group):
         for name, rank in known.items():
             if found.setdefault(name, rank) != rank:
                 raise InputError(
@@ -314,24 +301,6 @@ def _owners(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]
                     f"process {rank} since another one: load full_state_dict() into a new model"
                 )
     return found
-
-
-def _gathered(here: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every process has to say."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    with _on_its_own_gpu(Process.here(dist.get_rank(group))):
-        dist.all_gather_object(everyone, here, group=group)
-    return everyone
-
-
-def _on_its_own_gpu(process: Process) -> Any:
-    """NCCL needs a GPU for every process, before it is known which one the placement gives it."""
-    return torch.cuda.device(process.local_rank if process.local_rank < _gpus() else -1)
-
-
-def _gpus() -> int:
-    """How many GPUs this process sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _local(seat: Seat) -> torch.device:

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from placer.distributed import optimizer_state
+from placer.distributed.parcels import as_bytes
+from placer.distributed.together import together
 from placer.errors import InputError, kind_of
 
 _OPTIMIZER = "optimizer."
@@ -49,7 +51,7 @@ def gather(
     if here != rank:
         for tensor in own.values():
             if tensor.numel():
-                dist.send(_bytes(tensor.to(device)), _global(rank, group), group=group)
+                dist.send(as_bytes(tensor.detach().to(device)), _global(rank, group), group=group)
         return None
     found = {name: tensor.detach().cpu().clone() for name, tensor in own.items()}
     for source, there in enumerate(shapes):
@@ -57,7 +59,7 @@ def gather(
             for name, (shape, dtype) in there.items():
                 arrived = torch.empty(shape, dtype=dtype, device=device)
                 if arrived.numel():
-                    raw = _bytes(arrived)
+                    raw = as_bytes(arrived)
                     dist.recv(raw, _global(source, group), group=group)
                     arrived = raw.view(dtype).view(shape)
                 found[name] = arrived.cpu()
@@ -96,7 +98,8 @@ def save(
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     if optimizer is not None:
-        state["optimizer"] = optimizer_state.flat(module, optimizer)
+        with together(group, "write its part of the checkpoint"):
+            state["optimizer"] = optimizer_state.flat(module, optimizer)
     with _explained("written", path):
         state_dict_saver.save(_filled(state), checkpoint_id=path, process_group=group)
 
@@ -115,9 +118,10 @@ def load(
     state: dict[str, Any] = {"model": module.state_dict()}
     with _explained("read", path):
         if optimizer is not None:
-            there = FileSystemReader(path).read_metadata().state_dict_metadata
-            kept = {key.removeprefix(_OPTIMIZER): item for key, item in there.items() if key.startswith(_OPTIMIZER)}
-            state["optimizer"] = optimizer_state.places(module, optimizer, kept)
+            with together(group, "read its part of the checkpoint"):
+                there = FileSystemReader(path).read_metadata().state_dict_metadata
+                kept = {key.removeprefix(_OPTIMIZER): item for key, item in there.items() if key.startswith(_OPTIMIZER)}
+                state["optimizer"] = optimizer_state.places(module, optimizer, kept)
         state_dict_loader.load(_filled(state), checkpoint_id=path, process_group=group)
     module.load_state_dict(state["model"])
     if optimizer is not None:
@@ -143,10 +147,6 @@ def _explained(done: str, path: str | PathLike[str]) -> Iterator[None]:
             f"the checkpoint {str(path)!r} cannot be {done}: {type(reason).__name__}: {line}; give a folder that all "
             "processes see, and the model that it is of"
         ) from error
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _global(rank: int, group: dist.ProcessGroup | None) -> int:

@@ -89,12 +89,19 @@ class Parcel:
         return max(1, -(-size // _WORD))
 
     def _to_words(self, value: Tensor) -> Tensor:
-        raw = value.contiguous().reshape(-1).view(torch.uint8)
+        raw = as_bytes(value)
         padding = self._words() * _WORD - raw.numel()
         if padding:
             raw = torch.cat([raw, raw.new_zeros(padding)])
         # A copy where nothing was made on the way: the value may be a buffer of the model's.
         return (raw.clone() if raw.data_ptr() == value.data_ptr() else raw).view(torch.float32)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in its own memory where they lie there one after another."""
+    flat = tensor.contiguous().reshape(-1)
+    # One element counts as contiguous whatever its stride, as that of what was expanded is.
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def _encode(number: Any) -> bytes:

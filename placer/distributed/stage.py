@@ -23,6 +23,9 @@ from placer.executor.segments import read_back
 from placer.graph.deferred import Addition, DeferWeights, Queue
 from placer.graph.layers import Layer, LayerGraph
 
+MARK = torch.float32
+"""The type of what crosses in place of values that need not: the same in all processes, whatever their default is."""
+
 
 class Deferred(Queue):
     """Weight gradients for later, and whose they are.
@@ -204,7 +207,7 @@ def examples(parcels: Sequence[Parcel], marked: bool, training: bool) -> tuple[T
     crossing = [parcel.example(training) for parcel in parcels]
     if marked or not crossing:
         count = sum(parcel.flows for parcel in parcels) if marked else 1
-        crossing.append(torch.empty(count, device="meta", requires_grad=training))
+        crossing.append(torch.empty(count, dtype=MARK, device="meta", requires_grad=training))
     return tuple(crossing)
 
 
@@ -213,7 +216,7 @@ def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]
         wanted = [parcel.value.shape for parcel in plan.arrives]
         # Parts of one batch count their changes together; a layer that writes in place would spoil the other parts'.
         inputs = [tensor.data if shape else tensor.data[0] for tensor, shape in zip(arrived, wanted, strict=True)]
-        return torch.zeros((), device=plan.device), [tensor.to(plan.device) for tensor in inputs]
+        return torch.zeros((), dtype=MARK, device=plan.device), [tensor.to(plan.device) for tensor in inputs]
     flows = [parcel.flows for parcel in plan.arrives]
     flows += [False] * (len(arrived) - len(flows))  # marks, or what is sent where nothing crosses
     token, inside = enter(arrived, flows, plan.marks_in)
@@ -273,7 +276,7 @@ def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
     if not plan.is_last:
         packed = [parcel.pack(value, plan.device) for parcel, value in zip(plan.leaves, made, strict=True)]
         if plan.marks_out or not packed:
-            packed.append(torch.zeros(max(1, len(plan.marks_out)), device=plan.device))
+            packed.append(torch.zeros(max(1, len(plan.marks_out)), dtype=MARK, device=plan.device))
         return tuple(leave(token, packed, plan.marks_out))
     # In the type that was agreed, as between stages: some versions of the library insist where autocast made another.
     outputs = [

@@ -148,9 +148,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queue: Queue, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.queue, ctx.bias = queue, bias
+        # Weights are told by what they are: hooks of saved tensors, as of ``save_on_cpu``, would give others back.
+        ctx.queue, ctx.weight, ctx.bias = queue, weight, bias
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
         result: Tensor = LINEAR(x, *_like(x, weight, bias))
         # As a view of the product, which it may be, nobody could write to it: it comes from a function of its own.
         return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
@@ -159,7 +160,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:  # the loss does not depend on the result
             return (None,) * 4
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         ctx.queue.put(left_for_later(LINEAR, x, gradient, weight, ctx.bias))
         into_x = gradient.matmul(weight.to(gradient.dtype)) if ctx.needs_input_grad[1] else None
         return None, into_x, None, None
@@ -195,10 +196,10 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queue: Queue, function: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        ctx.queue, ctx.bias = queue, rest[0] if rest else None
+        ctx.queue, ctx.weight, ctx.bias = queue, weight, rest[0] if rest else None
         ctx.function, ctx.rest = function, rest[1:]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
         result: Tensor = function(x, *_like(x, weight, ctx.bias), *rest[1:])
         return result
 
@@ -206,7 +207,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         ctx.queue.put(left_for_later(ctx.function, x, gradient, weight, ctx.bias, ctx.rest))
         into_x = None
         if ctx.needs_input_grad[2]:

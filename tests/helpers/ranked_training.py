@@ -131,6 +131,32 @@ def other_optimizer(make: Make, places: Mapping[str, str], path: str) -> list[st
     return [*found, told(lambda: pipeline.load(path + "/sgd", adamw))]
 
 
+def foreign_parameter(make: Make, places: Mapping[str, str], path: str) -> tuple[str, str, bool]:
+    """What is told of a checkpoint where one process alone has another's optimizer; and whether training goes on."""
+    pipeline, inputs, target, _ = built(make, places, 2)
+    own = optimizer_of(pipeline, "sgd")
+    pipeline.step(inputs, target)
+    own.step()
+    pipeline.save(path, own)
+    if dist.get_rank() == 1:
+        own.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    saved, loaded = told(lambda: pipeline.save(path, own)), told(lambda: pipeline.load(path, own))
+    pipeline.step(inputs, target)
+    return saved, loaded, all(gradient is not None for gradient in gradients(pipeline).values())
+
+
+def default_types(make: Make, places: Mapping[str, str]) -> bool:
+    """Whether a step goes through under another default type of numbers than that of the build."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        pipeline, inputs, target, _ = built(make, places, 2)
+    finally:
+        torch.set_default_dtype(before)
+    pipeline.step(inputs, target)
+    return all(gradient is not None for gradient in gradients(pipeline).values())
+
+
 def meta_buffer(make: Make, places: Mapping[str, str]) -> tuple[str, float | None] | None:
     """The error of a buffer on meta that no state has, where it is, and the loss once it has values."""
     group = members(places)

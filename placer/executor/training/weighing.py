@@ -96,7 +96,9 @@ class Weighing:
             raise InputError(f"weigh gave {given}; let it give a tensor of a number for each of the {size} samples")
         with torch.no_grad():
             weights = weights.detach().double()
-            return flatten(Weighed(target, weights * (size / weights.sum())))
+            total = weights.sum()
+            share = torch.where(total == 0, torch.zeros_like(total), size / total)  # nothing weighs: nothing is learnt
+            return flatten(Weighed(target, weights * share))
 
     def _asked(self, inputs: Any, target: Any) -> Tensor | None:
         try:

@@ -28,6 +28,10 @@ def test_a_process_that_cannot_build_its_part_tells_the_others(ranks: RankPool, 
     assert told == [f"InputError: process 2 could not build its part: {error}"] * 3
 
 
+def test_a_step_may_run_under_another_default_type_than_the_build(ranks: RankPool) -> None:
+    assert all(ranks.run(training.default_types, models.tied_gpt, TIED))
+
+
 def test_after_a_step_that_failed_nothing_is_taken_for_the_next_one(ranks: RankPool) -> None:
     for same, message in ranks.run(training.after_a_failure, models.tied_gpt, TIED):
         assert same

@@ -46,6 +46,15 @@ def test_a_checkpoint_of_another_optimizer_is_told_so(ranks: RankPool, tmp_path:
         assert "the checkpoint is of another kind of optimizer than this AdamW: it has 'dampening' and no" in other
 
 
+def test_a_process_that_cannot_write_its_part_tells_the_others_which_go_on(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(training.foreign_parameter, ranked_models.chain, CHAIN, str(tmp_path / "checkpoint"))
+    assert all(goes_on for _, _, goes_on in told)
+    for place, done in enumerate(("write", "read")):
+        messages = [found[place] for found in told]
+        assert "has a parameter of shape (3,) that is none of this process's" in messages.pop(1)
+        assert all(f"process 1 could not {done} its part of the checkpoint: InputError" in one for one in messages)
+
+
 def test_what_is_saved_reads_the_state_alone() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

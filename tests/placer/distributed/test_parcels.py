@@ -50,6 +50,12 @@ def test_a_part_of_a_tensor_that_begins_anywhere_crosses() -> None:
     assert torch.equal(parcel(tensor).unpack(parcel(tensor).pack(tensor, CPU)), tensor)
 
 
+def test_one_element_crosses_whatever_its_stride() -> None:
+    tensor = torch.tensor(2.5).expand(1)
+    assert tensor.stride() == (0,)
+    assert torch.equal(parcel(tensor).unpack(parcel(tensor).pack(tensor, CPU)), tensor)
+
+
 @pytest.mark.parametrize("number", [0, 7, -(2**62), 3.5, float("inf"), True, False])
 def test_numbers_keep_their_type_and_value(number: Any) -> None:
     found = parcel(number).unpack(parcel(number).pack(number, CPU))

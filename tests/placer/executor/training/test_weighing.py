@@ -114,6 +114,24 @@ def test_a_loss_of_ones_own_is_weighed_as_one_says(chunks: int) -> None:
     compared(loss_fn, X, target, chunks, weigh=lambda _, target: target["mask"].sum(1))
 
 
+def test_a_batch_of_which_nothing_weighs_teaches_nothing() -> None:
+    model = Tagger().double()
+    before = copy.deepcopy(model.state_dict())
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = flow.train_step(
+            lambda logits, labels: functional.cross_entropy(logits, labels, reduction="sum"),
+            optimizer,
+            weigh=lambda inputs, labels: (labels >= 0).double().sum(1),
+        )
+        loss = step(X, torch.full_like(LABELS, -100), chunks=2)
+    assert loss.item() == 0.0
+    for name, tensor in before.items():
+        assert torch.equal(model.state_dict()[name].cpu(), tensor), name
+
+
 def test_a_model_that_computes_its_own_loss_is_weighed_by_the_labels_among_its_inputs() -> None:
     inputs = {"x": X, "labels": padded()}
     with warnings.catch_warnings():
