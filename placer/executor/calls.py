@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.executor.joining import Kind, Output, join, output_of, refuse_sizes
+from placer.errors import InputError
+from placer.executor.joining import OTHERS_OF_ONE, Kind, Output, join, output_of, refuse_sizes
 from placer.executor.pipeline import run
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.state.statistics import BatchStatistics
@@ -97,7 +98,11 @@ def _is_long(leaf: Any, size: int, dim: int) -> bool:
 
 
 def joined(
-    results: Sequence[list[Any]], graph: LayerGraph, weights: Sequence[int], captures: Sequence[Exported]
+    results: Sequence[list[Any]],
+    graph: LayerGraph,
+    weights: Sequence[int],
+    captures: Sequence[Exported],
+    whole: Exported | None = None,
 ) -> tuple[Any, list[Any]]:
     """The results of micro-batches that went through captured graphs, which tell what of them has a batch.
 
@@ -106,14 +111,20 @@ def joined(
         graph: of the first.
         weights: samples in each.
         captures: the graph of each.
+        whole: that of the whole batch, where those are of one sample, in which nothing tells it from any other size.
 
     Returns:
         What the model returns, and the tensors that it left in its inputs.
     """
     exported = captures[0]
-    if not exported.batch_symbols:
-        refuse_sizes([capture.outputs for capture in captures], weights)
-    outputs = [output_of(name, graph.values.get(name), exported) for name in graph.outputs]
+    if whole is not None and whole.batch_symbols:
+        outputs = [output_of(name, None, whole) for name in whole.results]
+        if len(outputs) != len(graph.outputs):
+            raise InputError(OTHERS_OF_ONE)
+    else:
+        if not exported.batch_symbols:
+            refuse_sizes([capture.outputs for capture in captures], weights)
+        outputs = [output_of(name, graph.values.get(name), exported) for name in graph.outputs]
     structure, left = exported.outputs, exported.left
     paths = (*structure.paths, *(() if left is None else left.paths))
     leaves = join(results, outputs, weights, paths)

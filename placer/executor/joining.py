@@ -30,6 +30,12 @@ class Kind(enum.Enum):
     WHOLE = "made of the micro-batch as a whole"
 
 
+OTHERS_OF_ONE = (
+    "micro-batches of one sample have other results than larger ones, numbers that follow from the batch say; "
+    "choose chunks by which each has two samples or more"
+)
+
+
 @dataclass(frozen=True)
 class Output:
     """How the results of micro-batches make that of the batch.
@@ -150,10 +156,7 @@ def join(
         paths: where each output stands in the result.
     """
     if len({len(result) for result in results}) > 1:
-        raise InputError(
-            "micro-batches of one sample have other results than larger ones, numbers that follow from the batch say; "
-            "choose chunks by which each has two samples or more"
-        )
+        raise InputError(OTHERS_OF_ONE)
     columns = zip(*results, strict=True)
     return [gather(parts, output, weights, path) for parts, output, path in zip(columns, outputs, paths, strict=True)]
 

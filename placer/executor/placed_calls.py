@@ -26,6 +26,7 @@ from placer.executor.state.clones import Clones
 from placer.executor.state.statistics import refuse_uncaptured
 from placer.graph import checkpoints
 from placer.graph.batch import batch_size
+from placer.graph.export import Exported
 from placer.graph.given import refuse_no_chunks
 from placer.graph.handed import give_back
 from placer.graph.layers import LayerGraph
@@ -98,7 +99,8 @@ class PlacedCalls(PipelinedRuns):
                 looks = self._repeated.looked_at(captures, parts, weights, self._devices)
                 with looks if self._can_be_streamed(weights) else nullcontext():
                     results = call_captured(plans, parts, self.output_device, deferred, returned)
-        result, left = joined(results, plans[0][0], weights, [capture.exported for capture in captures])
+        of_all = self._whole_of_ones(tensors, inputs, weights, captures[0])
+        result, left = joined(results, plans[0][0], weights, [capture.exported for capture in captures], of_all)
         if (found := captures[0].exported.left) is not None:
             found.give_back((args, kwargs), tensors, left)
         return result
@@ -160,6 +162,16 @@ class PlacedCalls(PipelinedRuns):
     def _turn(self) -> AbstractContextManager[Any]:
         """The lock, but for what runs again in a backward pass: who waits for that has it, or nobody."""
         return nullcontext() if self._hooks.run_again else self.lock
+
+    def _whole_of_ones(
+        self, tensors: list[Any], inputs: Structure, weights: list[int], capture: Capture
+    ) -> Exported | None:
+        """The graph of a batch that is cut into samples, where theirs has no size to tell samples by."""
+        if len(weights) < 2 or max(weights) > 1 or capture.exported.batch_symbols:
+            return None
+        with torch.inference_mode(False):
+            found = self._program.of_all(tensors, inputs)
+        return found.exported if found is not None else None
 
     def _run_recorded(
         self, parts: list[list[Any]], inputs: Structure, weights: list[int]

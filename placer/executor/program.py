@@ -120,6 +120,10 @@ class Program:
         self._in_vain = self._in_vain + 1 if self._made > before else 0
         return found
 
+    def of_all(self, tensors: Sequence[Any], inputs: Structure) -> Capture | None:
+        """The capture of a whole call, whose parts have just been captured: without another look at the model."""
+        return self._capture(self._mode_in(self._census or self._look()), tensors, inputs, True, False)
+
     def whole(self, tensors: Sequence[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
         """Those of a call's inputs that are no part of its batch, though as long: micro-batches are given all of them.
 

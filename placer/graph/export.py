@@ -83,6 +83,12 @@ class Exported:
         return [node for node in self.module.graph.nodes if node.op == "placeholder"]
 
     @cached_property
+    def results(self) -> list[str]:
+        """The names of what it returns, in order."""
+        (output,) = self.module.graph.find_nodes(op="output")
+        return [node.name for node in output.args[0]]
+
+    @cached_property
     def constants(self) -> frozenset[str]:
         """The names of what the graph makes of no input; none where the batch's size, too, is a constant of it."""
         return made_of_no_input(self.module.graph) if self.batch_symbols else frozenset()

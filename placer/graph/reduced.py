@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from placer.graph.batch import amounts, grows
+from placer.graph.batch import amounts, grows, made_of_no_input
+from placer.graph.lying import shape
 
 
 class Reduction(enum.Enum):
@@ -30,7 +31,8 @@ class Reduction(enum.Enum):
 
 
 _BY_NAME = {
-    **dict.fromkeys(("sum", "count_nonzero"), Reduction.SUM),
+    **dict.fromkeys(("sum", "nansum", "count_nonzero"), Reduction.SUM),
+    **dict.fromkeys(("dot", "vdot", "inner", "matmul", "mm", "einsum"), Reduction.SUM),  # over the samples, in the end
     "mean": Reduction.MEAN,
     **dict.fromkeys(("max", "amax", "any"), Reduction.LARGEST),
     **dict.fromkeys(("min", "amin", "all"), Reduction.SMALLEST),
@@ -39,13 +41,17 @@ _BY_NAME = {
         Reduction.TOGETHER,
     ),
     **dict.fromkeys(("logsumexp", "median", "nanmedian", "quantile", "argmax", "argmin"), Reduction.TOGETHER),
+    "select": Reduction.TOGETHER,  # one sample, by its number
 }
 _BY_REDUCTION = {1: Reduction.MEAN, 2: Reduction.SUM}
 """By the argument ``reduction`` of torch's losses."""
-_AS_IT_IS = {"neg", "clone", "detach", "alias", "view", "reshape", "squeeze", "_to_copy", "to", "contiguous"}
-_CURVED = {"sqrt", "rsqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "pow", "square", "reciprocal"}
+_AS_IT_IS = {"neg", "clone", "detach", "alias", "view", "reshape", "flatten", "squeeze", "unsqueeze", "select", "slice"}
+_AS_IT_IS |= {"_to_copy", "to", "contiguous", "t", "transpose", "permute"}
+_RISING = {"sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "relu", "sigmoid", "tanh", "clamp", "clamp_min"}
+_CURVED = _RISING | {"rsqrt", "pow", "square", "reciprocal", "abs", "softplus"}
 _SCALED = {"mul", "div", "true_divide"}
 _ADDED = {"add", "sub", "rsub"}
+_LINEAR = (Reduction.SUM, Reduction.MEAN)
 
 
 def reductions(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, Reduction]:
@@ -57,31 +63,50 @@ def reductions(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, Reduction]
     """
     if not symbols:
         return {}
-    reader = _Reader(symbols, amounts(graph, symbols))
+    reader = _Reader(symbols, amounts(graph, symbols), made_of_no_input(graph))
     results = next(iter(graph.find_nodes(op="output"))).all_input_nodes
     found = {node.name: reader.of(node) for node in results if _is_number(node)}
     return {name: known for name, known in found.items() if known is not None}
 
 
 class _Reader:
-    def __init__(self, symbols: frozenset[Any], amounts: dict[str, bool]) -> None:
-        self._symbols, self._amounts = symbols, amounts
+    """Tells it of what has no dimension of samples any more.
 
-    def of(self, node: fx.Node) -> Reduction | None:
-        """What a number is; None where that is not seen."""
+    Args:
+        symbols: of the batch's size.
+        amounts: the numbers that follow from it, and whether they add up.
+        constants: the names of what is made of no input.
+    """
+
+    def __init__(self, symbols: frozenset[Any], amounts: dict[str, bool], constants: frozenset[str]) -> None:
+        self._symbols, self._amounts, self._constants = symbols, amounts, constants
+
+    def of(self, node: Any) -> Reduction | None:
+        """What a tensor is of the samples; None where that is not seen, or it still has them."""
+        if not isinstance(node, fx.Node) or not node.args or self._has_samples(node):
+            return None
         name = _name(node)
-        if name in _AS_IT_IS and _is_number(node.args[0]):
-            known = self.of(node.args[0])  # type: ignore[arg-type]
+        operands: Any = node.args[1] if name == "einsum" else node.args[:1]
+        if any(map(self._has_samples, operands)):
+            return self._reduced(node, name)
+        known = self.of(node.args[0])
+        if name in _AS_IT_IS:
             return _mirrored(known) if name == "neg" else known
-        if name in _CURVED and _is_number(node.args[0]):
-            return None if self.of(node.args[0]) is None else Reduction.TOGETHER  # type: ignore[arg-type]
+        if name in _CURVED:
+            kept = name in _RISING and known in (Reduction.LARGEST, Reduction.SMALLEST)
+            return known if kept or known is None else Reduction.TOGETHER
         if name in _SCALED:
             return self._scaled(name, *node.args[:2])
         if name in _ADDED:
-            kinds = {self.of(one) if _is_number(one) else None for one in node.args[:2]}  # type: ignore[arg-type]
-            return kinds.pop() if kinds in ({Reduction.SUM}, {Reduction.MEAN}) else None
-        if not (node.args and self._has_samples(node.args[0])):
-            return None
+            return self._added(name, *node.args[:2])
+        if name in _BY_NAME and known is not None:
+            further = _BY_NAME[name]
+            linear = known in _LINEAR and further in _LINEAR
+            return known if linear or (known is further and known not in _LINEAR) else Reduction.TOGETHER
+        return None
+
+    def _reduced(self, node: fx.Node, name: str) -> Reduction | None:
+        """Of an operation on samples whose result has none."""
         if isinstance(node.target, torch._ops.OpOverload):
             places = [argument.name for argument in node.target._schema.arguments]
             if "reduction" in places:
@@ -90,18 +115,31 @@ class _Reader:
 
     def _scaled(self, name: str, one: Any, other: Any) -> Reduction | None:
         """Of a product or a quotient with a number that no sample has a part in."""
-        if name == "mul" and not _is_number(one):
+        if name == "mul" and self.of(one) is None:
             one, other = other, one
-        known = self.of(one) if _is_number(one) else None
+        known = self.of(one)
         if not isinstance(other, fx.Node):
             return known if other > 0 else _mirrored(known)
+        if other.name in self._constants:
+            return known if known in _LINEAR else None
         grows = name != "mul" and known is Reduction.SUM and self._amounts.get(other.name, False)
         return Reduction.MEAN if grows else None
 
+    def _added(self, name: str, one: Any, other: Any) -> Reduction | None:
+        kinds = [self.of(term) for term in (one, other) if not self._is_fixed(term)]
+        if None in kinds or not kinds:
+            return None
+        if len(kinds) == 2:
+            return kinds[0] if kinds[0] is kinds[1] and kinds[0] in _LINEAR else Reduction.TOGETHER
+        turned = _mirrored(kinds[0]) if (name == "sub" and self._is_fixed(one)) or name == "rsub" else kinds[0]
+        return Reduction.TOGETHER if turned is Reduction.SUM else turned
+
+    def _is_fixed(self, term: Any) -> bool:
+        return not isinstance(term, fx.Node) or term.name in self._constants
+
     def _has_samples(self, node: Any) -> bool:
         """Whether a dimension of a tensor is the batch's."""
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        return isinstance(value, Tensor) and any(grows(size, self._symbols) for size in value.shape)
+        return any(grows(size, self._symbols) for size in shape(node))
 
 
 def _is_number(node: Any) -> bool:

@@ -23,11 +23,15 @@ EQUAL: dict[str, Way] = {
     "a sum over the samples": lambda h: h.square().sum() / h.shape[0],
     "a sum over all numbers": lambda h: -h.sum() / h.numel(),
     "sum of sums": lambda h: h.sum() + 3 * h.square().sum(),
+    "sums of sums": lambda h: [h.sum(0).sum(), h.sum(1).sum(), h.sum(0).mean(), h.sum(0)[1] - h.nansum()],
+    "products with itself": lambda h: [torch.einsum("nk,nk->", h, h), h.flatten() @ h.flatten()],
+    "means of means": lambda h: [h.mean(0).mean(), h.mean(1).mean() + 1, h.mean(0).sum() - h.mean()],
     "mean": lambda h: h.mean() * 2,
     "loss, a mean": lambda h: functional.mse_loss(h, h * 2),
     "loss, a sum": lambda h: functional.mse_loss(h, h * 2, reduction="sum"),
     "largest": lambda h: h.amax() * 2,
     "smallest": lambda h: -h.max(),
+    "largest of the largest": lambda h: [h.amax(0).max(), 1 - h.amin(), h.amax().exp(), h.amax(0).amax() + 1],
     "how many": lambda h: {"sum": (h > 0).sum(), "count": torch.count_nonzero(h > 0)},
     "whether any and all": lambda h: ((h > 0).any(), (h > 0).all()),
     "transposed": lambda h: h.t(),
@@ -45,6 +49,13 @@ REFUSED: dict[str, Way] = {
     "norm": lambda h: h.norm(),
     "deviation": lambda h: h.std(),
     "which is the largest": lambda h: h.argmax(),
+    "the first sample": lambda h: h[0, 0],
+    "a sum and a mean": lambda h: h.sum() + h.mean(),
+    "a sum and one": lambda h: h.sum() + 1,
+    "how large a sum is": lambda h: h.sum().abs(),
+    "how large the largest is": lambda h: h.max().abs(),
+    "a norm of norms": lambda h: h.norm(dim=0).norm(),
+    "means, squared": lambda h: h.mean(0).square().sum(),
     "root of a mean": lambda h: h.square().mean().sqrt(),
     "every sample by every one": lambda h: h @ h.t(),
 }
@@ -74,7 +85,7 @@ def _split(model: nn.Module, *inputs: Tensor, chunks: int) -> tuple[Any, str]:
         return flow(*inputs, chunks=chunks), flow.not_captured_because
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("chunks", [2, 3, 7])
 @pytest.mark.parametrize("way", EQUAL.values(), ids=EQUAL)
 def test_results_of_micro_batches_make_that_of_the_batch(way: Way, chunks: int) -> None:
     torch.manual_seed(0)
@@ -88,8 +99,9 @@ def test_results_of_micro_batches_make_that_of_the_batch(way: Way, chunks: int) 
 
 @pytest.mark.parametrize("way", REFUSED.values(), ids=REFUSED)
 def test_what_only_all_samples_tell_is_refused(way: Way) -> None:
-    with pytest.raises(InputError, match=r"output \(the result\) is made of a micro-batch's samples together"):
-        _split(_Ended(way), torch.randn(6, 6), chunks=2)
+    for chunks in (2, 6):
+        with pytest.raises(InputError, match=r"output \(the result\) is made of a micro-batch's samples together"):
+            _split(_Ended(way), torch.randn(6, 6), chunks=chunks)
     whole, _ = _split(model := _Ended(way), x := torch.randn(6, 6), chunks=1)
     torch.testing.assert_close(whole, model.cpu()(x), check_device=False)
 
