@@ -84,9 +84,9 @@ class Exported:
 
     @cached_property
     def results(self) -> list[str]:
-        """The names of what it returns, in order."""
+        """The names of what it returns, in order; a number that was fixed has none."""
         (output,) = self.module.graph.find_nodes(op="output")
-        return [node.name for node in output.args[0]]
+        return [node.name for node in output.args[0] if isinstance(node, fx.Node)]
 
     @cached_property
     def constants(self) -> frozenset[str]:
