@@ -132,8 +132,14 @@ _ALONG_ONE = {torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.int}
 
 
 def grows(size: Any, symbols: frozenset[Any]) -> bool:
-    """Whether a size follows from that of the batch."""
-    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols & symbols)
+    """Whether a size follows from that of the batch, whichever of its symbols has it: their quotient does not."""
+    if not isinstance(size, torch.SymInt):
+        return False
+    expression = size.node.expr
+    here = expression.free_symbols & symbols
+    return bool(here) and (
+        expression in symbols or expression.subs(dict.fromkeys(here, 7)) != expression.subs(dict.fromkeys(here, 11))
+    )
 
 
 def _adds_up(expression: Any, symbols: frozenset[Any]) -> bool:

@@ -85,3 +85,25 @@ def test_where_samples_are_apart_nothing_is_told(way: Way) -> None:
     with logical_devices(2), warnings.catch_warnings():
         warnings.simplefilter("error")
         _flow(way)(torch.randn(6, 6), chunks=2)
+
+
+class _Alibi(nn.Module):
+    """Lays out what it makes of the mask by the size of the other input, as Falcon does: their batch is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        slopes = (mask[:, None] * torch.ones(2, 1)).reshape(x.shape[0], -1, 1, 5)
+        return self.last(self.first(x)), slopes
+
+
+def test_the_sizes_of_two_inputs_are_those_of_one_batch() -> None:
+    with logical_devices(2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flow = DataFlow(_Alibi())
+        for index, name in enumerate(flow.layer_gpus):
+            flow.layer_gpus[name] = index % 2
+        flow.update_flow()
+        flow(torch.randn(6, 6), torch.rand(6, 5), chunks=2)
