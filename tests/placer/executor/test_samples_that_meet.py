@@ -95,7 +95,7 @@ class _Alibi(nn.Module):
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        slopes = (mask[:, None] * torch.ones(2, 1)).reshape(x.shape[0], -1, 1, 5)
+        slopes = (mask[:, None] * torch.ones(2, 1)).reshape(mask.shape[0] * 2, 1, 5).reshape(x.shape[0], -1, 1, 5)
         return self.last(self.first(x)), slopes
 
 
