@@ -351,13 +351,15 @@ def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
 
 def _shape(exported: Exported, graph: LayerGraph, placed: _Placed, example_inputs: Any) -> Shape:
     inputs: Sequence[Any] = [graph.values[name] for name in graph.inputs]
+    first = next((place for place, value in enumerate(inputs) if value.shape), 0)
+    known = graph.batch_size > 1  # of one sample, that an input has one row says nothing
     args, kwargs = arguments.split(example_inputs)
     return Shape(
         positional=len(args),
         keywords=tuple(kwargs),
         inputs=exported.inputs,
         shapes=tuple(value.shape for value in inputs),
-        batched=tuple(value.batch_dim == 0 for value in inputs),
+        batched=tuple(value.batch_dim == 0 and (known or place == first) for place, value in enumerate(inputs)),
         dtypes=tuple(value.dtype for value in inputs),
         samples=graph.batch_size,
         chunks=placed.chunks,

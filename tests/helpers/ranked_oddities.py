@@ -276,3 +276,15 @@ class Windowed(Linears):
 
 def windowed() -> Case:
     return _case(Windowed(), _of_first)
+
+
+class Positioned(Linears):
+    """Adds what a row of numbers says, which is that of all samples."""
+
+    def forward(self, x: Tensor, row: Tensor) -> Tensor:
+        return self.back(torch.tanh(self.front(x) + row))
+
+
+def positioned() -> Case:
+    model, x, target, loss_fn = _case(Positioned())
+    return model, (x, torch.randn(1, 6).double()), target, loss_fn

@@ -191,6 +191,11 @@ def test_an_input_without_a_batch_goes_to_every_micro_batch(ranks: RankPool) -> 
     check(ranks, models.unbatched, {"front": "cpu:0", "back": "cpu:1"}, 4, "1f1b")
 
 
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_one_row_for_all_samples_goes_to_every_micro_batch_also_of_one_sample(ranks: RankPool, chunks: int) -> None:
+    check(ranks, oddities.positioned, {"front": "cpu:0", "back": "cpu:1"}, chunks, "1f1b")
+
+
 def test_one_process_runs_the_whole_model(ranks: RankPool) -> None:
     check(ranks, models.chain, dict.fromkeys(spread(models.chain), "cpu:0"), 4, "1f1b")
 
