@@ -97,8 +97,8 @@ def save(
         InputError: it cannot be written there, or the path is none.
     """
     state: dict[str, Any] = {"model": module.state_dict()}
-    if optimizer is not None:
-        with together(group, "write its part of the checkpoint"):
+    with together(group, "write its part of the checkpoint"):
+        if optimizer is not None:  # a process without parameters may have none
             state["optimizer"] = optimizer_state.flat(module, optimizer)
     with _explained("written", path):
         state_dict_saver.save(_filled(state), checkpoint_id=path, process_group=group)
@@ -117,8 +117,8 @@ def load(
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     with _explained("read", path):
-        if optimizer is not None:
-            with together(group, "read its part of the checkpoint"):
+        with together(group, "read its part of the checkpoint"):
+            if optimizer is not None:
                 there = FileSystemReader(path).read_metadata().state_dict_metadata
                 kept = {key.removeprefix(_OPTIMIZER): item for key, item in there.items() if key.startswith(_OPTIMIZER)}
                 state["optimizer"] = optimizer_state.places(module, optimizer, kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,8 +93,12 @@ class Segment:
 
     def counting(self) -> AbstractContextManager[Any]:
         """While it runs in this, its counters of batches wait, and are counted on together at the end."""
+        return counted_together(self._counted)
+
+    @cached_property
+    def _counted(self) -> list[Tensor]:
         read = {id(tensor) for step in self.steps for tensor in step.reads_state()}
-        return counted_together([one for step in self.steps for one in step.counters() if id(one) not in read])
+        return [one for step in self.steps for one in step.counters() if id(one) not in read]
 
     def run(self, values: MicroBatch) -> None:
         """Compute the segment for one micro-batch."""

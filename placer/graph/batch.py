@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from placer.graph.lying import place_in, shape
+from placer.graph.lying import is_pointwise, place_in, shape
 
 
 def batch_size(tensors: Sequence[Any]) -> int:
@@ -68,13 +68,20 @@ def amounts(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, bool]:
     return found
 
 
+def results(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph returns, in order; a number that was fixed is none of its nodes."""
+    (output,) = graph.find_nodes(op="output")
+    returned: Any = output.args[0]
+    return [node for node in returned if isinstance(node, fx.Node)]
+
+
 def sample_dims(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, int | None]:
     """By the name of a result that grows with the batch, which dimension the samples are; None where no single one is.
 
     None is so for the similarities of every sample to every other one: rows of parts do not have the whole's length.
     """
     found: dict[str, int | None] = {}
-    for node in next(iter(graph.find_nodes(op="output"))).all_input_nodes:
+    for node in results(graph):
         dims = [dim for dim, size in enumerate(shape(node)) if grows(size, symbols)]
         if len(dims) > 1:
             found[node.name] = None
@@ -114,7 +121,7 @@ def _is_row_by_row(node: fx.Node) -> bool:
     """Whether each row of what it makes is made of that row of what it is given."""
     if node.target in _ALONG_ONE:
         return isinstance(node.args[1], int) and node.args[1] % len(shape(node)) > 0
-    return node.target in _ROW_BY_ROW or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return node.target in _ROW_BY_ROW or is_pointwise(node)
 
 
 _RESHAPED = {

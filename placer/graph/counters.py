@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from placer.graph.layers import Layer
 
-_ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar)
+ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar)
+"""How a captured graph counts on."""
 
 
 def counters(layer: Layer, state: Sequence[Tensor]) -> list[Tensor]:
@@ -46,7 +47,7 @@ class _CountTogether(TorchFunctionMode):
         self._added: dict[int, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ADDITIONS and not kwargs and id(args[0]) in self._counted and isinstance(args[1], int):
+        if func in ADDITIONS and not kwargs and id(args[0]) in self._counted and isinstance(args[1], int):
             self._added[id(args[0])] = self._added.get(id(args[0]), 0) + args[1]
             return args[0]
         return func(*args, **(kwargs or {}))

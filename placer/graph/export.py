@@ -26,7 +26,7 @@ from placer import devices
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.alone import alone
-from placer.graph.batch import amounts, batch_size, batch_symbols, is_batched, made_of_no_input, sample_dims
+from placer.graph.batch import amounts, batch_size, batch_symbols, is_batched, made_of_no_input, results, sample_dims
 from placer.graph.effects import has_effect
 from placer.graph.footprint import differs_later
 from placer.graph.handed import Left, left_in, written_inputs
@@ -85,8 +85,7 @@ class Exported:
     @cached_property
     def results(self) -> list[str]:
         """The names of what it returns, in order; a number that was fixed has none."""
-        (output,) = self.module.graph.find_nodes(op="output")
-        return [node.name for node in output.args[0] if isinstance(node, fx.Node)]
+        return [node.name for node in results(self.module.graph)]
 
     @cached_property
     def constants(self) -> frozenset[str]:

@@ -34,14 +34,15 @@ def place_in(user: fx.Node, node: fx.Node, place: int) -> Place:
         return ROW  # one of its results
     known = _BY_TARGET.get(user.target)
     if place == ROW:
-        return ROW if known is _lined_up or _is_pointwise(user) else None
+        return ROW if known is _lined_up or is_pointwise(user) else None
     if known is not None:
         return known(user, node, place)
-    return _lined_up(user, node, place) if _is_pointwise(user) else None
+    return _lined_up(user, node, place) if is_pointwise(user) else None
 
 
-def _is_pointwise(user: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(user.target, "tags", ())
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each number of what it makes is made of those that lie there in what it is given."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _lined_up(user: fx.Node, node: fx.Node, place: int) -> Place:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from placer.graph.batch import amounts, grows, made_of_no_input
+from placer.graph.batch import amounts, grows, made_of_no_input, results
 from placer.graph.lying import shape
 
 
@@ -64,8 +64,7 @@ def reductions(graph: fx.Graph, symbols: frozenset[Any]) -> dict[str, Reduction]
     if not symbols:
         return {}
     reader = _Reader(symbols, amounts(graph, symbols), made_of_no_input(graph))
-    results = next(iter(graph.find_nodes(op="output"))).all_input_nodes
-    found = {node.name: reader.of(node) for node in results if _is_number(node)}
+    found = {node.name: reader.of(node) for node in results(graph) if _is_number(node)}
     return {name: known for name, known in found.items() if known is not None}
 
 
@@ -92,7 +91,7 @@ class _Reader:
         known = self.of(node.args[0])
         if name in _AS_IT_IS:
             return _mirrored(known) if name == "neg" else known
-        if name in _CURVED:
+        if name in _CURVED or node.kwargs.get("rounding_mode"):
             kept = name in _RISING and known in (Reduction.LARGEST, Reduction.SMALLEST)
             return known if kept or known is None else Reduction.TOGETHER
         if name in _SCALED:

@@ -145,6 +145,22 @@ def foreign_parameter(make: Make, places: Mapping[str, str], path: str) -> tuple
     return saved, loaded, all(gradient is not None for gradient in gradients(pipeline).values())
 
 
+def without_an_optimizer(make: Make, places: Mapping[str, str], path: str) -> bool | None:
+    """Whether a process has no parameters, and so no optimizer, where a checkpoint is written and read with those."""
+    group = members(places)
+    if group is None:
+        return None
+    pipeline, inputs, target, _ = built(make, places, 2, group)
+    some = list(pipeline.parameters())
+    optimizer = torch.optim.SGD(some, lr=0.1, momentum=0.9) if some else None
+    pipeline.step(inputs, target)
+    if optimizer is not None:
+        optimizer.step()
+    pipeline.save(path, optimizer)
+    pipeline.load(path, optimizer)
+    return optimizer is None
+
+
 def default_types(make: Make, places: Mapping[str, str]) -> bool:
     """Whether a step goes through under another default type of numbers than that of the build."""
     before = torch.get_default_dtype()

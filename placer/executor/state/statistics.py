@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from placer import devices
 from placer.errors import InputError
+from placer.graph.counters import ADDITIONS
 
 Site = tuple[int, int, int]
 """One call of a layer in the graph: its segment, the buffer that it changes, and how many calls went before."""
 
 _BATCH_NORMS = (torch.ops.aten.batch_norm.default, torch.batch_norm)
-_COUNTERS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar)
 
 
 class _Sums:
@@ -148,7 +148,7 @@ class _Gather(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BATCH_NORMS and not kwargs and self._statistics.knows(args[3]) and args[5]:
             return self._statistics.normalise(self._site(args[3]), func, args)
-        if func in _COUNTERS and self._statistics.counts(self._site(args[0]), args[0]):
+        if func in ADDITIONS and self._statistics.counts(self._site(args[0]), args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))
 

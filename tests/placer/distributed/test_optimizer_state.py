@@ -55,6 +55,11 @@ def test_a_process_that_cannot_write_its_part_tells_the_others_which_go_on(ranks
         assert all(f"process 1 could not {done} its part of the checkpoint: InputError" in one for one in messages)
 
 
+def test_a_process_without_parameters_needs_no_optimizer_for_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(training.without_an_optimizer, models.bare, BARE, str(tmp_path / "checkpoint"))
+    assert sorted(one for one in found if one is not None) == [False, False, True]
+
+
 def test_what_is_saved_reads_the_state_alone() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -48,6 +48,7 @@ UNTOLD: dict[str, Way] = {
 REFUSED: dict[str, Way] = {
     "norm": lambda h: h.norm(),
     "deviation": lambda h: h.std(),
+    "a sum, rounded": lambda h: torch.div(h.sum(), 2, rounding_mode="floor"),
     "which is the largest": lambda h: h.argmax(),
     "the first sample": lambda h: h[0, 0],
     "a sum and a mean": lambda h: h.sum() + h.mean(),
