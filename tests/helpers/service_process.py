@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import socket
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from typing import Any
 
@@ -36,7 +39,8 @@ class ServiceProcess:
         self.database = database
         given = {"port": self.port, "database": database, "workers": 1, "log_level": "warning", **settings}
         prepare()
-        asked = (forkserver._forkserver._forkserver_address, dict(os.environ), solver, given)
+        self._asking = tempfile.NamedTemporaryFile()
+        asked = (forkserver._forkserver._forkserver_address, dict(os.environ), self._asking.name, solver, given)
         self.process = CONTEXT.Process(target=_serve, args=asked)
         with starting_processes():
             self.process.start()
@@ -52,19 +56,34 @@ class ServiceProcess:
             return False
 
     def end(self, sig: int) -> int | None:
-        """Send it a signal; its exit code."""
+        """Send it a signal, not while it asks for a fork; its exit code."""
         self.client.close()
         assert self.process.pid is not None
-        os.kill(self.process.pid, sig)
+        with _locked(self._asking.name):
+            os.kill(self.process.pid, sig)
         self.process.join(30)
         return self.process.exitcode
 
 
-def _serve(address: str, environment: Mapping[str, str], solver: str, given: Mapping[str, Any]) -> None:
+def _serve(address: str, environment: Mapping[str, str], asking: str, solver: str, given: Mapping[str, Any]) -> None:
     """Serve in this fork, in the environment of now; Python would start another process to fork workers from."""
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
     forkserver._forkserver._forkserver_address = address
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
+    ask = forkserver.connect_to_new_process
+
+    def ask_whole(descriptors: list[int]) -> tuple[int, int]:
+        with _locked(asking):  # the process that forks dies of half a question, and with it all that it forked
+            return ask(descriptors)
+
+    forkserver.connect_to_new_process = ask_whole
     run(Settings(**given), solver=getattr(solvers_for_tests, solver))
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

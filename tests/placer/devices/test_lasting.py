@@ -56,9 +56,10 @@ def test_a_cpu_has_no_such_limit() -> None:
 @pytest.mark.gpu
 def test_a_gpu_is_asked_once_and_keeps_its_memory_free() -> None:
     device = torch.device("cuda", 0)
+    devices.warm_libraries(device)  # they keep a workspace for each stream and thread
     before = torch.cuda.memory_reserved(device)
     assert 1 <= lasting_share(device) < 1.5
-    assert torch.cuda.memory_reserved(device) <= before + 2**25  # the workspace of a library
+    assert torch.cuda.memory_reserved(device) <= before + 2**25  # one more for these products
     assert lasting_share(device) == lasting_share(device)
 
 
