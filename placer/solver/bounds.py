@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from placer.solver.knots import knot_bound
 from placer.solver.least_memory import least_of_all, least_of_nodes
@@ -41,14 +41,6 @@ def _critical_path(problem: Problem) -> float:
 def fastest_ms(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[float]:
     """By layer, its time on the fastest device that it may be on."""
     return [min(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)]
-
-
-def fastest_of_nodes(nodes: Reduction, time_ms: Callable[[int, int], float]) -> list[float]:
-    """By node, what its layers take on the device where that is least, by a time of layer and device."""
-    return [
-        min(sum(time_ms(layer, device) for layer in layers) for device in allowed)
-        for layers, allowed in zip(nodes.nodes, nodes.allowed, strict=True)
-    ]
 
 
 def longest_before(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
