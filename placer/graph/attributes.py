@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -45,6 +46,11 @@ class Notes:
     def write(self, holder: Any, name: str) -> None:
         """The code sets an attribute, or takes it away."""
         self._written.add((id(holder), name))
+
+    def read_unseen(self, kind: type, name: str) -> None:
+        """Take an attribute for read of all objects of a class, where that is not seen."""
+        of_kind = ((key, name) for key, holder in self.holders.items() if type(holder) is kind)
+        self._read |= dict.fromkeys(place for place in of_kind if place in self.noted)
 
     def read_all(self) -> None:
         """Take all attributes for read: the code ran where reads are not seen, as in a branch of torch.cond."""
@@ -89,7 +95,7 @@ def objects_of(modules: Iterable[nn.Module]) -> list[Any]:
     known: dict[int, Any] = {}
     found: list[Any] = list(modules)
     for _ in range(_DEEPEST):
-        inside = [value for holder in found for value in own(holder).values() if _is_object(value)]
+        inside = [value for holder in found for value in own(holder).values() if is_object(value)]
         found = [*{id(value): value for value in inside if id(value) not in known}.values()]
         known |= {id(value): value for value in found}
     return list(known.values())
@@ -113,9 +119,11 @@ def noted(model: nn.Module) -> Iterator[Notes]:
         places = {(type(notes.holders[key]), name) for key, name in notes.noted}
         for cls, name, default in [(*place, _default(*place)) for place in places]:  # all before any is another
             was = vars(cls).get(name, _NONE)
-            with suppress(Exception):  # a class may allow nothing else in its place, and say so as it likes
+            try:
                 setattr(cls, name, _Noting(name, default, notes))
                 before[cls, name] = was
+            except Exception:  # a class may allow nothing else in its place, and say so as it likes
+                notes.read_unseen(cls, name)
         yield notes
     finally:
         for (cls, name), was in before.items():
@@ -137,13 +145,13 @@ def _names(holder: Any) -> set[str]:
     return {name for name in free if name in vars(holder) or _is_plain(defaults[name])}
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
     """Whether it is one of a class of somebody's own, such as a configuration."""
     if isinstance(value, (*_PLAIN, nn.Module, type, Enum)) or callable(value):
         return False
     kind = type(value)
     own = not is_torchs(kind) and kind.__module__.split(".")[0] not in sys.stdlib_module_names
-    own = own or isinstance(value, argparse.Namespace)
+    own = own or isinstance(value, argparse.Namespace | types.SimpleNamespace)
     return own and isinstance(getattr(value, "__dict__", None), dict)
 
 

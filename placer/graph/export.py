@@ -38,6 +38,7 @@ from placer.graph.reduced import Reduction, reductions
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, Patience, custom_functions
+from placer.graph.variables import Variables
 
 _LIBRARIES = tuple(str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 """Where code that is not the model's own lies."""
@@ -241,7 +242,7 @@ def _exported(
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=has_effect)
     symbols = batch_symbols(graph_module.graph)
-    checkpointed, read = tuple(traced.checkpointed), traced.notes.only_read()
+    checkpointed, read = tuple(traced.checkpointed), (*traced.notes.only_read(), *Variables(module).read())
     return Exported(graph_module, inputs, traced.outputs, device, symbols, batch, checkpointed, read, traced.left)
 
 

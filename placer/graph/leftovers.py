@@ -19,6 +19,8 @@ from torch import Tensor, fx, nn
 from placer.errors import CaptureError
 from placer.graph.attributes import is_torchs, objects_of, own
 from placer.graph.structure import flatten
+from placer.graph.variables import Variables
+from placer.graph.variables import put_back as put_back_variables
 
 
 class KeptError(CaptureError):
@@ -42,7 +44,7 @@ class Leftovers:
 
     Attributes:
         changed: whether anything had, when it was put back.
-        tensors: the attributes that tensors of the pass were left in, in words.
+        tensors: the attributes and variables that tensors of the pass were left in, in words.
         counted: the holders and names of the attributes that another number, flag or word was left in.
         replaced: the names of the buffers whose new values were written into them.
     """
@@ -55,7 +57,10 @@ class Leftovers:
         # While a graph is made, a module that has several names is another proxy by each; they share its attributes.
         self._named = list(model.named_modules(remove_duplicate=False))
         self._before = {child: (dict(child.__dict__), _contents(child.__dict__)) for _, child in self._named}
-        objects = objects_of(child for child in self._before if not is_torchs(type(child)))
+        variables = Variables(model)
+        self._variables = variables.contents()
+        holders = [*(child for child in self._before if not is_torchs(type(child))), *variables.objects]
+        objects = {id(one): one for one in (*variables.objects, *objects_of(holders))}.values()
         self._objects = [(one, dict(own(one)), _contents(own(one))) for one in objects]
 
     def write_buffers(self) -> None:
@@ -76,6 +81,7 @@ class Leftovers:
     def put_back(self) -> None:
         """Leave the modules as they were."""
         names = {child: name for name, child in reversed(self._named)}
+        self.tensors += put_back_variables(self._variables)
         for one, fields, contents in self._objects:
             for key, value in self._put_back(own(one), fields, contents).items():
                 if isinstance(value, bool | int | float | str):
@@ -148,10 +154,10 @@ def _is_like(now: Tensor, before: Tensor) -> bool:
 
 
 def _is_torchs_own(child: nn.Module, key: str) -> bool:
-    """Whether torch itself sets an attribute, from parameters: in a module of its own, in hooks of norms or pruning."""
+    """Whether torch itself sets an attribute: for itself in a module of its own, or in hooks of norms or pruning."""
     hooks = child._forward_pre_hooks.values()
     names = {getattr(hook, name, "") for hook in hooks for name in ("name", "_tensor_name")}
-    return is_torchs(type(child)) or key in names
+    return key in names or (is_torchs(type(child)) and (key.startswith("_") or key in child._buffers))
 
 
 def _contents(fields: dict[str, Any]) -> dict[str, Any]:
