@@ -12,7 +12,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
 from threading import Lock, RLock
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -34,7 +34,7 @@ from placer.executor.state.apply import Home, move_state, settle
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.clones import Clones, state_lookup
 from placer.graph.given import refuse_no_flags, refuse_no_module
-from placer.graph.granularity import Granularity
+from placer.graph.granularity import Granularity, as_named
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
 from placer.schema import Placement, Schedule
@@ -158,6 +158,7 @@ class DataFlow(PlacedCalls):
         places = {name: self._device(place) for name, place in self.layer_gpus.items()}
         refuse_unknown_layers(self.module, places, list(self._default_map()))
         assignment = Assignment(places, self.output_device)
+        self._granularity = as_named(self._granularity, places)
         self._devices = list(dict.fromkeys([*self._devices, *places.values()]))
         self.device_ids = [device.index for device in self._devices]
         with self.lock:
@@ -335,6 +336,10 @@ class DataFlow(PlacedCalls):
         """Every layer on the output device."""
         index = self.output_device.index
         return OrderedDict((name, index) for name in layer_names(self.module, self.fine_grained))
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the flow makes its own graphs."""
+        raise InputError("a flow is not compiled as a whole: give compile=True to flow.train_step and flow.stream")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, with the flow's keys (``module.`` in front) or the model's own."""

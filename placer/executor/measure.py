@@ -49,8 +49,13 @@ def measure_step(
         profile: the prediction is made from it.
 
     Raises:
-        InputError: the model runs through hooks, or the profile is of other layers.
+        InputError: the model runs through hooks, the profile is of other layers, or gradients of an earlier step wait.
     """
+    if step.flow.gradients_wait:
+        raise InputError(
+            "gradients of a step with update=False wait for the next, and a measurement would take their place: "
+            "measure after a step that updates"
+        )
     pipeline, tensors, goals = step.pipeline(inputs, target, chunks)
     if pipeline is None:
         raise _not_captured(step.flow)

@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.errors import InputError
 from placer.executor.faults import Place, raise_explained
 from placer.executor.segments import MicroBatch, Segment, taken_in_turn
+from placer.graph.arguments import lists_as_long
+from placer.warned import warn
 
 
 def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
@@ -97,12 +100,37 @@ def cut(tensors: Sequence[Any], sizes: Sequence[int], whole: Collection[int] = (
     """Cut the inputs along the batch into micro-batches of these sizes; see ``scatter`` for what is no batch."""
     batch = sum(sizes)
     columns = [
-        tensor.split(list(sizes))  # type: ignore[no-untyped-call]
+        _parts(tensor, sizes)
         if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] == batch and place not in whole
         else (tensor,) * len(sizes)
         for place, tensor in enumerate(tensors)
     ]
     return [[column[index] for column in columns] for index in range(len(sizes))]  # a row each, also of no tensors
+
+
+def _parts(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    if tensor.layout != torch.strided:
+        if len(sizes) == 1:
+            return [tensor]
+        raise InputError(
+            f"an input of shape {tuple(tensor.shape)} is {tensor.layout}, which cannot be cut into micro-batches: give "
+            "it as .to_dense(), or chunks=1"
+        )
+    return tensor.split(list(sizes))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def tell_lists(given: Any, batch: int) -> None:
+    """Tell once that a list goes whole to every micro-batch, where it may have an entry for each sample.
+
+    Args:
+        given: arguments, or a target.
+        batch: samples in the batch.
+    """
+    for entries in lists_as_long(given, batch)[:1]:
+        warn(
+            f"a list of {len(entries)} ({type(entries[0]).__name__}) is as long as the batch, and every micro-batch is "
+            "given all of it: if it has an entry for each sample, give it as a tensor, which is cut, or chunks=1"
+        )
 
 
 def to_device(values: Sequence[Any], device: torch.device) -> list[Any]:

@@ -17,7 +17,7 @@ from placer.executor.calls import call_captured, calls_instead, joined, joined_b
 from placer.executor.faults import nothing_held
 from placer.executor.hooked import HookPath
 from placer.executor.inference.repeated_calls import RepeatedCalls
-from placer.executor.pipeline import scatter
+from placer.executor.pipeline import scatter, tell_lists
 from placer.executor.pipelined_runs import PipelinedRuns
 from placer.executor.program import Capture, Program
 from placer.executor.segments import Segment
@@ -88,6 +88,8 @@ class PlacedCalls(PipelinedRuns):
             whole = self.whole(tensors, inputs, needed=False) if chunks > 1 else ()
             parts = scatter(tensors, chunks, batch, whole) if chunks > 1 else [tensors]
             weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
+            if len(parts) > 1:
+                tell_lists((args, kwargs), batch)
             captures, results = self._run_recorded(parts, inputs, weights)
             if captures is None:
                 return self._run_hooked((args, kwargs), parts, inputs, weights)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from placer.errors import InputError, kind_of
 
+_FILLED = (Tensor, Mapping, list, tuple)
+
 
 def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments for the model.
@@ -51,6 +53,24 @@ def refuse_no_tensor(inputs: Any, leaves: Sequence[Any], name: str = "inputs") -
         raise InputError(f"{name}, {kind_of(inputs)}, hold no tensor; give tensors, as torch.as_tensor(x) is")
 
 
+def lists_as_long(given: Any, batch: int) -> list[list[Any]]:
+    """The lists of anything but tensors that may have an entry for each sample of a batch, as a loader makes them.
+
+    Args:
+        given: the arguments, tuples, lists and dicts of them too.
+        batch: its samples.
+    """
+    found: list[list[Any]] = []
+    waiting = [given]
+    while waiting:
+        value = waiting.pop()
+        parts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else []
+        waiting += parts
+        if isinstance(value, list) and len(value) == batch > 1 and not any(isinstance(part, _FILLED) for part in value):
+            found.append(value)
+    return found
+
+
 def advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:
     """What helps where a model refuses the form in which its inputs were given; empty for other errors.
 
@@ -64,7 +84,7 @@ def advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:
         return "; a dict is one of keyword arguments: where the model takes a dict itself, give it as (inputs,)"
     if "numpy.ndarray" in str(error):
         return "; give tensors, not numpy arrays, as torch.as_tensor(x) is"
-    if len(args) == 1 and isinstance(args[0], list):
+    if "must be Tensor, not list" in str(error) or (len(args) == 1 and isinstance(args[0], list)):
         return "; give a tuple, not a list, of positional arguments"
     if args and all(isinstance(size, int) for size in args):
         return f"; give a tensor, not a shape, such as torch.randn({', '.join(map(str, args))})"

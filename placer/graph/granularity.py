@@ -63,6 +63,20 @@ def label(granularity: Granularity) -> int | str:
     return granularity if isinstance(granularity, (int, str)) else "custom"
 
 
+def as_named(granularity: Granularity, names: Collection[str]) -> Granularity:
+    """A granularity by which layers are no larger than the modules that a map names; another one only if it must be.
+
+    Args:
+        granularity: "fine", "submodule", or the names of a placement.
+        names: of the map.
+    """
+    if granularity == "fine" or (isinstance(granularity, tuple) and set(names) == set(granularity)):
+        return granularity
+    above = _above(names)
+    inner = tuple(name for name in names if name not in above)
+    return inner if len(above) > 1 else "submodule"
+
+
 def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) -> Opened:
     """Decide which modules are opened.
 

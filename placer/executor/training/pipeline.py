@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
+from placer.errors import InputError
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, raise_explained
@@ -34,13 +35,15 @@ from placer.executor.training.passes import Passes
 from placer.executor.training.recomputed import RecomputedStage
 from placer.executor.training.slot import Head, Key
 from placer.executor.training.stage import Stage, drop_unreached
-from placer.executor.training.weights import Weights
+from placer.executor.training.weights import Keep, Weights, keep_none
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction
 from placer.graph.structure import Structure
 from placer.schedule import Plan, plan
 from placer.schema import Schedule
 from placer.warned import warn
+
+PENALTY = "loss_fn reads parameters beside its arguments, whose gradients no pass over layers would bring to them"
 
 Order = Schedule
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -80,6 +83,10 @@ class Recipe:
     def loss(self, leaves: list[Any], targets: list[Any]) -> Tensor:
         """The loss from the flattened result and target of a micro-batch."""
         return self.loss_fn(self.outputs.unflatten(leaves), self.target.unflatten(targets))
+
+
+class PenaltyError(InputError):
+    """The loss has parameters in it that are not in the model's result, such as a penalty of their size."""
 
 
 class TrainingPipeline:
@@ -139,14 +146,14 @@ class TrainingPipeline:
         return self.weights.stale() or devices.addresses(self._buffers) != self._pointers
 
     def run(
-        self, batch: Sequence[Any], targets: Sequence[Any], keep: bool = False, scale: Tensor | None = None
+        self, batch: Sequence[Any], targets: Sequence[Any], keep: Keep = keep_none, scale: Tensor | None = None
     ) -> Tensor:
         """One batch, forwards and backwards; gradients are the parameters' afterwards.
 
         Args:
             batch: the flattened inputs; those that require a gradient are given theirs.
             targets: the flattened target, likewise.
-            keep: whether the gradients are added to those that are there.
+            keep: whether a parameter's gradient is added to the one that is there.
             scale: a number that every gradient is multiplied by; 1 if None.
 
         Returns:
@@ -163,7 +170,7 @@ class TrainingPipeline:
         head = self._head
         return head.total.to(head.dtype, copy=True)
 
-    def _run(self, batch: Sequence[Any], targets: Sequence[Any], keep: bool, scale: Tensor | None) -> None:
+    def _run(self, batch: Sequence[Any], targets: Sequence[Any], keep: Keep, scale: Tensor | None) -> None:
         if self.statistics is not None:
             self.statistics.begin()
         given: dict[Key, Any] = {**dict(zip(self.graph.inputs, batch, strict=True)), **dict(enumerate(targets))}
@@ -207,6 +214,11 @@ class TrainingPipeline:
         }
 
     @property
+    def penalised(self) -> list[nn.Parameter]:
+        """The parameters that the loss reads by itself, as far as is known: once the passes were made."""
+        return self._head.parameters
+
+    @property
     def _head(self) -> Head:
         head = self.stages[-1].head
         assert head is not None
@@ -217,7 +229,7 @@ class TrainingPipeline:
         feed: Feed,
         gradients: InputGradients,
         begun: Mapping[torch.device, Mark],
-        keep: bool,
+        keep: Keep,
         scale: Tensor | None,
     ) -> None:
         """Issue a batch to the lanes; each begins when its own device has done what the caller issued there."""
@@ -283,6 +295,9 @@ class TrainingPipeline:
             batch: the flattened inputs.
             targets: the flattened target.
             record: False leaves passes that are not recorded yet as they are: issued operation by operation.
+
+        Raises:
+            PenaltyError: the loss reads parameters by itself.
         """
         if self.is_prepared and (self.is_recorded or not record):
             return
@@ -292,6 +307,8 @@ class TrainingPipeline:
         try:
             if not self.is_prepared:
                 self._open(parts, goals)
+            if self.penalised:
+                raise PenaltyError(PENALTY)
             if record:
                 self._record()
         except BaseException:

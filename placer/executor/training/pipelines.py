@@ -25,7 +25,7 @@ from placer.executor.program import Capture, shapes
 from placer.executor.segments import segments, taken_in_turn
 from placer.executor.state.assignment import Assignment
 from placer.executor.training.batch import Batch
-from placer.executor.training.pipeline import Order, Recipe, TrainingPipeline
+from placer.executor.training.pipeline import PENALTY, Order, PenaltyError, Recipe, TrainingPipeline
 from placer.executor.training.weights import Weights
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction
@@ -94,6 +94,9 @@ class Pipelines:
                     # Recording pays where a shape comes back: the first is taken to, others when they have.
                     pipeline.prepare(batch.tensors, batch.goals, record=pipeline.is_prepared or not others)
             return pipeline
+        except PenaltyError as error:
+            tell_in_turn(str(error))
+            return None
         except torch.OutOfMemoryError as error:
             if not others:
                 raise
@@ -112,7 +115,8 @@ class Pipelines:
 
         So they do where there is no capture; where a layer reads a number that another took from a tensor: passes are
         prepared once, and would keep the number that they were prepared with; where a segment uses what another one
-        changes; and where parameters have hooks, which passes over aliases of them would not run.
+        changes; where parameters have hooks, which passes over aliases of them would not run; and where the loss reads
+        some by itself, whose gradients such passes would not find.
 
         Args:
             batch: what is to be trained on, or one like it.
@@ -134,7 +138,7 @@ class Pipelines:
         key = (capture, shapes(parts[0]), tuple(sizes), target.key, _kinds(goals), asked, *ways)
         known = self._made.used(key)
         if known is not None and not known.is_stale():
-            return None if _hooked(known.weights) else known
+            return None if _hooked(known.weights) or _penalised(known) else known
         self._made.keep_only(lambda other: other != key and flow.holds(other[0]))
         graph, places = flow.layers(capture)
         if graph.passes_numbers_on or _hooked(Weights.of(graph)):
@@ -209,6 +213,11 @@ def _hooked(weights: Weights) -> bool:
     """Whether the user has hooks on a parameter; says so."""
     name = weights.hooked()
     return name is not None and tell_in_turn(f"parameter {name!r} has hooks, which a pipeline would not run")
+
+
+def _penalised(pipeline: TrainingPipeline) -> bool:
+    """Whether the loss reads parameters by itself; says so."""
+    return bool(pipeline.penalised) and tell_in_turn(PENALTY)
 
 
 def _in_turn(graph: LayerGraph, places: list[torch.device], gathered: bool) -> bool:

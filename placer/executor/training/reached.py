@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer.executor.training.slot import Key
 
@@ -18,13 +18,22 @@ def reached(result: Any, leaves: Mapping[Key, Tensor]) -> frozenset[Key]:
         leaves: of autograd, by name or position.
     """
     names = {id(leaf): key for key, leaf in leaves.items()}
+    return frozenset(names[id(leaf)] for leaf in _leaves(result) if id(leaf) in names)
+
+
+def parameters(result: Tensor) -> list[nn.Parameter]:
+    """The parameters that a gradient goes back to; passes run over aliases of a model's own, which are none."""
+    return [leaf for leaf in _leaves(result) if isinstance(leaf, nn.Parameter)]
+
+
+def _leaves(result: Any) -> Iterator[Tensor]:
     waiting = [result.grad_fn] if isinstance(result, Tensor) and result.grad_fn is not None else []
     seen = set(waiting)
-    found = []
     while waiting:
         node = waiting.pop()
-        found.append(names.get(id(getattr(node, "variable", None))))
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
         sources = {source for source, _ in node.next_functions if source is not None} - seen
         seen |= sources
         waiting += sources
-    return frozenset(key for key in found if key is not None)

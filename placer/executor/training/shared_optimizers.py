@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from placer.errors import InputError
 from placer.executor.training.pipeline import TrainingPipeline
 from placer.executor.training.update import Update
+from placer.executor.training.weights import Keep
 
 _waiting: WeakSet[Any] = WeakSet()
 """The flows whose gradients have waited for a step."""
@@ -23,6 +24,20 @@ def note_waiting(flow: Any) -> None:
         flow: with ``gradients_wait``, which is True.
     """
     _waiting.add(flow)
+
+
+def kept(flow: Any, keep: bool) -> Keep:
+    """Which parameters' gradients wait for the next batch of a flow.
+
+    Args:
+        flow: of a model that may share parameters with another flow's, whose gradients wait.
+        keep: whether all of the flow's own do.
+    """
+    if keep:
+        return lambda parameter: True
+    others = [other for other in _waiting if other is not flow and other.gradients_wait]
+    wait = {id(parameter) for other in others for parameter in other.module.parameters()}
+    return lambda parameter: id(parameter) in wait
 
 
 class Others:
@@ -76,13 +91,10 @@ class Others:
             self._parameters = [one for one in self._update.parameters() if id(one) not in own]
             self._seen = seen
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, keep: Keep) -> None:
         """Let the gradients of earlier steps go, but for those that wait for this one."""
-        if not self._parameters:
-            return
-        wait = {id(one) for flow in _waiting if flow.gradients_wait for one in flow.module.parameters()}
         for parameter in self._parameters:
-            if id(parameter) not in wait:
+            if not keep(parameter):
                 parameter.grad = None
 
     def wait_no_longer(self) -> None:

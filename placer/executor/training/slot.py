@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from placer.devices import Mark
 from placer.executor.faults import Trail
@@ -29,6 +29,7 @@ class Head:
         total: sum over micro-batches of loss times weight.
         scale: what the gradient of the loss begins with; 1 but for a GradScaler.
         dtype: of the loss, once it was computed.
+        parameters: those that it reads beside result and target, as a penalty of their size does.
     """
 
     names: tuple[str, ...]
@@ -36,6 +37,7 @@ class Head:
     total: Tensor
     scale: Tensor
     dtype: torch.dtype = torch.float32
+    parameters: list[nn.Parameter] = field(default_factory=list)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from placer.executor.faults import Trail
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.training.accumulation import Accumulation
 from placer.executor.training.input_gradients import detached, on_host
-from placer.executor.training.reached import reached
+from placer.executor.training.reached import parameters, reached
 from placer.executor.training.slot import AtOnce, Head, Key, NamedQueue, Slot
 from placer.executor.weakly import weakly
 from placer.graph import autocast
@@ -174,6 +174,7 @@ class Stage:
         first = slots[0]
         self._compute(first, self.segment)
         if self.head is not None:
+            self.head.parameters = parameters(first.roots[0])
             self.unreached = self._beyond_loss(first)
         made = {name: first.outputs[name] for name in self.writes}
         self._made_of = {name: reached(value, first.leaves) for name, value in made.items()}

@@ -12,16 +12,17 @@ from placer import devices
 from placer.errors import InputError
 from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
-from placer.executor.pipeline import cut, micro_batch_sizes
+from placer.executor.pipeline import cut, micro_batch_sizes, tell_lists
 from placer.executor.state.statistics import refuse_uncaptured
 from placer.executor.training.batch import Batch
 from placer.executor.training.input_gradients import detached, hand_out
 from placer.executor.training.kept import Kept
 from placer.executor.training.pipeline import SCHEDULES, Order, TrainingPipeline
 from placer.executor.training.pipelines import Pipelines, Placed, room_of, tell_in_turn
-from placer.executor.training.shared_optimizers import Others, note_waiting
+from placer.executor.training.shared_optimizers import Others, kept, note_waiting
 from placer.executor.training.update import Update
 from placer.executor.training.weighing import Weigh, Weighing
+from placer.executor.training.weights import Keep
 from placer.graph import arguments, autocast
 from placer.graph.batch import batch_size
 from placer.graph.given import refuse_no_chunks, refuse_no_loss, refuse_sum
@@ -112,7 +113,7 @@ class TrainStep:
         with nothing_held(), self.flow.lock:
             batch = self._taken(inputs, target, chunks)
             self.flow.follow(self.update.optimizer)
-            keep, self.flow.gradients_wait = self.flow.gradients_wait, False
+            keep, self.flow.gradients_wait = kept(self.flow, self.flow.gradients_wait), False
             loss = self._computed(batch, keep)
             self.flow.gradients_wait = not update
             if update:
@@ -122,14 +123,13 @@ class TrainStep:
                 note_waiting(self.flow)
             return loss
 
-    def _computed(self, batch: Batch, keep: bool) -> Tensor:
+    def _computed(self, batch: Batch, keep: Keep) -> Tensor:
         """The loss of a batch; gradients are in place then, and gone where it fails."""
         pipeline = None
         try:
             pipeline = self._pipelines.ready(batch)
             self._others.look(pipeline)
-            if not keep:
-                self._others.drop_gradients()
+            self._others.drop_gradients(keep)
             if pipeline is None:
                 return self._through_hooks(batch, keep)
             return pipeline.run(batch.tensors, batch.goals, keep, self.update.scale(pipeline.stages[-1].device))
@@ -162,10 +162,11 @@ class TrainStep:
         size = batch_size(tensors)
         _refuse_no_batch(inputs, tensors, size)
         refuse_arrays(target)
-        refuse_other_batch(goals, size)
         self._others.refuse_nothing_stepped([*tensors, *goals])
         sizes = _sizes(self.flow.chunks if chunks is None else chunks, size)
         if len(sizes) > 1:
+            refuse_other_batch(goals, size, "its first dimension must be the batch, or chunks=1, which cuts nothing")
+            tell_lists((inputs, target), size)
             goals, target_structure = self.loss_fn.with_weights(inputs, target, tensors, size)
         batch = Batch(tensors, structure, goals, target_structure, sizes)
         return batch if torch.is_grad_enabled() else batch.without_gradients()
@@ -214,16 +215,17 @@ class TrainStep:
         room_of(flow.in_flight)
 
     @torch.enable_grad()
-    def _through_hooks(self, batch: Batch, keep: bool) -> Tensor:
+    def _through_hooks(self, batch: Batch, keep: Keep) -> Tensor:
         """A model that could not be captured: micro-batches one after another."""
         module, place = self.flow.module, self.flow.output_device
         tensors, inputs, goals, target, sizes = batch
         if self.flow.deferred_batch_norm and len(sizes) > 1:
             refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
-        kept = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
-        kept.save()
-        if not keep:
-            module.zero_grad()
+        before = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
+        before.save()
+        for parameter in module.parameters():
+            if not keep(parameter):
+                parameter.grad = None
         losses: list[Tensor] = []
         given = [*tensors, *goals]
         leaves = detached(given)
@@ -245,7 +247,7 @@ class TrainStep:
                 losses.append(loss.detach())
             hand_out(given, [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves])
         except BaseException as error:
-            kept.restore()
+            before.restore()
             raise_explained(error, self._place(error, len(losses)))
         return torch.stack(losses).sum()
 

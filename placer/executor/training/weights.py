@@ -18,8 +18,16 @@ from placer.devices import Lane, Mark
 from placer.executor.weakly import weakly
 from placer.graph.layers import LayerGraph
 
+Keep = Callable[[Tensor], bool]
+"""Whether a parameter's gradient waits for the next batch's."""
+
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def keep_none(parameter: Tensor) -> bool:
+    """No gradient waits."""
+    return False
 
 
 @dataclass
@@ -120,12 +128,11 @@ class Weights:
     def _as_made(self) -> tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[int]]:
         """The parameters that are used and whether they required gradients; those with an own alias and their data."""
         used = [self.parameters[name] for name, _ in self.aliases]
-        pairs = [pair for held in self._held.values() for pair in held.own]
         return (
             used,
             [alias.requires_grad for alias in self.aliases.values()],
-            [parameter for parameter, _ in pairs],
-            [alias.data_ptr() for _, alias in pairs],
+            [parameter for parameter, _ in self._own],
+            [alias.data_ptr() for _, alias in self._own],
         )
 
     @cached_property
@@ -137,9 +144,14 @@ class Weights:
         return held
 
     @cached_property
+    def _own(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Of all devices, the parameters that belong there, and their aliases."""
+        return [pair for held in self._held.values() for pair in held.own]
+
+    @cached_property
     def _guests(self) -> list[nn.Parameter]:
         """Parameters that no layer uses where they belong: their gradients are replicas' alone."""
-        own = {id(parameter) for held in self._held.values() for parameter, _ in held.own}
+        own = {id(parameter) for parameter, _ in self._own}
         return [self.parameters[name] for name, _ in self.aliases if id(self.parameters[name]) not in own]
 
     @cached_property
@@ -148,26 +160,29 @@ class Weights:
         return frozenset(devices.location(item) for held in self._held.values() for item, _ in held.replicas)
 
     @torch.no_grad()
-    def begin(self, lanes: Mapping[torch.device, Lane], begun: Mapping[torch.device, Mark], keep: bool = False) -> None:
+    def begin(
+        self, lanes: Mapping[torch.device, Lane], begun: Mapping[torch.device, Mark], keep: Keep = keep_none
+    ) -> None:
         """Make the gradients ready for a batch, and bring replicas up to date.
 
         Args:
             lanes: of each device.
             begun: by device, also those of ``homes``, when the parameters there are up to date.
-            keep: whether the batch adds to the gradients that the parameters have; else they begin at zero.
+            keep: whether the batch adds to the gradient that a parameter has; else it begins at zero.
         """
-        if not keep:
-            for parameter in chain(self._guests, self.idle):
+        unreached = (parameter for parameter, alias in self._own if id(alias) not in self._reached)
+        for parameter in chain(self._guests, self.idle, unreached):
+            if not keep(parameter):
                 parameter.grad = None
-            for held in self._held.values():
-                for parameter, alias in held.own:
-                    if id(alias) not in self._reached:
-                        parameter.grad = None
         for place, held in self._held.items():
             with lanes[place]:
                 for parameter, alias in held.own:
                     self._leave_to_holder(parameter, alias)
-                own = [alias.grad for parameter, alias in held.own if not (keep and self._adopt(parameter, alias))]
+                own = [
+                    alias.grad
+                    for parameter, alias in held.own
+                    if not (keep(parameter) and self._adopt(parameter, alias))
+                ]
                 cleared = [gradient for gradient in own if gradient is not None]
                 cleared += [alias.grad for _, alias in held.replicas if alias.grad is not None]
                 if cleared:
@@ -181,10 +196,9 @@ class Weights:
         """Add the gradients of replicas up, and hand every parameter its gradient."""
         while self._handles:  # one batch has shown which of them a captured graph reaches
             self._handles.pop().remove()
-        for held in self._held.values():
-            for parameter, alias in held.own:
-                if id(alias) in self._reached and not self._has(parameter, alias):
-                    self._hand(parameter, alias)
+        for parameter, alias in self._own:
+            if id(alias) in self._reached and not self._has(parameter, alias):
+                self._hand(parameter, alias)
         for held in self._held.values():
             for parameter, alias in held.replicas:
                 if id(alias) in self._reached and alias.grad is not None:

@@ -369,3 +369,24 @@ def test_what_a_map_does_not_name_goes_where_its_empty_name_says() -> None:
             "c.bias": "cpu:2",
         }
         torch.testing.assert_close(flow(torch.ones(3, 4)).cpu(), expected)
+
+
+@pytest.mark.parametrize("around", [{}, {"body": 1}])
+def test_modules_below_a_child_stay_where_a_map_puts_them(around: dict[str, int]) -> None:
+    body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = nn.Sequential(OrderedDict(body=body, head=nn.Linear(4, 2)))
+    expected = model(torch.ones(3, 4))
+    wanted = {"body.0": 0, "body.1": 0, "head": 1, **(around or {"body.2": 1, "body.3": 1})}
+    with logical_devices(2):
+        flow = DataFlow(model)
+        flow.layer_gpus.clear()
+        flow.layer_gpus.update(wanted)
+        flow.update_flow()
+        torch.testing.assert_close(flow(torch.ones(3, 4)).cpu(), expected)
+        places = [str(devices.location(layer.weight)) for layer in (*body, model.head)]
+        assert places == ["cpu:0", "cpu:0", "cpu:1", "cpu:1", "cpu:1"] and not flow.not_captured_because
+        flow.layer_gpus.clear()
+        flow.layer_gpus.update(body=1, head=0)
+        flow.update_flow()
+        torch.testing.assert_close(flow(torch.ones(3, 4)).cpu(), expected)
+        assert {str(devices.location(layer.weight)) for layer in body} == {"cpu:1"}

@@ -295,3 +295,58 @@ def test_a_training_step_in_inference_mode_is_refused_with_the_way_out(flow: Dat
     step = flow.train_step(functional.mse_loss)
     with torch.inference_mode(), pytest.raises(InputError, match=r"leave torch.inference_mode\(\)"):
         step(X, torch.randn(4, 5))
+
+
+class _Counts(nn.Module):
+    """Counts for each sample, as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2 = nn.Linear(10, 10), nn.Linear(10, 5)
+
+    def forward(self, x: torch.Tensor, counts: list[int], size: tuple[int, ...] = (4, 4, 4, 4)) -> torch.Tensor:
+        hidden: torch.Tensor = self.net1(x)
+        return self.net2(hidden * sum(counts[: len(x)]))  # type: ignore[no-any-return]
+
+
+def test_a_list_with_an_entry_for_each_sample_is_told_of_where_micro_batches_are_given_all_of_it() -> None:
+    flow = DataFlow(_Counts(), device_ids=DEVICES)
+    flow.layer_gpus.update(net1=0, net2=1)
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flow(X, [1, 2, 3, 4], chunks=1)
+        flow(X, [1, 2, 3], chunks=2)
+        step((X, [1, 2, 3]), torch.zeros(4, 5), chunks=2)
+    for run in (
+        lambda: flow(X, [1, 2, 3, 4], chunks=2),
+        lambda: step((X, [1, 2, 3, 4]), torch.zeros(4, 5), chunks=2),
+    ):
+        with pytest.warns(UserWarning, match=r"a list of 4 \(int\) is as long as the batch"):
+            run()
+
+
+def test_a_target_of_another_length_is_taken_where_nothing_is_cut() -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5))
+    flow = DataFlow(model, device_ids=DEVICES)
+    flow.layer_gpus.update({"0": 0, "1": 1})
+    flow.update_flow()
+    step = flow.train_step(lambda output, boxes: (output.mean() - boxes.mean()).pow(2))
+    with pytest.raises(InputError, match="must be the batch, or chunks=1, which cuts nothing"):
+        step(X, torch.ones(7), chunks=2)
+    for count in (7, 9):
+        loss = (model(X).mean() - torch.ones(count).mean()).pow(2)
+        torch.testing.assert_close(step(X, torch.ones(count), chunks=1), loss.detach())
+
+
+def test_a_flow_is_not_compiled_as_a_whole() -> None:
+    with pytest.raises(InputError, match=r"give compile=True to flow.train_step and flow.stream"):
+        DataFlow(ToyModel(), device_ids=DEVICES).compile()
+
+
+def test_a_list_of_arguments_is_told_to_be_a_tuple_in_a_step_too() -> None:
+    flow = DataFlow(ToyModel(), device_ids=DEVICES)
+    flow.update_flow()
+    with pytest.raises(StageError, match="give a tuple, not a list, of positional arguments"):
+        flow.train_step(functional.mse_loss)([X], torch.zeros(4, 5))

@@ -6,8 +6,10 @@ import pytest
 import torch
 from splitting import assert_same, assert_split_equals_unsplit, scatter_layers, step, twins
 from torch import Tensor, nn
+from torch.nn import functional
 
 from placer import DataFlow, devices, profile
+from placer.errors import InputError
 from placer.executor.training.pipeline import Order
 from placer.graph.layers import tensor_bytes
 from placer.testing import logical_devices
@@ -98,3 +100,20 @@ def test_a_sparse_tensor_has_the_bytes_of_its_parts(layout: str) -> None:
     assert tensor_bytes(sparse) == 8 * (5 + indices)
     assert devices.addresses([MATRIX, sparse])[0] == MATRIX.data_ptr()
     assert devices.addresses([sparse]) != devices.addresses([sparse.clone()])
+
+
+def test_a_sparse_input_is_trained_on_whole_and_not_cut() -> None:
+    model, reference = twins(WithGivenEdges)
+    x, edges = X[:4], MATRIX.to_sparse()  # as long as the batch
+    target = torch.zeros_like(x)
+    with logical_devices(2):
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        train = flow.train_step(functional.mse_loss)
+        with pytest.raises(InputError, match=r"is torch.sparse_coo, which cannot be cut.*to_dense\(\), or chunks=1"):
+            train((x, edges), target, chunks=2)
+        for _ in range(2):
+            train((x, edges), target, chunks=1)
+    functional.mse_loss(reference(x, edges), target).backward()
+    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), its.grad, atol=1e-12, rtol=1e-12)

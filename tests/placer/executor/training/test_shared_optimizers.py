@@ -89,3 +89,40 @@ def test_an_optimizer_of_sparse_gradients_is_refused_with_a_way_out() -> None:
     model = nn.Sequential(nn.Embedding(12, 6, sparse=True), nn.Linear(6, 4))
     with pytest.raises(InputError, match=r"SparseAdam takes sparse gradients.*optimizer.step\(\) yourself"):
         _placed(model).train_step(functional.cross_entropy, torch.optim.SparseAdam(model[0].parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:the model is not captured")
+@pytest.mark.parametrize("captured", [True, False])
+def test_gradients_of_a_part_that_two_models_share_wait_too(captured: bool) -> None:
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y if captured or y.sum().item() > -1e9 else -y
+
+    trunk = nn.Linear(6, 8).double()
+    ours = [Net(trunk, nn.Tanh(), nn.Linear(8, 4).double()) for _ in range(2)]
+    theirs = copy.deepcopy(ours)
+    heads = [model[2].parameters() for model in ours]
+    whole = _sgd(theirs[0].parameters(), theirs[1][2].parameters())
+    with logical_devices(2):
+        optimizer = _sgd(trunk.parameters(), *heads)
+        steps = [_placed(model).train_step(functional.cross_entropy, optimizer) for model in ours]
+        for _ in range(3):
+            _of_both(whole, theirs[0], step=False)
+            _of_both(whole, theirs[1])
+            steps[0](X, Y, chunks=2, update=False)
+            steps[1](X, Y, chunks=2)
+    for mine, other in zip(ours, theirs, strict=True):
+        for one, another in zip(mine.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.cpu(), another)
+
+
+def test_a_measurement_does_not_take_the_place_of_gradients_that_wait() -> None:
+    with logical_devices(2):
+        flow = _placed(_net())
+        step = flow.train_step(functional.cross_entropy)
+        step(X, Y, update=False)
+        with pytest.raises(InputError, match="wait for the next"):
+            flow.measure(X, Y, step=step)
+        step(X, Y)
+        flow.measure(X, Y, step=step)
