@@ -255,10 +255,13 @@ def _assemble(
     stages = [_stage(module, index, len(cut.stages), training, group) for index, module in modules.items()]
     leaves = modules[max(modules)].plan.leaves
     outputs = [output_of(leaf.value.name, leaf.value, exported) for leaf in leaves]
-    head = Head(loss_fn, exported.outputs, leaves, outputs, not exported.batch_symbols, placed.chunks, device)
-    schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
     owned = nn.Module()
     plant(owned, weights.own, names)
+    own = {id(parameter) for parameter in owned.parameters()}
+    elsewhere = {id(item): name for name, item in model.named_parameters() if id(item) not in own}
+    is_fixed = not exported.batch_symbols
+    head = Head(loss_fn, exported.outputs, leaves, outputs, is_fixed, placed.chunks, device, elsewhere)
+    schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
     return Pipeline(stages, schedule, owned, device, weights, head, shape, names, group)
 
 

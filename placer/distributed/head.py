@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer.distributed.parcels import Parcel
+from placer.errors import InputError
 from placer.executor.faults import Place, explain
 from placer.executor.joining import Output, gather, refuse_sizes
 from placer.executor.pipeline import scatter
+from placer.executor.training.reached import parameters
 from placer.executor.training.weighing import Weighing
 from placer.graph.losses import refuse_no_number, refuse_untrained
 from placer.graph.structure import Structure, flatten
@@ -28,6 +30,7 @@ class Head:
         is_fixed: whether the graph holds for one size of micro-batches alone, so that it tells no size from a constant.
         chunks: micro-batches in a batch.
         device: of this process.
+        elsewhere: the model's parameters that belong to other processes, their names by identity.
 
     Attributes:
         targets: of each micro-batch; None where the library was given the target itself.
@@ -42,8 +45,10 @@ class Head:
         is_fixed: bool,
         chunks: int,
         device: torch.device,
+        elsewhere: Mapping[int, str],
     ) -> None:
         self._loss_fn, self._chunks, self._device = loss_fn, chunks, device
+        self._elsewhere: Mapping[int, str] | None = elsewhere
         self._structure, self._parcels, self._outputs, self._is_fixed = structure, parcels, outputs, is_fixed
         self.targets: Sequence[Any] | None = None
 
@@ -64,7 +69,7 @@ class Head:
             target: the number of the micro-batch, or, where a user drives the schedule, its part of the target.
 
         Raises:
-            InputError: the loss is no number, or no gradient comes from it.
+            InputError: the loss is no number, no gradient comes from it, or it reads what is trained elsewhere.
             StageError: it failed.
         """
         assert self._loss_fn is not None
@@ -75,7 +80,19 @@ class Head:
             raise explain(error, Place(number, "forward", 0, 0, self._device, "(loss)")) from error
         refuse_no_number(loss)
         refuse_untrained(loss)
+        self._refuse_elsewhere(loss)
         return loss / self._chunks
+
+    def _refuse_elsewhere(self, loss: Tensor) -> None:
+        """Once: what a loss reads by itself of another process's parameters is neither up to date nor trained."""
+        known, self._elsewhere = self._elsewhere, None
+        if known is not None:
+            name = next((known[id(item)] for item in parameters(loss) if id(item) in known), None)
+            if name is not None:
+                raise InputError(
+                    f"loss_fn reads {name!r}, which belongs to another process, so that it would not be trained by it: "
+                    "let the model return what the loss needs of it"
+                )
 
     def result(self, output: Any) -> Any:
         """What the model returns, from the last stage's output."""
