@@ -45,9 +45,10 @@ def _once(key: Hashable) -> Callable[..., Exported]:
 def transplanted(model: nn.Module, exported: Exported, other: nn.Module) -> Exported:
     """What was captured of a model, over the modules, parameters and buffers of its equal."""
     pairs = zip(_parts(model), _parts(other), strict=True)
+    holders = {id(holder): holder for holder, _ in exported.attributes}  # files and classes are there once
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own trees look at themselves in a way that is to go
-        return copy.deepcopy(exported, {id(part): its for part, its in pairs})
+        return copy.deepcopy(exported, holders | {id(part): its for part, its in pairs})
 
 
 def _parts(model: nn.Module) -> list[Any]:

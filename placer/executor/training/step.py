@@ -164,8 +164,11 @@ class TrainStep:
         refuse_arrays(target)
         self._others.refuse_nothing_stepped([*tensors, *goals])
         sizes = _sizes(self.flow.chunks if chunks is None else chunks, size)
+        if len(sizes) > 1 or isinstance(target, Tensor):  # of several, boxes say, each may have a length of its own
+            refuse_other_batch(
+                goals, size, "its first dimension must be the batch; with chunks=1 a dict or list may differ"
+            )
         if len(sizes) > 1:
-            refuse_other_batch(goals, size, "its first dimension must be the batch, or chunks=1, which cuts nothing")
             tell_lists((inputs, target), size)
             goals, target_structure = self.loss_fn.with_weights(inputs, target, tensors, size)
         batch = Batch(tensors, structure, goals, target_structure, sizes)

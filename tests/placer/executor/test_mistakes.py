@@ -327,17 +327,17 @@ def test_a_list_with_an_entry_for_each_sample_is_told_of_where_micro_batches_are
             run()
 
 
-def test_a_target_of_another_length_is_taken_where_nothing_is_cut() -> None:
+def test_targets_of_other_lengths_are_taken_where_nothing_is_cut() -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5))
     flow = DataFlow(model, device_ids=DEVICES)
     flow.layer_gpus.update({"0": 0, "1": 1})
     flow.update_flow()
-    step = flow.train_step(lambda output, boxes: (output.mean() - boxes.mean()).pow(2))
-    with pytest.raises(InputError, match="must be the batch, or chunks=1, which cuts nothing"):
-        step(X, torch.ones(7), chunks=2)
+    step = flow.train_step(lambda output, target: (output.mean() - target["boxes"].mean()).pow(2))
+    with pytest.raises(InputError, match=r"must be the batch; with chunks=1 a dict or list may differ"):
+        step(X, {"boxes": torch.ones(7)}, chunks=2)
     for count in (7, 9):
         loss = (model(X).mean() - torch.ones(count).mean()).pow(2)
-        torch.testing.assert_close(step(X, torch.ones(count), chunks=1), loss.detach())
+        torch.testing.assert_close(step(X, {"boxes": torch.ones(count)}, chunks=1), loss.detach())
 
 
 def test_a_flow_is_not_compiled_as_a_whole() -> None:
