@@ -63,7 +63,7 @@ from placer.schema import MemoryUse
 from placer.solver import pipelines
 from placer.solver.components import topological_order
 from placer.solver.memory import Footprint, footprint, held_by_device
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import Problem
 from placer.solver.segment_memory import SegmentMemory
 
 Assignment = Sequence[int]
@@ -266,9 +266,10 @@ def pipeline_order(problem: Problem, assignment: Assignment, footprints: Footpri
         return tuple(used)
     number = {device: index for index, device in enumerate(used)}
     arcs = {
-        (number[assignment[source]], number[assignment[reader]])
-        for source, reader in arcs_of(problem.values)
-        if assignment[source] != assignment[reader]
+        (number[assignment[value.source]], number[target])
+        for value in problem.values
+        if value.ordered
+        for target in receivers(value.readers, assignment, assignment[value.source])
     }
     order = topological_order(len(used), arcs)
     if len(order) < len(used):

@@ -80,7 +80,7 @@ comes in, and its weight passes do not run apart::
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -193,7 +193,7 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     one = MemoryUse(**state, activation_bytes=activations, workspace_bytes=workspace)
     here = set(held.layers)
     entering = sum(
-        value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.readers)
+        value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.reader_set)
     )
     return Footprint(one, sum(kept.values()), entering, recorded(problem, held) if problem.recorded else None)
 
@@ -240,7 +240,7 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
     gradients: Counter[int] = Counter()
     here = set(held.layers)
     for value in held.values:
-        readers = [reader for reader in value.readers if reader in here]
+        readers = sorted(here & value.reader_set)
         kept = [keeper for keeper in value.keepers if keeper in here]
         if readers:  # it waits from its source to its first keeper, else to its last reader
             between(values, value.source + 1, kept[0] if kept else readers[-1], value.held_bytes)
@@ -260,7 +260,7 @@ def _waiting_or_sent(held: Held) -> Mapping[int, int]:
     over = max(held.layers, default=0) + 1
     for value in held.values:
         kept = [keeper for keeper in value.keepers if keeper in here]
-        last = max((reader for reader in value.readers if reader in here), default=0)
+        last = max(here & value.reader_set, default=0)
         until = kept[0] if kept else over if _is_sent(value, here) else last
         between(values, value.source + 1, until, value.held_bytes)
     return values
@@ -310,8 +310,8 @@ def crossing_bytes(held: Held) -> int:
     total = 0
     for value in held.values:
         if value.source not in here:
-            total += 0 if here.isdisjoint(value.readers) else value.held_bytes
-        elif not here.issuperset(value.readers):
+            total += 0 if here.isdisjoint(value.reader_set) else value.held_bytes
+        elif not here.issuperset(value.reader_set):
             total += value.arriving_bytes
     return total
 
@@ -323,13 +323,13 @@ def sent_bytes(held: Held) -> int:
 
 
 def _is_sent(value: Value, here: set[int]) -> bool:
-    return value.source in here and not here.issuperset(value.readers) and here.isdisjoint(value.keepers)
+    return value.source in here and not here.issuperset(value.reader_set) and here.isdisjoint(value.keepers)
 
 
 def landing_bytes(held: Held) -> int:
     """The gradients that a device sends, for one micro-batch."""
     here = set(held.layers)
-    foreign = [value for value in held.values if value.source not in here and not here.isdisjoint(value.readers)]
+    foreign = [value for value in held.values if value.source not in here and not here.isdisjoint(value.reader_set)]
     return sum(value.gradient_bytes for value in foreign)
 
 
@@ -343,7 +343,7 @@ def _staying(held: Held) -> Mapping[int, int]:
     gradients: Counter[int] = Counter()
     here = set(held.layers)
     for value in held.values:
-        readers = [reader for reader in value.readers if reader in here]
+        readers = sorted(here & value.reader_set)
         if readers:
             between(gradients, value.source + 1, readers[-1], value.gradient_bytes)
     return gradients
@@ -375,11 +375,11 @@ def _worst_of_inference(problem: Problem, held: Held) -> Moment:
     """The step with the most; also one at which a layer runs elsewhere, as values arrive then."""
     here = set(held.layers)
     workspace = {layer: problem.layers[layer].forward_workspace_bytes for layer in held.layers}
-    changes: Counter[int] = Counter(dict.fromkeys(held.layers, 0))
+    changes = defaultdict(int, dict.fromkeys(held.layers, 0))
     for value in held.values:
-        readers = value.readers if value.source in here else here.intersection(value.readers)
-        last = max((value.source, *readers))
-        between(changes, value.source, last + 1, value.held_bytes)
+        last = value.readers[-1] if value.source in here else max(here & value.reader_set, default=value.source)
+        changes[value.source] += value.held_bytes
+        changes[last + 1] -= value.held_bytes
     steps = sorted(changes)
-    moments = zip(sums(changes, steps), (workspace.get(step, 0) for step in steps), strict=True)
-    return max(moments, key=sum, default=(0, 0))
+    live = itertools.accumulate(changes[step] for step in steps)
+    return max(zip(live, (workspace.get(step, 0) for step in steps), strict=True), key=sum, default=(0, 0))

@@ -48,6 +48,11 @@ class Value:
     ordered: bool = True
     weightless: bool = False
 
+    @cached_property
+    def reader_set(self) -> frozenset[int]:
+        """The layers that read it."""
+        return frozenset(self.readers)
+
     @property
     def held_bytes(self) -> int:
         """What it takes of a device's memory."""
@@ -345,6 +350,8 @@ def _contiguous(
     if request.constraints.contiguous is not None:
         return request.constraints.contiguous
     colocated = {layer for group in groups for layer in group}
+    if not colocated:
+        return True
     for component in strong_components(count, arcs_of(values), groups):
         members = sum(layer in colocated for layer in component)
         pulled = len(component) - members

@@ -100,6 +100,11 @@ class Search:
             return True
         return self._stopped() or self._time_s() > share * self.request.time_limit_s
 
+    def counted(self, work: float) -> bool:
+        """Count so much work, in the measure of ``cpsat.Meter``; whether the time, or the work, is over."""
+        self.meter.done += work
+        return self.over(1.0)
+
     def _stopped(self) -> bool:
         return self.stop is not None and self.stop.is_set()
 

@@ -174,10 +174,10 @@ class Portfolio(Search):
             if self.best is not None:
                 self.prove(self.value)
                 return
-        for start in starts.starts(self.problem, self.nodes):
+        for start in starts.starts(self.problem, self.nodes, self.counted):
             self.prove(start.bound)
             self.offer(start.devices, start.method)
-            if not self.open():
+            if not self.open() or (self.best is not None and self.over(1.0)):
                 return
         if self.problem.contiguous:
             only_order = exact.is_only_order(self.problem, self.nodes)
@@ -199,12 +199,13 @@ class Portfolio(Search):
             if not self.open():
                 return
 
-    def _cut(self, orders: Callable[[Problem, Reduction], Iterable[starts.Start]]) -> None:
+    def _cut(self, orders: Callable[[Problem, Reduction, starts.Over], Iterable[starts.Start]]) -> None:
         """Cuts of other linear orders, of nodes that may as well be together."""
-        for start in orders(self.problem, stage_search.nodes_within(self)) if self.open() else ():
-            self.offer(start.devices, start.method)
-            if not self.open():
-                return
+        if self.open() and not self.over(1.0):
+            for start in orders(self.problem, stage_search.nodes_within(self), self.counted):
+                self.offer(start.devices, start.method)
+                if not self.open():
+                    return
 
     def _program(self) -> Infeasibility | None:
         """The integer program, in rounds, each narrowed by what the last one found; the reason if infeasible."""

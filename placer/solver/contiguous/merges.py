@@ -19,7 +19,7 @@ Source: Padberg and Rinaldi, "An efficient algorithm for the minimum capacity cu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -43,21 +43,22 @@ ROUNDING = 1e-12
 Pair = tuple[int, int]
 
 
-def merged(problem: Problem, nodes: Reduction, upper: float) -> Reduction:
+def merged(problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool] = lambda: False) -> Reduction:
     """The nodes, fewer of them; some best placement is left, if any has a bottleneck of no more than ``upper``.
 
     Args:
         problem: what is asked, contiguous, by objective ``throughput``.
         nodes: its layers, joined where they must be together.
         upper: only placements whose bottleneck is no more than this are looked for, in milliseconds.
+        over: asked now and then; ends the search for more.
     """
     if problem.request.transfers != "added" or sum(1 + len(value.readers) for value in problem.values) > MOST_PINS:
         return nodes
     weighty = _weighty(problem) if _may_draw(problem) else frozenset(range(len(problem.layers)))
-    while all(nodes.allowed):
+    while all(nodes.allowed) and not over():
         before = nodes
         nodes = _all_drawn_over(problem, nodes, upper, weighty)
-        nodes = _joined(problem, nodes, _held_together(problem, nodes, upper))
+        nodes = _joined(problem, nodes, _held_together(problem, nodes, upper, over))
         if len(nodes.nodes) == len(before.nodes):
             break
     return nodes
@@ -72,11 +73,11 @@ def _joined(problem: Problem, nodes: Reduction, pairs: Iterable[Pair]) -> Reduct
 # Held together
 
 
-def _held_together(problem: Problem, nodes: Reduction, upper: float) -> list[Pair]:
+def _held_together(problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]) -> list[Pair]:
     """Neighbours that never part: where they do, one of them at least is on a device that pays for transfers."""
     if len(problem.untaxed) > 1:
         return []
-    needs = _needing(problem, nodes, upper)
+    needs = _needing(problem, nodes, upper, over)
     within = upper * (1 + SLACK)
     pays = [alone_ms(problem, nodes, node) > within for node in range(len(nodes.nodes))]
     return [
@@ -86,7 +87,7 @@ def _held_together(problem: Problem, nodes: Reduction, upper: float) -> list[Pai
     ]
 
 
-def _needing(problem: Problem, nodes: Reduction, upper: float) -> set[Pair]:
+def _needing(problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]) -> set[Pair]:
     """Pairs of a node and a neighbour that every device has that has the node and pays for transfers.
 
     A set that was found for a pair parts all pairs across its border.
@@ -106,6 +107,8 @@ def _needing(problem: Problem, nodes: Reduction, upper: float) -> set[Pair]:
         for other in sorted(neighbours - {node}):
             if (node, other) in parted or len(needs) + len(parted) >= MOST_PAIRS:
                 continue
+            if over():
+                return needs
             value, members = cutter.least([node], [other])
             if value > upper * (1 + SLACK):
                 needs.add((node, other))

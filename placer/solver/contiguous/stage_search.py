@@ -196,7 +196,7 @@ def _part(search: Search, layers: list[int], work: float) -> Search:
     )
     assert search.best is not None
     part.offer([search.best[layer] for layer in layers], search.method)
-    for start in starts.starts(part.problem, part.nodes):
+    for start in starts.starts(part.problem, part.nodes, part.counted):
         part.prove(start.bound)
         part.offer(start.devices, start.method)
     return part
@@ -249,5 +249,6 @@ def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
     if search.request.objective != "throughput" or not 0 < upper < inf:
         return search.nodes
     if search.merged is None or search.merged[0] != upper:
-        search.merged = upper, merged(search.problem, reduced(search.problem, upper), upper)
+        nodes = merged(search.problem, reduced(search.problem, upper), upper, lambda: search.over(1.0))
+        search.merged = upper, nodes
     return search.merged[1]

@@ -29,8 +29,11 @@ from placer.solver.reduce import Reduction
 Table = NDArray[np.float64]
 Counts = tuple[int, ...]
 
-MOST_NODES = 512
+MOST_NODES, FEWEST_RUNS = 512, 64
 MOST_STATES = 4096
+
+MOST_ENDS = 60_000
+"""Of more ends of values in runs there are fewer runs, as each end takes some microseconds."""
 
 ROWS = 64
 """Of so many blocks stages are looked at together, so that the numbers stay near the core."""
@@ -65,7 +68,8 @@ def best_cut(
         order: another topological order of the nodes; theirs if left out.
         exchanged: as ``nets.exchanges`` tells it, where it is known.
     """
-    return cut_of_blocks(problem, nodes, even_runs(problem, nodes, order or range(len(nodes.nodes))), exchanged)
+    runs = even_runs(problem, nodes, order or range(len(nodes.nodes)), runs_at_first(problem))
+    return cut_of_blocks(problem, nodes, runs, exchanged)
 
 
 def cut_of_blocks(
@@ -119,7 +123,20 @@ def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
 
 def work_of_cut(problem: Problem, nodes: Reduction) -> int:
     """About how many numbers a cut looks at."""
-    return choices_of_devices(problem) * min(len(nodes.nodes), MOST_NODES) ** 2
+    return choices_of_devices(problem) * min(len(nodes.nodes), runs_at_first(problem)) ** 2
+
+
+def runs_at_first(problem: Problem) -> int:
+    """Into how many runs an order of many nodes is cut at the most: fewer where values have many ends in them."""
+    runs = MOST_NODES
+    while runs > FEWEST_RUNS and ends_of_values(problem, runs) > MOST_ENDS:
+        runs //= 2
+    return runs
+
+
+def ends_of_values(problem: Problem, runs: int) -> int:
+    """In how many of so many runs values may be made or read, all values together."""
+    return sum(min(1 + len(value.readers), runs) for value in problem.values)
 
 
 def choices_of_devices(problem: Problem) -> int:
@@ -134,9 +151,9 @@ def is_only_order(problem: Problem, nodes: Reduction) -> bool:
     return all((node, node + 1) in steps for node in range(len(nodes.nodes) - 1))
 
 
-def even_runs(problem: Problem, nodes: Reduction, order: Sequence[int], most: int | None = None) -> list[list[int]]:
+def even_runs(problem: Problem, nodes: Reduction, order: Sequence[int], most: int) -> list[list[int]]:
     """The nodes one by one; where they are more than ``most``, runs of them with about the same compute."""
-    count, most = len(nodes.nodes), most or MOST_NODES
+    count = len(nodes.nodes)
     if count <= most:
         return [[node] for node in order]
     work = np.array([sum(problem.compute_ms(layer, 0) for layer in nodes.nodes[node]) for node in order])

@@ -49,10 +49,11 @@ def finer_cuts(
         left_s: the time that is left.
     """
     count, borders = len(nodes.nodes), _borders(nodes, devices) if devices else []
-    if count <= exact.MOST_NODES or len(borders) >= len(problem.devices):
+    number = exact.runs_at_first(problem)
+    if count <= number or len(borders) >= len(problem.devices):
         return
     exchanged, best, most = exchanges(problem, nodes), inf, _most_runs(problem)
-    number, reach, next_s = exact.MOST_NODES, count // (len(borders) + 1), 0.0
+    reach, next_s = count // (len(borders) + 1), 0.0
     while next_s < left_s():
         began = monotonic()
         steps = _steps(reach, (number // len(borders) - 1) // 2) if borders else []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from heapq import heapify, heappop, heappush
 from math import inf
 from random import Random
 
@@ -24,6 +26,15 @@ ROUNDING = 1e-9
 MOST_WORK = 80_000_000
 """Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
 
+MOST_ENDS = 160_000
+"""Layers and ends of values that they may look at, all together: two seconds."""
+
+NUMBERS_A_WORK, ENDS_A_WORK = 100_000_000, 60_000
+"""So many of either are counted as one work, in the measure of ``cpsat.Meter``."""
+
+Over = Callable[[float], bool]
+"""Counts work, and tells whether the time, or the work, is over."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -40,39 +51,45 @@ class Start:
     method: str
 
 
-def starts(problem: Problem, nodes: Reduction) -> Iterator[Start]:
-    """Starts for the search, the likely best first."""
+def starts(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
+    """Starts for the search, the likely best first; when it is over, only those that take no time."""
     if problem.contiguous:
         cut = exact.best_cut(problem, nodes)
         yield Start(cut.devices, cut.bound, "linear order")
-        yield from _class_rows(problem, nodes)
+        yield from _class_rows(problem, nodes, over)
     else:
-        yield from _free_starts(problem)
+        yield from _free_starts(problem, over)
     for alike in problem.alike_devices():
         yield Start([alike[0]] * len(problem.layers), 0.0, "one device")
 
 
-def _class_rows(problem: Problem, nodes: Reduction) -> Iterator[Start]:
+def _class_rows(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
     """Cuts in which hosts and types come one after another."""
-    if problem.request.objective == "throughput":
+    if problem.request.objective == "throughput" and not over(0.0):
         for devices in class_rows.cuts(problem, nodes):
             yield Start(devices, 0.0, "linear order")
+            if over(0.0):
+                return
 
 
-def other_orders(problem: Problem, nodes: Reduction) -> Iterator[Start]:
+def other_orders(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
     """Cuts of random topological orders, contiguity understood, as many as take little time."""
     if not exact.is_only_order(problem, nodes):
-        turns = min(MOST_ORDERS, MOST_WORK // exact.work_of_cut(problem, nodes))
-        yield from _climb(problem, nodes, turns)
+        numbers = exact.work_of_cut(problem, nodes)
+        ends = len(problem.layers) + exact.ends_of_values(problem, exact.runs_at_first(problem))
+        work = numbers / NUMBERS_A_WORK + ends / ENDS_A_WORK
+        turns = min(MOST_ORDERS, MOST_WORK // numbers, MOST_ENDS // ends)
+        yield from _climb(problem, nodes, turns, partial(over, work))
 
 
-def _climb(problem: Problem, nodes: Reduction, turns: int) -> Iterator[Start]:
+def _climb(problem: Problem, nodes: Reduction, turns: int, over: Callable[[], bool]) -> Iterator[Start]:
     """Cuts of random topological orders, the later ones made from the best of the earlier.
 
     Args:
         problem: what is asked, contiguity understood.
         nodes: its layers in nodes.
         turns: how many orders.
+        over: asked before each; ends them.
     """
     count = len(nodes.nodes)
     arcs = nodes.arcs(arcs_of(problem.values))
@@ -86,6 +103,8 @@ def _climb(problem: Problem, nodes: Reduction, turns: int) -> Iterator[Start]:
     best, best_rank, way = inf, [random.random() for _ in range(count)], ways[0]
     idle = 0
     for turn in range(turns):
+        if over():
+            return
         share = 1.0 if turn < FRESH_ORDERS else random.choice((0.02, 0.1, 0.3))
         rank = [random.random() if random.random() < share else old for old in best_rank]
         tried = ways[turn] if turn < len(ways) else way
@@ -131,22 +150,28 @@ def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> 
         sources[reader].append(source)
         readers[source].append(reader)
     waiting, unread = [len(nodes) for nodes in sources], [len(nodes) for nodes in readers]
-    ready = {node for node in range(count) if not waiting[node]}
-
-    def opened(node: int) -> int:
-        return bool(readers[node]) - sum(unread[source] == 1 for source in sources[node])
-
+    opened = [bool(readers[node]) - sum(unread[source] == 1 for source in sources[node]) for node in range(count)]
+    ready = [(opened[node], rank[node], node) for node in range(count) if not waiting[node]]
+    heapify(ready)
     order: list[int] = []
+    placed = [False] * count
     while ready:
-        node = min(ready, key=lambda node: (opened(node), rank[node]))
-        ready.remove(node)
+        *_, node = heappop(ready)
+        if placed[node]:
+            continue
+        placed[node] = True
         order.append(node)
         for source in sources[node]:
             unread[source] -= 1
+            if unread[source] == 1:  # its last reader closes it, and is ready again with a smaller key
+                last = next(reader for reader in readers[source] if not placed[reader])
+                opened[last] -= 1
+                if not waiting[last]:
+                    heappush(ready, (opened[last], rank[last], last))
         for reader in readers[node]:
             waiting[reader] -= 1
             if not waiting[reader]:
-                ready.add(reader)
+                heappush(ready, (opened[reader], rank[reader], reader))
     return order
 
 
@@ -171,16 +196,16 @@ def _neighbours(problem: Problem, nodes: Reduction) -> list[list[int]]:
     return [sorted(nodes) for nodes in near]
 
 
-def _free_starts(problem: Problem) -> Iterator[Start]:
+def _free_starts(problem: Problem, over: Over) -> Iterator[Start]:
     """Contiguous placements are free ones too; without colocation, its groups are brought together afterwards."""
     contiguous = replace(problem, contiguous=True)
     nodes = reduced(contiguous)
     if all(nodes.allowed):
         yield Start(exact.best_cut(contiguous, nodes).devices, 0.0, "linear order")
-        yield from _class_rows(contiguous, nodes)
+        yield from _class_rows(contiguous, nodes, over)
         if problem.request.objective == "throughput":
-            yield from other_orders(contiguous, nodes)
-    if problem.groups:
+            yield from other_orders(contiguous, nodes, over)
+    if problem.groups and not over(0.0):
         apart = replace(contiguous, groups=())
         cut = exact.best_cut(apart, reduced(apart)).devices
         for member in range(max(len(group) for group in problem.groups)) if cut is not None else ():

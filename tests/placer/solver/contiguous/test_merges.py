@@ -25,6 +25,15 @@ def test_merging_for_more_than_the_optimum_keeps_it_too(enumerated):
         assert best_of(problem, merged(problem, nodes, 1.3 * best)) == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.parametrize("looks", [0, 1, 3])
+def test_merging_that_is_cut_short_keeps_it_too(enumerated, looks):
+    for problem, nodes, best in enumerated:
+        asked = iter(range(looks))
+        small = merged(problem, nodes, best, lambda asked=asked: next(asked, None) is None)
+        assert best_of(problem, small) == pytest.approx(best, rel=1e-9)
+        assert len(merged(problem, nodes, best).nodes) <= len(small.nodes) <= len(nodes.nodes)
+
+
 def test_the_best_chain_of_ideals_is_the_optimum_or_a_bound_below_it(enumerated):
     exactly = 0
     for problem, nodes, best in enumerated:
