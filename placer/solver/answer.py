@@ -10,11 +10,10 @@ from placer.errors import InputError
 from placer.schema import DeviceLoad, Infeasibility, Placement, SingleDevice
 from placer.solver import costs, device_order
 from placer.solver.problem import Problem
+from placer.solver.slow_links import LONGEST_MS
 
 PROVEN_GAP = 1e-6
 """A placement is called optimal if none can be better by more than one part in a million."""
-
-LONGEST_MS = 1e9
 
 
 def found(problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float) -> Placement:

@@ -11,6 +11,7 @@ from typing import Self
 from placer.errors import InputError
 from placer.schema import Device, Layer, Link, PlacementRequest, Recompute
 from placer.solver.components import closed_groups, strong_components
+from placer.solver.slow_links import refuse_slow_links
 
 LARGEST_BYTES = 2**60
 """No memory figure may exceed this, sums over all layers included."""
@@ -108,13 +109,14 @@ class Problem:
         """Index a request.
 
         Raises:
-            InputError: its sums are larger than any memory figure may be.
+            InputError: its sums are larger than any memory figure may be, or a transfer longer than any time.
         """
         layers, devices = request.profile.layers, request.devices
         place = {layer.name: index for index, layer in enumerate(layers)}
         values = _values(request, place)
         groups = _groups(request, place)
         _refuse_overflow(request, values)
+        refuse_slow_links(request)
         return cls(
             request=request,
             layers=layers,

@@ -6,6 +6,7 @@ import pytest
 
 from placer.errors import InputError
 from placer.schema import PlacementRequest, Profile
+from placer.solver.solve import solve
 
 
 def question(edit=lambda asked: None, **constraints):
@@ -131,3 +132,28 @@ def test_one_device_needs_no_link():
         asked["cluster"] = {"devices": asked["cluster"]["devices"][:1]}
 
     assert len(PlacementRequest.model_validate(question(alone)).devices) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"bandwidth_bytes_per_s": 1e-300}, "5 bytes of layer 'a' would take 5e+303 ms over link 'x' -> 'y'"),
+        ({"bandwidth_bytes_per_s": 1e-320}, "5 bytes of layer 'a' would take inf ms over link 'x' -> 'y'"),
+        ({"bandwidth_bytes_per_s": 1.0, "latency_s": 1e6}, "latency_s = 1e+06"),
+    ],
+)
+@pytest.mark.parametrize("objective", ["throughput", "latency", "memory", "step"])
+def test_a_link_over_which_a_value_takes_longer_than_any_layer_may_is_refused(values, words, objective):
+    asked = question(pinned={"a": "x", "b": "y"})
+    asked["cluster"]["links"][0].update(values)
+    with pytest.raises(InputError) as refused:
+        solve(PlacementRequest.model_validate(asked | {"objective": objective}))
+    assert words in str(refused.value) and "no more than 1e9" in str(refused.value)
+
+
+def test_a_link_without_bandwidth_is_refused_though_values_are_empty():
+    asked = question(setting(0, "profile", "edges", 0, "bytes"))
+    asked["profile"]["edges"][0]["gradient_bytes"] = 0
+    asked["cluster"]["links"][0]["bandwidth_bytes_per_s"] = 1e-320
+    with pytest.raises(InputError, match="link 'x' -> 'y'"):
+        solve(PlacementRequest.model_validate(asked))
