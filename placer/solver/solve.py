@@ -25,7 +25,7 @@ from time import monotonic
 
 from placer.errors import InputError, kind_of
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
-from placer.solver import answer, bounds, ties
+from placer.solver import answer, bounds, every_map, ties
 from placer.solver.check import check
 from placer.solver.contiguous import stage_scope, stage_search
 from placer.solver.contiguous.divide import divide_anew
@@ -39,7 +39,7 @@ from placer.solver.problem import Problem
 from placer.solver.program.cpsat import Meter
 from placer.solver.program.model import MOST_RULES, PlacementModel, worth_building
 from placer.solver.reasons import conflict, limits
-from placer.solver.reasons.infeasible import Searcher, plain_reason, searched_reason
+from placer.solver.reasons.infeasible import CONTRADICTION, Searcher, plain_reason, reason_of_closest, searched_reason
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Incumbent, Progress, Search
 from placer.solver.step.choices import questions
@@ -160,6 +160,8 @@ class Portfolio(Search):
             free_search.before_the_program(self)
         if self.open():
             reason = self._program()
+        if self.open() and reason is None:
+            reason = self._every_map()
         if self.best is None:
             return self._nothing(reason, "integer program")
         broken = self._break_ties() if self.request.break_ties else None
@@ -237,6 +239,13 @@ class Portfolio(Search):
             if not self.open() or self.over(1.0):
                 break
         return None
+
+    def _every_map(self) -> Infeasibility | None:
+        """Every map, where they are few; the reason if none is a placement."""
+        nearest = every_map.try_all(self)
+        if nearest is None:
+            return None
+        return reason_of_closest(self.problem, nearest) if nearest else Infeasibility(reason=CONTRADICTION)
 
     def _relax(self) -> None:
         """A bound, and maybe better placements, from problems that ask less: of links, and of memory."""

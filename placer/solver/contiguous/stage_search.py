@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import count
 from math import inf
 
-from placer.solver import costs, maps
+from placer.solver import every_map
 from placer.solver.contiguous import ideals, part_bounds
 from placer.solver.contiguous.divide import divide_anew
 from placer.solver.contiguous.loose import LooseModel, loose_nodes
@@ -118,28 +118,7 @@ def sweep(search: Search, *, parts: bool = True) -> None:
         if search.open() and not search.over(1.0):
             halve(search, work)
         if known == (search.value, search.bound) and search.meter.done - done < CUT_SHORT * work:
-            # No question was cut short: asked again, each has the same answer, which costs do not bear out.
-            _every_map(search)
-            return
-
-
-def _every_map(search: Search) -> None:
-    """Try all maps where they are few: stages know less than costs do where devices may recompute."""
-    every, proven = maps.few(search.problem, search.nodes), True
-    if every is None:
-        return
-    for devices in every:
-        search.meter.done += maps.EVALUATION
-        if search.over(1.0):
-            return
-        result = costs.evaluate(search.problem, devices) if costs.allowed(search.problem, devices) else None
-        if result is None or result.objective_value > search.value:
-            continue
-        search.offer(devices, "every map")
-        if result.objective_value < search.value:  # it does not fit, in this order of its stages
-            proven = proven and maps.has_one_order(search.problem, devices, result.stages)
-    if proven:
-        search.prove(search.nothing_below() if search.best is None else search.value)
+            return  # no question was cut short: asked again, each has the same answer, which costs do not bear out
 
 
 def _ideals_but_for_loose_nodes(search: Search) -> None:
@@ -180,6 +159,8 @@ def _parts_alone(search: Search, work: float) -> None:
         few_ideals(part)
         if part.open():
             sweep(part, parts=False)
+        if part.open():
+            every_map.try_all(part)
         search.meter.done += part.meter.done
         search.prove(min(part.bound, search.nothing_below()))
         if part.open() or not search.open() or search.over(1.0):

@@ -153,19 +153,30 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
     if answer.devices is None:
         least = f": whatever the placement, some device is {bytes_text(short)} or more over its limit" if short else ""
         return Infeasibility(reason=f"no placement keeps every device within its memory{least}", short_bytes=short)
-    result = costs.evaluate(problem, answer.devices)
-    assert result is not None  # the model refuses missing links and cycles
+    return reason_of_closest(problem, answer.devices, short, "" if answer.complete else " that was found")
+
+
+def reason_of_closest(problem: Problem, devices: list[int], short: int = 0, found: str = "") -> Infeasibility:
+    """By how much the placement that comes closest to the memory limits passes them.
+
+    Args:
+        problem: what is asked.
+        devices: by layer, its device; over the limits somewhere, with all links.
+        short: by how much every placement does at the least, in bytes; 0 where it is this one's.
+        found: what is to be said of it.
+    """
+    result = costs.evaluate(problem, devices)
+    assert result is not None  # all that is missing is memory
     excess = {
         device.name: use.total_bytes - device.usable_bytes
         for device, use in zip(problem.devices, result.memory, strict=True)
         if use.total_bytes > device.usable_bytes
     }
-    found = "" if answer.complete else " that was found"
     worst = max(excess, key=lambda name: excess[name])
     return Infeasibility(
         reason=f"no placement keeps every device within its memory: the closest{found} leaves {worst} "
         f"{bytes_text(excess[worst])} short",
-        layers=tuple(problem.layers[i].name for i, d in enumerate(answer.devices) if problem.devices[d].name == worst),
+        layers=tuple(problem.layers[i].name for i, d in enumerate(devices) if problem.devices[d].name == worst),
         devices=tuple(excess),
         short_bytes=short or excess[worst],
     )
