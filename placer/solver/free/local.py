@@ -42,7 +42,7 @@ TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
 
 
 def applies(problem: Problem) -> bool:
-    """Whether moves can be judged by loads, and by what devices have room for: transfers added, all linked."""
+    """Whether moves can be judged by loads, and by what devices may hold: transfers added, all linked."""
     request = problem.request
     numbers = range(len(problem.devices))
     linked = all(problem.links[a][b] is not None for a in numbers for b in numbers if a != b)
@@ -52,9 +52,6 @@ def applies(problem: Problem) -> bool:
         and request.transfers == "added"
         and linked
         and (problem.one_link is not None or not problem.multicast)
-        and problem.most_devices == len(problem.devices)
-        and problem.least_devices == 1
-        and problem.most_layers is None
     )
 
 
@@ -103,7 +100,7 @@ def _anneal(state: _State, random: Random, warm: float, over: Callable[[], bool]
             continue
         before, old = state.norm(), state.device[node]
         together = state.together(node, device, random.choice(TOGETHER))
-        if not state.has_room(together, device):
+        if not state.has_room(together, device) or not state.may_hold(together, device):
             continue
         for moved in together:
             state.move(moved, device)
@@ -127,9 +124,13 @@ class _State:
         self._of = loads.nets_of
         self._ends = [(net.source, *net.readers) for net in loads.nets]
         self.load = loads.by_device(device)
-        self._held = [0] * len(self.load)
+        self._held, self._layers = [0] * len(self.load), [0] * len(self.load)
+        self._layers_of = [len(layers) for layers in nodes.nodes]
         for node, place in enumerate(device):
             self._held[place] += room.size_bytes[node]
+            self._layers[place] += self._layers_of[node]
+        self._numbers = range(problem.least_devices, problem.most_devices + 1)
+        self._most_layers = problem.most_layers or sum(self._layers)
 
     def norm(self) -> float:
         """A high norm of the loads."""
@@ -157,6 +158,13 @@ class _State:
                         found.append(other)
         return found
 
+    def may_hold(self, nodes: Sequence[int], device: int) -> bool:
+        """Whether a device may hold some nodes of another one more, by the numbers of devices and of their layers."""
+        more = sum(self._layers_of[node] for node in nodes)
+        opened, emptied = not self._layers[device], self._layers[self.device[nodes[0]]] == more
+        used = len(self._layers) - self._layers.count(0) + opened - emptied
+        return used in self._numbers and self._layers[device] + more <= self._most_layers
+
     def has_room(self, nodes: Sequence[int], device: int) -> bool:
         """Whether a device can hold some nodes more, as far as is known."""
         size_bytes = sum(self._room.size_bytes[node] for node in nodes)
@@ -175,6 +183,8 @@ class _State:
             self._add(net, -1.0)
         self._held[self.device[node]] -= self._room.size_bytes[node]
         self._held[device] += self._room.size_bytes[node]
+        self._layers[self.device[node]] -= self._layers_of[node]
+        self._layers[device] += self._layers_of[node]
         self.load[self.device[node]] -= self._loads.work_ms[node][self.device[node]]
         self.device[node] = device
         self.load[device] += self._loads.work_ms[node][device]

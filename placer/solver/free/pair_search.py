@@ -52,8 +52,10 @@ Over = Callable[[float], bool]
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Whether a division can be judged by loads, and by what devices have room for."""
-    return local.applies(problem) and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
+    """Whether a division can be judged by loads, and by what devices have room for; whatever number they hold."""
+    any_number = problem.least_devices == 1 and problem.most_devices == len(problem.devices)
+    judged = local.applies(problem) and any_number and problem.most_layers is None
+    return judged and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
 
 
 def improved(

@@ -62,6 +62,22 @@ def test_no_device_gets_more_than_it_can_hold(chain):
     assert costs.fits(problem, costs.evaluate(problem, devices))
 
 
+@pytest.mark.parametrize(
+    ("rules", "value_bytes", "start", "best_ms"),
+    [
+        ({"max_layers": 2}, 0, [0, 0, 1, 1, 2], 4),
+        ({"max_devices": 2}, 0, [0, 0, 0, 1, 1], 4),
+        ({"min_devices": 3}, 10, [0, 1, 0, 2, 2], 21),  # whatever is in the middle pays for two transfers
+    ],
+)
+def test_devices_and_their_layers_are_as_many_as_is_asked(chain, rules, value_bytes, start, best_ms):
+    rules = Constraints(contiguous=False, **rules)
+    problem = Problem.from_request(chain([4, 1, 1, 1, 1], devices=3, value_bytes=value_bytes, constraints=rules))
+    assert local.applies(problem)
+    devices = local.improved(problem, reduced(problem), start, over=lambda: False)
+    assert costs.judged(problem, devices).objective_value == best_ms
+
+
 def test_a_search_that_is_over_returns_its_start(chain):
     problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=Constraints(contiguous=False)))
     assert local.improved(problem, reduced(problem), [0] * 8, over=lambda: True) == [0] * 8
