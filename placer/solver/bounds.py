@@ -15,7 +15,7 @@ def lower_bound(problem: Problem, nodes: Reduction) -> float:
     """A lower bound on the objective of every placement, in its unit."""
     objective = problem.request.objective
     if objective == "latency":
-        return _critical_path(problem)
+        return _least_latency(problem, nodes)
     if objective == "memory":
         return _fair_share_of_memory(problem, nodes)
     return max(least_work(problem, nodes, problem.compute_ms), knot_bound(problem, nodes))
@@ -27,15 +27,23 @@ def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
     return float(max(*least_of_nodes(problem, nodes), shared))
 
 
-def _critical_path(problem: Problem) -> float:
-    """The longest path through the layers on their fastest devices with free transfers, forwards and backwards."""
-    fastest = fastest_ms(problem, problem.forward_ms)
-    length = max(longest_paths(range(len(fastest)), fastest, arcs_of(problem.values)))
-    if problem.training:
-        fastest = fastest_ms(problem, problem.backward_ms)
-        back = [(r, value.source) for value in problem.values if value.gradient_bytes for r in value.readers]
-        length += max(longest_paths(range(len(fastest) - 1, -1, -1), fastest, back))
-    return length * (1 - 1e-12)
+def _least_latency(problem: Problem, nodes: Reduction) -> float:
+    """The longest path and what devices share at best, forwards and backwards, with free transfers.
+
+    Devices hold different layers. So before the first one of the second device there is at least what goes before some
+    second layer, and so on, and the same of what follows its last one.
+    """
+    passes = [(problem.forward_ms, arcs_of(problem.values))]
+    if problem.training:  # the backward pass is looked at from its end
+        back = [(value.source, reader) for value in problem.values if value.gradient_bytes for reader in value.readers]
+        passes.append((problem.backward_ms, back))
+    longest, aside_ms = 0.0, [0.0] * len(problem.layers)
+    for time_ms, arcs in passes:
+        fastest = fastest_ms(problem, time_ms)
+        heads, tails = longest_before(fastest, arcs), longest_behind(fastest, arcs)
+        longest += max(map(sum, zip(heads, fastest, tails, strict=True)))
+        aside_ms = [sum(times) for times in zip(aside_ms, sorted(heads), sorted(tails), strict=True)]
+    return max(longest * (1 - 1e-12), least_work(problem, nodes, problem.compute_ms, aside_ms))
 
 
 def fastest_ms(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[float]:
@@ -46,6 +54,12 @@ def fastest_ms(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[flo
 def longest_before(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
     """By layer, the weight of the heaviest path that ends right before it; every arc runs with the layers' order."""
     paths = longest_paths(range(len(weight)), weight, arcs)
+    return [path - own for path, own in zip(paths, weight, strict=True)]
+
+
+def longest_behind(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
+    """By layer, the weight of the heaviest path that begins right behind it."""
+    paths = longest_paths(range(len(weight) - 1, -1, -1), weight, [(target, source) for source, target in arcs])
     return [path - own for path, own in zip(paths, weight, strict=True)]
 
 

@@ -30,8 +30,9 @@ def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
     """By vertex, the smallest member of its group; itself if in none."""
     first = list(range(count))
     for group in groups:
+        smallest = min(group)
         for member in group:
-            first[member] = min(group)
+            first[member] = smallest
     return first
 
 

@@ -34,6 +34,7 @@ from placer.solver.contiguous.stage_links import StageLinks, quickest_everywhere
 from placer.solver.contiguous.stages import StageModel
 from placer.solver.fewest import FewestSearch, Outcome
 from placer.solver.free import free_search
+from placer.solver.latency import latency_search
 from placer.solver.linear import exact, finer, starts
 from placer.solver.problem import Problem
 from placer.solver.program.cpsat import Meter
@@ -156,7 +157,9 @@ class Portfolio(Search):
         if reason is not None:
             return self._nothing(reason, "arithmetic")
         self._start()
-        if self.open() and not self.problem.contiguous:
+        if self.open() and self.request.objective == "latency":
+            latency_search.before_the_program(self)
+        elif self.open() and not self.problem.contiguous:
             free_search.before_the_program(self)
         if self.open():
             reason = self._program()
@@ -176,7 +179,9 @@ class Portfolio(Search):
             if self.best is not None:
                 self.prove(self.value)
                 return
-        for start in starts.starts(self.problem, self.nodes, self.counted):
+        if self.request.objective == "latency":
+            latency_search.start(self)
+        for start in starts.starts(self.problem, self.nodes, self.counted) if self.open() else ():
             self.prove(start.bound)
             self.offer(start.devices, start.method)
             if not self.open() or (self.best is not None and self.over(1.0)):
@@ -206,7 +211,7 @@ class Portfolio(Search):
         if self.open() and not self.over(1.0):
             for start in orders(self.problem, stage_search.nodes_within(self), self.counted):
                 self.offer(start.devices, start.method)
-                if not self.open():
+                if not self.open() or self.over(FINER_SHARE):
                     return
 
     def _program(self) -> Infeasibility | None:

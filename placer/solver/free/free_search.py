@@ -136,16 +136,16 @@ def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
 def _look_at_few(search: Search) -> None:
     """The integer program for a short time, where nodes are so few that it mostly proves what there is to be proven."""
     if _may_prove(search, EARLY_SHARE) and not set_graph.worth_looking(search.problem, search.nodes):
-        _look(search)
+        look(search)
 
 
 def _look_briefly(search: Search) -> None:
     """The integer program for a short time: it proves in a second what takes prices long, and the other way round."""
     if _may_share(search, SHARES_SHARE):  # else it comes next, for longer
-        _look(search)
+        look(search)
 
 
-def _look(search: Search) -> None:
+def look(search: Search) -> None:
     """A tenth of what is left of the time for the integer program, or less if it is done with its work before."""
     upper, nodes = search.better(), reduced(search.problem, search.value)
     time_s = BRIEF_SHARE * search.left_s()

@@ -1,0 +1,62 @@
+"""Objective latency: the search around the integer program.
+
+list schedules ─▶ of few nodes, a first look of the program ─▶ local search ─▶ integer program ─▶ local search
+                                                                               if worth building   if not
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from placer.solver import answer
+from placer.solver.free import free_search, parts
+from placer.solver.latency import moves
+from placer.solver.latency.list_schedule import list_schedules
+from placer.solver.program.model import worth_building
+from placer.solver.search import Search
+
+LISTS_SHARE, MOVES_SHARE = 0.1, 0.6
+"""How much of the time, or of the work, may be over when list schedules end, and local search before the program."""
+
+PATIENCE = 8
+"""After so many rounds of local search that brought nothing better the integer program comes."""
+
+MOST_ENDS = 3_000_000
+"""With more ends of values times devices a list takes longer than a second to schedule."""
+
+END_WORK = 1e-6
+"""Of one of them, in the measure of ``cpsat.Meter``."""
+
+
+def start(search: Search) -> None:
+    """Offer list schedules."""
+    problem = search.problem
+    ends = len(problem.devices) * (len(problem.layers) + sum(len(value.readers) for value in problem.values))
+    for devices in list_schedules(problem, search.nodes) if ends <= MOST_ENDS else ():
+        search.offer(devices, "list schedule")
+        search.meter.done += END_WORK * ends
+        if not search.open() or search.over(LISTS_SHARE):
+            return
+
+
+def before_the_program(search: Search) -> None:
+    """Go on from the best start; to the end of the time where there is no integer program to come."""
+    if search.best is not None and not parts.many(search.problem, search.nodes):
+        free_search.look(search)
+    _move_layers(search, MOVES_SHARE, PATIENCE)
+    if not worth_building(search.problem, search.nodes, search.left_s()):
+        _move_layers(search, 1.0)
+
+
+def _move_layers(search: Search, share: float, patience: float = inf) -> None:
+    """Local search from the best so far, until a share of the time or the work is over."""
+    if search.best is None or not search.open() or search.over(share):
+        return
+
+    def over(work: float) -> bool:
+        search.meter.done += work
+        return search.over(share)
+
+    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    for devices in moves.improved(search.problem, search.nodes, search.best, over, enough, patience):
+        search.offer(devices, "local search")

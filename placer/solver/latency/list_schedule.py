@@ -1,0 +1,193 @@
+"""List schedules: one block of layers after another goes to the device on which it is done first.
+
+Blocks are nodes, rows of them without a branch, or all that hangs together. They come in the profile's order, which is
+that in which devices run them, or the one with the longest way to the end first: of blocks that wait for no other, the
+longest first. What a block takes is what it takes forwards and backwards, and so is what it waits for::
+
+    device 0   a a a a │ c c c │ e e      d reads b: on device 1 it may begin when that is free,
+    device 1   · · b b │ d d              on device 0 not before c is done and b's value is there
+
+Contiguous ones leave out devices that would wait for each other.
+
+Source: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for heterogeneous
+computing", 2002 (HEFT, without insertion); Graham, "Bounds on multiprocessing timing anomalies", 1969 (LPT).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import inf
+
+from placer.solver.components import closed_groups, topological_order
+from placer.solver.free.room import Room
+from placer.solver.latency.makespan import Ways
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction, joined
+
+TRIES = 3
+"""So often a list is scheduled, each time by what the last one's devices took of memory beside their layers' sizes."""
+
+
+def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
+    """By layer, its device, of some list schedules, which may break requirements.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers, joined where they must be together.
+    """
+    room = Room(problem, nodes)
+    for blocks in partitions(problem, nodes):
+        listing = _Listing(problem, nodes, blocks, room)
+        for order in (range(len(blocks.nodes)), listing.longest_way_first()):
+            for most in _numbers_of_devices(problem):
+                for _ in range(TRIES):
+                    devices = listing.schedule(order, most)
+                    if devices is None:
+                        break
+                    layers = blocks.spread(devices)
+                    yield layers
+                    if room.holds([layers[members[0]] for members in nodes.nodes]):
+                        break
+
+
+def _numbers_of_devices(problem: Problem) -> list[int]:
+    """How many devices a schedule may use: where they must not wait for each other, what comes late finds few."""
+    numbers = [problem.most_devices]
+    while problem.contiguous and numbers[-1] // 2 >= max(2, problem.least_devices):
+        numbers.append(numbers[-1] // 2)
+    return numbers
+
+
+def partitions(problem: Problem, nodes: Reduction) -> Iterator[Reduction]:
+    """The layers in blocks: nodes, rows of them, and what hangs together; each partition once."""
+    yield nodes
+    arcs = nodes.arcs((value.source, reader) for value in problem.values for reader in value.readers)
+    readers = Counter(source for source, _ in arcs)
+    sources = Counter(reader for _, reader in arcs)
+    fewest = len(nodes.nodes)
+    for pairs in ({arc for arc in arcs if readers[arc[0]] == sources[arc[1]] == 1}, arcs):
+        together = [(nodes.nodes[one][0], nodes.nodes[other][0]) for one, other in sorted(pairs)]
+        blocks = joined(problem, closed_groups([*nodes.nodes, *together]))
+        if 1 < len(blocks.nodes) < fewest and all(blocks.allowed):
+            fewest = len(blocks.nodes)
+            yield blocks
+
+
+class _Listing:
+    """Blocks with what they take and wait for.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers, joined where they must be together.
+        blocks: nodes that go together.
+        room: of the devices, for nodes.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, blocks: Reduction, room: Room) -> None:
+        self._problem, self._blocks, self._room = problem, blocks, room
+        self._ways = Ways.of(problem)
+        devices = range(len(problem.devices))
+        self._work_ms = [
+            [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices] for layers in blocks.nodes
+        ]
+        self._size_bytes = [0] * len(blocks.nodes)
+        for layers, size in zip(nodes.nodes, room.size_bytes, strict=True):
+            self._size_bytes[blocks.node_of[layers[0]]] += size
+        self._able = [sorted(devices) for devices in blocks.allowed]
+        self._inputs: list[list[tuple[int, int, int]]] = [[] for _ in blocks.nodes]
+        for value in problem.values:
+            source = blocks.node_of[value.source]
+            for reader in sorted(blocks.of(value.readers) - {source}):
+                self._inputs[reader].append((source, value.bytes, value.gradient_bytes))
+
+    def longest_way_first(self) -> list[int]:
+        """The blocks by the longest way from their begin to the end, in a topological order where there is one."""
+        work = [
+            sum(row[d] for d in able) / len(able) for row, able in zip(self._work_ms, self._blocks.allowed, strict=True)
+        ]
+        arcs = [(source, block) for block, inputs in enumerate(self._inputs) for source, *_ in inputs if source < block]
+        way = list(work)
+        for source, block in sorted(arcs, key=lambda arc: arc[1], reverse=True):
+            way[source] = max(way[source], work[source] + way[block])
+        return topological_order(len(work), arcs, [-one for one in way])
+
+    def schedule(self, order: Sequence[int], most: int) -> list[int] | None:
+        """By block, the device on which it is done first, as they come; None if there is none for one of them.
+
+        Args:
+            order: of the blocks.
+            most: so many devices it may use.
+        """
+        place = [-1] * len(order)
+        free, done = [0.0] * len(self._problem.devices), [0.0] * len(order)
+        held = _Held(self._problem, self._room)
+        for block in order:
+            inputs = [
+                (place[source], done[source], there_bytes, back_bytes)
+                for source, there_bytes, back_bytes in self._inputs[block]
+                if place[source] >= 0
+            ]
+            sources = {at for at, *_ in inputs}
+            size, count = self._size_bytes[block], len(self._blocks.nodes[block])
+            end, chosen = inf, -1
+            for device in self._able[block]:
+                if held.takes(device, sources, size, count, most):
+                    start = max(free[device], self._there_ms(device, inputs))
+                    if start + self._work_ms[block][device] < end:
+                        end, chosen = start + self._work_ms[block][device], device
+            if chosen < 0:
+                return None
+            place[block], done[block], free[chosen] = chosen, end, end
+            held.take(chosen, sources, size, count)
+        return place
+
+    def _there_ms(self, device: int, inputs: Sequence[tuple[int, float, int, int]]) -> float:
+        """When values are on a device, by what holds each, when that is done, its bytes and those that come back."""
+        latency, byte = self._ways.latency_ms, self._ways.byte_ms
+        last = 0.0
+        for at, done, there, back in inputs:
+            if at != device:
+                done += latency[at][device] + there * byte[at][device]
+                if back:
+                    done += latency[device][at] + back * byte[device][at]
+            if done > last:
+                last = done
+        return last
+
+
+class _Held:
+    """What devices hold while a list is scheduled.
+
+    Args:
+        problem: what is asked.
+        room: of the devices.
+    """
+
+    def __init__(self, problem: Problem, room: Room) -> None:
+        self._problem, self._room = problem, room
+        self._bytes, self._layers = [0] * len(problem.devices), [0] * len(problem.devices)
+        self._used: set[int] = set()
+        self._waiting: list[set[int]] = [set() for _ in problem.devices]
+        """By device, those that wait for it, directly or not, where they must not wait for each other."""
+
+    def takes(self, device: int, sources: set[int], size_bytes: int, layers: int, most: int) -> bool:
+        """Whether a device may hold a block more that reads from these devices, and be one of so many."""
+        problem, room = self._problem, self._room
+        return (
+            (device in self._used or len(self._used) < most)
+            and (problem.most_layers is None or self._layers[device] + layers <= problem.most_layers)
+            and (not room.limited or self._bytes[device] + size_bytes <= room.of(device))
+            and not (problem.contiguous and sources & self._waiting[device])
+        )
+
+    def take(self, device: int, sources: set[int], size_bytes: int, layers: int) -> None:
+        """Have it hold the block."""
+        self._used.add(device)
+        self._bytes[device] += size_bytes
+        self._layers[device] += layers
+        if self._problem.contiguous and sources - {device}:
+            behind = {device, *self._waiting[device]}
+            for other, waiting in enumerate(self._waiting):
+                if other in sources or sources & waiting:
+                    waiting |= behind - {other}
