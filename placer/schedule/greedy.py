@@ -38,6 +38,9 @@ URGENT: tuple[Phase, ...] = ("backward", "forward", "weights")
 URGENT_AT_THE_END: tuple[Phase, ...] = ("forward", "weights", "backward")
 """Where gradients come to their end."""
 
+IDLE = -1
+"""Wakes a device that has run a pass, in place of the urgency of one that is ready."""
+
 TICKS_PER_MS = 2**20
 """About a nanosecond each. As a power of two it leaves no time of few decimals half-way between two ticks."""
 
@@ -99,15 +102,19 @@ class _Greedy:
         self._stages: dict[int, list[int]] = {}
         for stage in reversed(range(len(places))):
             self._stages.setdefault(self._places[stage], []).append(stage)
-        # By stage, the one before it on its device, and the one behind it: of a micro-batch they run in this order, as
-        # one may read what the other made, or received.
+        # By stage, the one before it on its device, whose passes it needs, and the one behind it, which needs its own: of
+        # a micro-batch they run in this order, as one may read what the other made, or received.
         self._needs: dict[Phase, list[int | None]] = {phase: [None] * len(places) for phase in PHASES}
+        self._behind: dict[Phase, list[int | None]] = {phase: [None] * len(places) for phase in PHASES}
         for stages in self._stages.values():
             for behind, before in pairwise(stages):
                 self._needs["forward"][behind], self._needs["backward"][before] = before, behind
+                self._behind["forward"][before], self._behind["backward"][behind] = behind, before
         order = self._longest_first() if longest_first else self._most_urgent_first
         self._urgent = {device: order(stages) for device, stages in self._stages.items()}
-        self._wake: list[tuple[int, int]] = []
+        self._urgency = {one: place for urgent in self._urgent.values() for place, one in enumerate(urgent)}
+        self._open: dict[int, list[int]] = {device: [] for device in self._stages}  # heaps of what is ready, by urgency
+        self._wake: list[tuple[int, int, int]] = []  # when, which device, and what may be ready there, by its urgency
 
     def _most_urgent_first(self, stages: Sequence[int]) -> list[tuple[Phase, int]]:
         sends = any(back is not None for stage in stages for _, _, back in self._inputs[stage])
@@ -138,34 +145,31 @@ class _Greedy:
     def run(self) -> list[Pass]:
         """Play the step."""
         free = dict.fromkeys(self._stages, 0)
-        self._wake = [(0, device) for device in free]
-        heapq.heapify(self._wake)
         for stage in range(len(self._places)):
             self._bring_values(stage)
         begun: list[tuple[int, int, Pass]] = []
         while self._wake:
-            now, device = heapq.heappop(self._wake)
-            chosen = self._most_urgent(device, now) if now >= free[device] else None
-            if chosen is None:
+            now, device, urgency = heapq.heappop(self._wake)
+            ready = self._open[device]
+            if urgency != IDLE:
+                heapq.heappush(ready, urgency)
+            is_told_more = self._wake and self._wake[0][:2] == (now, device)
+            if is_told_more or not ready or now < free[device]:
                 continue
-            stage, phase, number = chosen
+            phase, stage = self._urgent[device][heapq.heappop(ready)]
+            ends = self._ends[phase][stage]
             end = free[device] = now + self._times[phase][stage]
-            self._ends[phase][stage].append(end)
-            begun.append((now, end, chosen))
-            heapq.heappush(self._wake, (end, device))
-            self._hand_on(stage, phase, number, end)
+            begun.append((now, end, Pass(stage, phase, len(ends))))
+            ends.append(end)
+            heapq.heappush(self._wake, (end, device, IDLE))
+            self._hand_on(stage, phase, len(ends) - 1, end)
         return [item for _, _, item in sorted(begun, key=lambda task: task[:2])]
-
-    def _most_urgent(self, device: int, now: int) -> Pass | None:
-        for phase, stage in self._urgent[device]:
-            ready, ends, need = self._ready[phase][stage], self._ends[phase], self._needs[phase][stage]
-            number = len(ends[stage])
-            if number < len(ready) and ready[number] <= now and (need is None or number < len(ends[need])):
-                return Pass(stage, phase, number)
-        return None
 
     def _hand_on(self, stage: int, phase: Phase, number: int, end: int) -> None:
         """Tell who waits for a pass."""
+        behind = self._behind[phase][stage]
+        if behind is not None and number < len(self._ready[phase][behind]):
+            self._open_at(max(end, self._ready[phase][behind][number]), phase, behind)
         if phase == "forward":
             for target in self._targets[stage]:
                 self._bring_values(target)
@@ -174,7 +178,7 @@ class _Greedy:
         elif phase == "backward":
             self._bring_gradients(stage, number, end)
             if self._split:
-                self._ready["weights"][stage].append(end)
+                self._note("weights", stage, end)
         if self._through is self._ends[phase]:
             self._bring_values(stage)
 
@@ -215,9 +219,15 @@ class _Greedy:
         return self._lanes[lane]
 
     def _note(self, phase: Phase, stage: int, ready: int) -> None:
-        """The next micro-batch of a stage is, or will be, ready for a pass."""
+        """The next micro-batch of a stage is, or will be, ready for a pass; never before the one before it."""
+        number, need = len(self._ready[phase][stage]), self._needs[phase][stage]
         self._ready[phase][stage].append(ready)
-        heapq.heappush(self._wake, (ready, self._places[stage]))
+        if need is None or number < len(self._ends[phase][need]):
+            self._open_at(ready, phase, stage)
+
+    def _open_at(self, time: int, phase: Phase, stage: int) -> None:
+        """From then on a stage's device may run one more of its passes."""
+        heapq.heappush(self._wake, (time, self._places[stage], self._urgency[phase, stage]))
 
 
 def _chain(stages: int) -> list[Transfer]:
