@@ -102,8 +102,8 @@ class _Greedy:
         self._stages: dict[int, list[int]] = {}
         for stage in reversed(range(len(places))):
             self._stages.setdefault(self._places[stage], []).append(stage)
-        # By stage, the one before it on its device, whose passes it needs, and the one behind it, which needs its own: of
-        # a micro-batch they run in this order, as one may read what the other made, or received.
+        # By stage, the one before it on its device, whose passes it needs, and the one behind it, which needs its own:
+        # of a micro-batch they run in this order, as one may read what the other made, or received.
         self._needs: dict[Phase, list[int | None]] = {phase: [None] * len(places) for phase in PHASES}
         self._behind: dict[Phase, list[int | None]] = {phase: [None] * len(places) for phase in PHASES}
         for stages in self._stages.values():

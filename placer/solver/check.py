@@ -49,19 +49,19 @@ def check(request: PlacementRequest, placement: Placement) -> None:
             _check_infeasible(request, placement)
         return
     where = placement.layer_devices
+    require((placement.step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
     _check_recompute(asked, where, placement)
     asked = recompute.repeated(asked, where, placement.recompute)
     _check_rules(asked, where, placement.contiguous)
     _check_stages(asked, where, placement)
-    _check_loads(asked, where, placement)
+    reading = _reading(asked, where, placement.stages, placement.step.in_flight if placement.step else None)
+    _check_loads(asked, where, placement, reading)
     require(_within_bottleneck(asked, where), f"a device is busy for more than {request.bottleneck_ms} ms")
-    _check_objective(asked, where, placement)
+    _check_objective(asked, where, placement, reading)
     _check_single_device(request, placement)
     _check_ties(request, placement)
     _check_limits(request, placement)
-    require((placement.step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
-    if placement.step is not None:
-        reading = step.StepReading(asked, where, placement.stages, placement.step.in_flight)
+    if reading is not None:
         step.check_said(request, reading, placement)
 
 
@@ -119,12 +119,12 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     return _within_bottleneck(slowest, where) and any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
-            recompute.least(request, memory, d.name, _flight(request, where, order, contiguous, d.name, held))
+            recompute.least(request, memory, d.name, flight or _flight(request, order, contiguous, d.name))
             <= d.usable_bytes
             for d in request.devices
         )
         for order in orders
-        for held in (step.possible_flights(request, where, order) if by_segment else [None])
+        for flight in (step.possible_flights(request, where, order) if by_segment else [None])
     )
 
 
@@ -198,8 +198,8 @@ def _check_recompute(request: PlacementRequest, where: Where, placement: Placeme
     """Only devices that hold layers recompute, only where it is asked for, and everywhere where it must be."""
     for device in placement.recompute:
         require(device in where.values(), f"{device!r} recomputes, but holds no layer")
-        flight = _flight_of(request, placement, device)
-        require(recompute.may(request, device, flight), f"{device!r} recomputes, which was not asked for")
+        may = recompute.may(request, device, 1) and not _by_segment(request, placement.contiguous)
+        require(may, f"{device!r} recomputes, which was not asked for")
     for device in set(where.values()) - set(placement.recompute):
         require(not recompute.must(request, device), f"{device!r} does not recompute, which was asked for")
 
@@ -207,7 +207,9 @@ def _check_recompute(request: PlacementRequest, where: Where, placement: Placeme
 # Loads and memory
 
 
-def _check_loads(request: PlacementRequest, where: Where, placement: Placement) -> None:
+def _check_loads(
+    request: PlacementRequest, where: Where, placement: Placement, reading: step.StepReading | None
+) -> None:
     equal("devices", [load.device for load in placement.devices], [device.name for device in request.devices])
     largest = max(load.load_ms for load in placement.devices)
     memory = Memory(request, where, placement.contiguous)
@@ -216,7 +218,8 @@ def _check_loads(request: PlacementRequest, where: Where, placement: Placement) 
         equal(f"layers of {device.name}", load.layers, len(layers[device.name]))
         _check_load(request, times[device.name], load)
         _check_state(request, layers[device.name], load)
-        _check_memory(request, memory, placement, device, load)
+        flight = _flight(request, placement.stages, placement.contiguous, device.name, reading)
+        _check_memory(memory, flight, placement, device, load)
         equal(f"bottleneck of {device.name}", load.bottleneck, close(load.load_ms, largest))
 
 
@@ -249,10 +252,7 @@ def _check_state(request: PlacementRequest, layers: list[Layer], load: DeviceLoa
         equal(f"{kind} of {load.device}", getattr(load.memory, kind), true)
 
 
-def _check_memory(
-    request: PlacementRequest, memory: Memory, placement: Placement, device: Device, load: DeviceLoad
-) -> None:
-    flight = _flight_of(request, placement, device.name)
+def _check_memory(memory: Memory, flight: Flight, placement: Placement, device: Device, load: DeviceLoad) -> None:
     again = device.name in placement.recompute
     total = memory.total(device.name, flight, again)
     equal(f"memory of {device.name}", load.memory.total_bytes, total)
@@ -265,23 +265,23 @@ def _check_memory(
     require(total <= load.limit_bytes, f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}")
 
 
-def _flight_of(request: PlacementRequest, placement: Placement, device: str) -> Flight:
-    """Micro-batches that are in flight on a device by what is claimed."""
-    held = None if placement.step is None else placement.step.in_flight
-    return _flight(request, placement.layer_devices, placement.stages, placement.contiguous, device, held)
+def _reading(
+    request: PlacementRequest, where: Where, stages: tuple[str, ...], held: Sequence[int] | None = None
+) -> step.StepReading | None:
+    """The step of a map whose stages hold so many micro-batches, where a step is asked for: made once for each map."""
+    return step.StepReading(request, where, stages, held) if request.objective == "step" else None
 
 
 def _flight(
     request: PlacementRequest,
-    where: Where,
     stages: tuple[str, ...],
     contiguous: bool,
     device: str,
-    held: Sequence[int] | None = None,
+    reading: step.StepReading | None = None,
 ) -> Flight:
-    """Micro-batches that are in flight on a device, where its segments count with so many."""
-    if _by_segment(request, contiguous):
-        return step.StepReading(request, where, stages, held).flights()
+    """Micro-batches that are in flight on a device, where its segments count with what the reading of the step says."""
+    if reading is not None and _by_segment(request, contiguous):
+        return reading.flights
     if not contiguous or device not in stages or request.schedule == "fill-drain":
         return request.chunks
     room = 2 * len(stages) if request.schedule == "zero-bubble" else len(stages) - stages.index(device)
@@ -296,28 +296,31 @@ def _by_segment(request: PlacementRequest, contiguous: bool) -> bool:
 # Objective
 
 
-def _check_objective(request: PlacementRequest, where: Where, placement: Placement) -> None:
+def _check_objective(
+    request: PlacementRequest, where: Where, placement: Placement, reading: step.StepReading | None
+) -> None:
     value, bound, gap = placement.objective_value, placement.bound, placement.gap
     if value is None or bound is None or gap is None:
         raise PlacementError("a placement comes with objective_value, bound and gap")
-    near("objective_value", value, _objective(request, where, placement))
+    near("objective_value", value, _objective(request, where, placement, reading))
     require(bound <= value, f"bound {bound} is above objective_value {value}")
     near("gap", gap, (value - bound) / value if value else 0.0, absolute=1e-9)
     require((gap <= PROVEN_GAP) == (placement.status == "optimal"), f"status is {placement.status!r} at gap {gap}")
 
 
-def _objective(request: PlacementRequest, where: Where, placement: Placement) -> float:
+def _objective(
+    request: PlacementRequest, where: Where, placement: Placement, reading: step.StepReading | None
+) -> float:
+    if reading is not None:
+        return reading.step_ms
     if request.objective == "latency":
         return latency_ms(request, where)
     if request.objective == "devices":
         return float(len(set(where.values())))
-    if request.objective == "step":
-        held = None if placement.step is None else placement.step.in_flight
-        return step.StepReading(request, where, placement.stages, held).step_ms()
     if request.objective == "memory":
         memory = Memory(request, where, placement.contiguous)
         names = [device.name for device in request.devices]
-        flights = [_flight_of(request, placement, name) for name in names]
+        flights = [_flight(request, placement.stages, placement.contiguous, name) for name in names]
         again = [name in placement.recompute for name in names]
         return float(max(map(memory.total, names, flights, again)))
     return busiest_ms(request, where)
@@ -353,13 +356,16 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
         if kind not in alone_as:
             where = {layer.name: device.name for layer in request.profile.layers}
             alone, memory = (device.name,), Memory(request, where, contiguous)
-            flight = _flight(request, where, alone, contiguous, device.name)
+            reading = _reading(request, where, alone)
+            flight = _flight(request, alone, contiguous, device.name, reading)
             again = alone if recompute.alone(request, memory, device, flight) else ()
             need = memory.total(device.name, flight, bool(again))
             lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous, "recompute": again})
             repeated = recompute.repeated(request, where, again)
+            if again:
+                reading = _reading(repeated, where, alone)
             by_load = request.objective == "devices"
-            value = busiest_ms(repeated, where) if by_load else _objective(repeated, where, lone)
+            value = busiest_ms(repeated, where) if by_load else _objective(repeated, where, lone, reading)
             alone_as[kind] = (max(0, need - device.usable_bytes), value)
         choices.append((*alone_as[kind], device.name))
     return choices

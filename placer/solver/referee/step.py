@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from graphlib import TopologicalSorter
 from math import inf
 from typing import Any
@@ -146,19 +146,26 @@ class StepReading:
     def _first_reader(self, edge: Edge, device: str) -> int:
         return min(self.stage_of[name] for name in edge.targets if self._where[name] == device)
 
+    @cached_property
     def flights(self) -> dict[str, int]:
         """By layer, the micro-batches in flight at its segment."""
-        return {layer: self.plan.in_flight[stage] for layer, stage in self.stage_of.items()}
+        return self.flights_of(self.plan)
 
+    def flights_of(self, plan: Plan) -> dict[str, int]:
+        """The same by an order of passes."""
+        return {layer: plan.in_flight[stage] for layer, stage in self.stage_of.items()}
+
+    @property
     def step_ms(self) -> float:
         """How long the whole batch takes, with the optimizer: alone or in a row, as is asked."""
-        return self.in_a_row_ms() if self._request.steps == "in-a-row" else self.alone_ms()
+        return self.in_a_row_ms if self._request.steps == "in-a-row" else self.alone_ms
 
+    @cached_property
     def in_a_row_ms(self) -> float:
         """How long it takes after another."""
-        waits, carried = self._waits(), self._carried()
-        return in_a_row.longest_mean(waits | self._optimizers(), carried, self._duration)
+        return in_a_row.longest_mean(self._waits() | self._optimizers(), self._carried(), self._duration)
 
+    @cached_property
     def alone_ms(self) -> float:
         """How long it takes from idle devices to idle devices."""
         end: dict[Event, float] = {}
@@ -241,8 +248,8 @@ class StepReading:
         for pair in self._values if self.plan.training else ():
             held = self.plan.in_flight[pair[1]]
             for batch in range(held):
-                same = [other for other in range(self._request.chunks) if other % held == batch]
-                carried["values", pair, batch].add((pair[1], last, same[-1]))
+                latest = range(batch, self._request.chunks, held)[-1]  # of those that have the same buffer
+                carried["values", pair, batch].add((pair[1], last, latest))
         return carried
 
     def _room(self, stage: int, batch: int) -> set[Event]:
@@ -252,13 +259,13 @@ class StepReading:
         return {(stage, last, older)} if self.plan.training and older >= 0 else set()
 
 
-def possible_flights(request: PlacementRequest, where: Where, stages: Sequence[str]) -> list[Sequence[int]]:
-    """The micro-batches that stages hold, by each order that there is, where a device may have several stages."""
+def possible_flights(request: PlacementRequest, where: Where, stages: Sequence[str]) -> list[dict[str, int]]:
+    """By layer, what its segment has in flight, by each order that there is, where a device may have several stages."""
     reading = StepReading(request, where, stages)
     whole = reading.pipeline
     if len(set(whole.places)) == len(whole.places):
-        return [reading.plan.in_flight]
-    return [one.in_flight for one in roomy_plans(whole, request.chunks)]
+        return [reading.flights]
+    return [reading.flights_of(one) for one in roomy_plans(whole, request.chunks)]
 
 
 def check_said(request: PlacementRequest, reading: StepReading, placement: Placement) -> None:
@@ -280,8 +287,8 @@ def check_said(request: PlacementRequest, reading: StepReading, placement: Place
         near("step.samples_per_s", step.samples_per_s * value, 1e3 * size)
     equal("step.steps", step.steps, request.steps)
     for name, claimed, true in (
-        ("alone_ms", step.alone_ms, reading.alone_ms()),
-        ("in_a_row_ms", step.in_a_row_ms, reading.in_a_row_ms()),
+        ("alone_ms", step.alone_ms, reading.alone_ms),
+        ("in_a_row_ms", step.in_a_row_ms, reading.in_a_row_ms),
     ):
         near(f"step.{name}", inf if claimed is None else claimed, true)
     equal("step.in_flight", step.in_flight, reading.plan.in_flight)
