@@ -63,6 +63,10 @@ class Constraints(Wire):
         return self.recompute.get(device, self.recompute.get("*", "never"))
 
 
+MOST_CHUNKS_OF_A_STEP = 10_000
+"""Of more micro-batches the simulation of one device's step alone takes longer than a second."""
+
+
 class PlacementRequest(Wire):
     """A question: where should the layers of this profile run?
 
@@ -75,7 +79,7 @@ class PlacementRequest(Wire):
         profiles: objective ``step``: what was measured of the same layers at further micro-batch sizes, of which the
             answer takes one.
         batch_size: objective ``step``: samples in a whole batch; ``chunks`` micro-batches of ``profile`` if None.
-        chunks: micro-batches in a batch; chosen under objective ``step``.
+        chunks: micro-batches in a batch; chosen under objective ``step``, which simulates each pass of at most 10,000.
         schedule: how micro-batches are ordered, which sets how many are in flight at a stage in training: all of them
             for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` and ``interleaved``, and ``2 * stages`` for
             ``zero-bubble``, 1 for a single stage (contiguous placements; else all of them, or under objective ``step``
@@ -169,6 +173,13 @@ class PlacementRequest(Wire):
             raise ValueError(
                 f"batch_size: {self.whole_batch_size} samples are no whole number of micro-batches of {known};"
                 " give a multiple, or a profile of another size"
+            )
+        profile, chunks = self.micro_batches()[-1]  # the most of them
+        if chunks > MOST_CHUNKS_OF_A_STEP:
+            raise ValueError(
+                f"chunks: a batch is {chunks:,} micro-batches of {profile.batch_size} samples, stages x {chunks:,} "
+                f"passes forwards; objective 'step' simulates no more than {MOST_CHUNKS_OF_A_STEP:,} of a stage: give"
+                " larger micro-batches"
             )
 
     def _check_pins(self, cluster: Cluster) -> None:

@@ -132,7 +132,7 @@ def _step_search(
     def bottleneck(problem: Problem, allowed: Meter, enough: float | None) -> Placement:
         return Portfolio(problem, None, stop, enough=enough, meter=allowed).answer()
 
-    return StepSearch(request, bottleneck, progress, stop, meter)
+    return StepSearch(request, progress, stop, meter, search=bottleneck)
 
 
 def _fewest_search(

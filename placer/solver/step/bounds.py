@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,13 +58,22 @@ ROUNDING = 1 - 1e-9
 """Sums in another order round differently."""
 
 
-def any_placement(problem: Problem, nodes: Reduction) -> float:
-    """No step is shorter than the busiest device's work, nor than one micro-batch's way, in milliseconds."""
-    if pipelines.in_a_row(problem):
-        return in_a_row.any_placement(problem, nodes, _awaited_ms(problem)) * ROUNDING
+def any_placement(problem: Problem, nodes: Reduction, over: Callable[[], bool] = lambda: False) -> float:
+    """No step is shorter than the busiest device's work, nor than one micro-batch's way, in milliseconds.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes; each may be on some device.
+        over: asked before each part of this; where it is, the step is not shorter than what the parts before tell.
+    """
+    if over():
+        return 0.0
     awaited_ms = _awaited_ms(problem)
-    passes = max(_spans(problem, nodes, awaited_ms), fill.filling(problem, nodes, awaited_ms))
-    return (passes + least_optimizer(problem, nodes)) * ROUNDING
+    if pipelines.in_a_row(problem):
+        return in_a_row.any_placement(problem, nodes, awaited_ms) * ROUNDING
+    parts = itertools.takewhile(lambda _: not over(), (_spans, fill.filling))
+    passes = max((part(problem, nodes, awaited_ms) for part in parts), default=0.0)
+    return (passes + (0.0 if over() else least_optimizer(problem, nodes))) * ROUNDING
 
 
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:

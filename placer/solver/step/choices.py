@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -39,7 +39,7 @@ class Choice:
 
     problem: Problem
     nodes: Reduction
-    bound: float
+    bound: float = 0.0
     devices: list[int] | None = None
     value: float = inf
     reason: Infeasibility | None = None
@@ -140,11 +140,21 @@ def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
 
 
 def choice_of(asked: PlacementRequest) -> Choice:
-    """A question with all chosen but the map, and a first bound."""
+    """A question with all chosen but the map; nothing is known of it yet."""
     problem = Problem.from_request(asked)
-    nodes = reduced(problem)
-    bound = bounds.any_placement(problem, nodes) if all(nodes.allowed) else 0.0
-    return Choice(problem, nodes, bound)
+    return Choice(problem, reduced(problem))
+
+
+def bounded(choice: Choice, over: Callable[[], bool] = lambda: False) -> Choice:
+    """The choice with its first bound, as far as there is time for it.
+
+    Args:
+        choice: gets the bound.
+        over: asked between the parts of the bound.
+    """
+    if all(choice.nodes.allowed):
+        choice.bound = bounds.any_placement(choice.problem, choice.nodes, over)
+    return choice
 
 
 def in_order(choices: Iterable[Choice]) -> list[Choice]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from random import Random
 
@@ -19,6 +20,9 @@ KICKS = 3
 
 Value = Callable[[list[int]], float]
 """The step of an assignment of layers, infinite if it breaks a requirement."""
+
+Change = Callable[[], list[int]]
+"""Makes an assignment."""
 
 
 def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: int) -> list[int]:
@@ -61,16 +65,16 @@ def climb(problem: Problem, nodes: Reduction, start: list[int], value: Value, ov
         By layer, its device.
     """
     best, least = start, value(start)
-    options, place, idle = list(neighbours(problem, nodes, start)), 0, 0
+    options, place, idle = list(changes(problem, nodes, start)), 0, 0
     while idle < len(options):
         if over():
             return best
-        tried = options[place % len(options)]
+        tried = options[place % len(options)]()
         place, idle = place + 1, idle + 1
         found = value(tried)
         if found < least * (1 - 1e-9):  # what comes next is tried of the better one: what came before was of no use
             best, least, idle = tried, found, 0
-            options = list(neighbours(problem, nodes, best))
+            options = list(changes(problem, nodes, best))
     return best
 
 
@@ -78,26 +82,30 @@ def kicked(problem: Problem, nodes: Reduction, assignment: Sequence[int], random
     """An assignment a few small changes away, whatever they cost."""
     found = list(assignment)
     for _ in range(KICKS):
-        options = list(neighbours(problem, nodes, found))
+        options = list(changes(problem, nodes, found))
         if not options:
             break
-        found = random.choice(options)
+        found = random.choice(options)()
     return found
 
 
 def neighbours(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> Iterator[list[int]]:
     """Assignments a small change away: some nodes on the other side of a cut, or two devices swapped."""
+    return (change() for change in changes(problem, nodes, assignment))
+
+
+def changes(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> Iterator[Change]:
+    """What makes each of them: there may be thousands, each as long as the model has layers."""
     device_of = [assignment[layers[0]] for layers in nodes.nodes]
     runs = _runs(problem, nodes, assignment, device_of)
     for count in SHIFTS:
         for left, right in pairwise(runs):
             if count <= len(left):
-                yield _moved(nodes, device_of, left[-count:], device_of[right[0]])
+                yield partial(_moved, nodes, device_of, left[-count:], device_of[right[0]])
             if count <= len(right):
-                yield _moved(nodes, device_of, right[:count], device_of[left[0]])
+                yield partial(_moved, nodes, device_of, right[:count], device_of[left[0]])
     for one, other in _unlike(problem, device_of):
-        swap = {one: other, other: one}
-        yield nodes.spread([swap.get(device, device) for device in device_of])
+        yield partial(_swapped, nodes, device_of, one, other)
 
 
 def _runs(problem: Problem, nodes: Reduction, assignment: Sequence[int], device_of: Sequence[int]) -> list[list[int]]:
@@ -121,6 +129,11 @@ def _moved(nodes: Reduction, device_of: Sequence[int], moved: Sequence[int], dev
     for node in moved:
         changed[node] = device
     return nodes.spread(changed)
+
+
+def _swapped(nodes: Reduction, device_of: Sequence[int], one: int, other: int) -> list[int]:
+    swap = {one: other, other: one}
+    return nodes.spread([swap.get(device, device) for device in device_of])
 
 
 def _unlike(problem: Problem, device_of: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -14,26 +14,24 @@ The bound of the answer is the lowest of its choices' (see ``bounds.py``).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from random import Random
-from time import monotonic
-from typing import NamedTuple
 
-from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
+from placer.schema import Infeasibility, Placement, Ties
 from placer.solver import costs, maps
-from placer.solver.answer import PROVEN_GAP
 from placer.solver.maps import EVALUATION
 from placer.solver.problem import Problem
 from placer.solver.program import memory_rules
 from placer.solver.program.cpsat import Meter
-from placer.solver.search import Progress
 from placer.solver.step import answer, bounds, moves, ties
+from placer.solver.step.best import BestStep, Share
 from placer.solver.step.choices import (
     Choice,
     bottleneck_of,
+    bounded,
     by_segment,
     choice_of,
     in_order,
@@ -51,6 +49,9 @@ STARTS = 16
 
 PATIENCE = 4
 """So many climbs in a row that bring nothing better end the search of a choice that is no row."""
+
+FIRST_BOUNDS_SHARE = 0.3
+"""How much of the time first bounds may take."""
 
 FIRST_SHARE = 0.5
 """How much of the time that is left all choices together get at first."""
@@ -81,41 +82,26 @@ NO_MAP = Infeasibility(reason="no map of the layers keeps to each device's memor
 """The same of every map, where they are few."""
 
 
-class Share(NamedTuple):
-    """Until when one part of the search may go on: the time in seconds, and the work."""
-
-    time_s: float
-    work: float
-
-
-@dataclass
-class StepSearch:
-    """One search for the shortest step.
+@dataclass(kw_only=True)
+class StepSearch(BestStep):
+    """The parts of the search, one after another.
 
     Attributes:
-        request: the question.
         search: answers a question with objective ``throughput``.
-        progress: as ``solve`` takes it.
-        stop: set it to end the search with the best so far.
-        meter: counts the work, and ends the search when all is done that may be.
     """
 
-    request: PlacementRequest
     search: BottleneckSearch
-    progress: Progress | None = None
-    stop: threading.Event | None = None
-    meter: Meter = field(default_factory=Meter)
-    began: float = field(default_factory=monotonic)
 
     def answer(self) -> Placement:
         """The best placement of the best choice; not yet checked."""
         self.choices = in_order(map(choice_of, questions(self.request)))
-        self.best: Choice = self.choices[0]
-        self.method = "one device"
+        self.best = self.choices[0]
         self.random = Random(self.request.seed)
+        self._offer_one_device()
+        share = self._share(FIRST_BOUNDS_SHARE)
         for choice in self.choices:
-            for device in range(len(choice.problem.devices)):
-                self._offer(choice, [device] * len(choice.problem.layers), "one device")
+            bounded(choice, partial(self._over, choice, share))
+        self.choices = in_order(self.choices)
         for number, choice in enumerate(self.choices):
             self._work(choice, self._share(FIRST_SHARE / (len(self.choices) - number)))
         rows = [choice for choice in self.choices if choice.cuts is not None]
@@ -135,6 +121,21 @@ class StepSearch:
         broken = self._break_ties()
         return answer.found(self.request, self.choices, self.best, self.method, broken, self._time_s())
 
+    def _offer_one_device(self) -> None:
+        """Try each device alone, those of a kind once: there is always an answer then, if one will do."""
+        began = self._time_s()
+        for choice in self.choices:
+            kinds: dict[object, list[int]] = {}
+            for number, device in enumerate(choice.problem.devices):
+                devices = [number] * len(choice.problem.layers)
+                if costs.allowed(choice.problem, devices):
+                    kinds.setdefault((device.type, device.usable_bytes, choice.problem.recompute[number]), devices)
+            for devices in kinds.values():
+                self._offer(choice, devices, "one device")
+            if self._is_late():
+                break
+        self.alone_s = self._time_s() - began
+
     def _break_ties(self) -> Ties | None:
         """Look for a map with as short a step that transfers less, or is better balanced."""
         if not self.request.break_ties:
@@ -148,9 +149,8 @@ class StepSearch:
 
     def _work(self, choice: Choice, share: Share) -> None:
         """Search one choice, if it may be better."""
-        if self._closed(choice):
+        if self._over(choice, share):
             return
-
         self._start(choice, share)
         if choice.devices is not None:
             self._climb(choice, choice.devices, share)
@@ -177,10 +177,16 @@ class StepSearch:
             idle = 0 if choice.value < before else idle + 1
 
     def _start(self, choice: Choice, share: Share) -> None:
-        """Placements to change: maps of other choices, the lowest cuts of a row, the smallest bottleneck, rounds."""
+        """Placements to change: maps of other choices, rounds, the lowest cuts of a row, the smallest bottleneck."""
         for other in self.choices:
-            if other.devices is not None:
+            if other.devices is not None and not self._over(choice, share):
                 self._offer(choice, other.devices, "another choice's map")
+        for devices in self._rounds(choice):
+            if self._over(choice, share):
+                break
+            self._offer(choice, devices, "rounds")
+        if self._over(choice, share):
+            return
         table = bounds.table(choice.problem, choice.nodes, choice.bottleneck)
         if table is not None:
             choice.cuts = table.cuts()
@@ -194,8 +200,6 @@ class StepSearch:
         if table is None and not self._may_be_better(choice, share):
             return
         near = self._by_bottleneck(choice, share) if table is None or choice.devices is None else []
-        for devices in self._rounds(choice):
-            self._offer(choice, devices, "rounds")
         for devices in near if choice.devices is None and choice.reason is None else ():
             self._make_room(choice, devices, share)
 
@@ -225,6 +229,8 @@ class StepSearch:
             The maps that were tried, by layer the device: none of them may be one where they were taken to hold less.
         """
         found = self._searched(choice, choice.bottleneck, share)
+        if found and self._over(choice, share):
+            return found
         if found and choice.devices is None and by_segment(choice.problem):
             found += self._searched(choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share)
         if found and not choice.problem.contiguous:
@@ -338,58 +344,3 @@ class StepSearch:
         if devices:
             self._offer(choice, devices, "cuts of a row")
         return devices != []
-
-    def _over(self, choice: Choice, share: Share) -> bool:
-        spent = self._time_s() > share.time_s or self.meter.done > share.work
-        return spent or self._stopped() or self._closed(choice)
-
-    def _share(self, part: float) -> Share:
-        """A part of the time and of the work that are left."""
-        by_work = self.meter.limit < inf
-        time_s = self._time_s() + self._left_s() * (1.0 if by_work else part)
-        return Share(time_s, self.meter.done + part * max(0.0, self.meter.left))
-
-    def _step_of(self, choice: Choice) -> Callable[[list[int]], float]:
-        """What an assignment's step takes; infinite if it breaks a requirement."""
-
-        def step_ms(devices: list[int]) -> float:
-            self.meter.done += EVALUATION
-            result = costs.judged(choice.problem, devices)
-            return inf if result is None else result.objective_value
-
-        return step_ms
-
-    def _offer(self, choice: Choice, devices: list[int], method: str) -> costs.Costs | None:
-        """Keep an assignment if it meets every requirement and is better; what it costs, if it can be.
-
-        Whether it fits is looked at last, of what is better alone: it takes long to tell.
-        """
-        self.meter.done += EVALUATION
-        result = costs.evaluate(choice.problem, devices) if costs.allowed(choice.problem, devices) else None
-        if result is None or result.objective_value >= choice.value:
-            return result
-        if not costs.fits(choice.problem, result):
-            return result
-        before = self.best.value
-        choice.devices, choice.value = devices, result.objective_value
-        if choice.value < before:
-            self.best, self.method = choice, method
-            if self.progress is not None:
-                self.progress(answer.incumbent(self.request, self.choices, choice, method, self._time_s()))
-        return result
-
-    def _better(self) -> float:
-        """The step from which a placement counts as better than the best so far."""
-        return self.best.value * (1 - PROVEN_GAP / 2)
-
-    def _closed(self, choice: Choice) -> bool:
-        return choice.bound >= self._better() or choice.reason is not None
-
-    def _stopped(self) -> bool:
-        return self.stop is not None and self.stop.is_set()
-
-    def _time_s(self) -> float:
-        return monotonic() - self.began
-
-    def _left_s(self) -> float:
-        return max(0.0, self.request.time_limit_s - self._time_s())

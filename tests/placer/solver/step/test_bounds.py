@@ -11,7 +11,7 @@ from small_requests import examples
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import costs
 from placer.solver.step import bounds, fill
-from placer.solver.step.choices import choice_of
+from placer.solver.step.choices import bounded, choice_of
 
 SETTINGS = examples(80)
 MS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.25])
@@ -77,7 +77,7 @@ def rows(draw):
 
 
 def table_of(request):
-    choice = choice_of(request)
+    choice = bounded(choice_of(request))
     return choice, bounds.table(choice.problem, choice.nodes, choice.bottleneck)
 
 
@@ -99,7 +99,7 @@ def test_no_cut_takes_less_than_its_bound_and_the_lowest_come_first(request):
 @given(request=rows())
 def test_no_free_map_takes_less_than_what_is_said_of_every_placement(request):
     free = {"constraints": Constraints(contiguous=False), "schedule": "interleaved", "training": True}
-    choice = choice_of(request.model_copy(update=free))
+    choice = bounded(choice_of(request.model_copy(update=free)))
     count, devices = len(choice.problem.layers), range(len(choice.problem.devices))
     for where in itertools.islice(itertools.product(devices, repeat=count), 250):
         result = costs.evaluate(choice.problem, list(where))
@@ -131,7 +131,7 @@ def test_filling_takes_what_the_geometric_sum_says(devices, chunks):
     """Each stage can take 1 / chunks of what its way there leaves: fine layers, X (1 - (1 - 1/n)^K) = work."""
     layers = 512
     request = asked([3.0] * layers, [0.0] * layers, devices, chunks, "1f1b", training=False)
-    choice = choice_of(request)
+    choice = bounded(choice_of(request))
     found = fill.filling(choice.problem, choice.nodes, choice.problem.backward_ms)
     wanted = 3 * layers / (1 - (1 - 1 / chunks) ** devices)
     assert wanted * 0.98 <= found <= wanted
@@ -141,7 +141,7 @@ def test_filling_takes_what_the_geometric_sum_says(devices, chunks):
 @pytest.mark.parametrize(("layers", "devices", "chunks"), [(96, 4, 8), (96, 4, 16), (128, 8, 16)])
 def test_filling_knows_how_long_stages_wait(layers, devices, chunks, schedule, share):
     """Fine layers without transfers take (chunks + stages - 1) passes both ways of an equal share by both schedules."""
-    choice = choice_of(asked([1.0] * layers, [2.0] * layers, devices, chunks, schedule))
+    choice = bounded(choice_of(asked([1.0] * layers, [2.0] * layers, devices, chunks, schedule)))
     found = fill.filling(choice.problem, choice.nodes, choice.problem.backward_ms)
     equal = 3 * (chunks + devices - 1) * layers / devices
     assert equal * share <= found <= equal
@@ -152,7 +152,7 @@ def test_filling_knows_how_long_stages_wait(layers, devices, chunks, schedule, s
 def test_a_layer_waits_for_the_way_to_it_with_all_micro_batches_and_then_for_the_way_back(contiguous):
     request = asked([1.0, 1.0, 5.0, 1.0], [2.0, 2.0, 9.0, 2.0], 4, 6, "1f1b" if contiguous else "interleaved")
     request = request.model_copy(update={"constraints": Constraints(contiguous=contiguous)})
-    choice = choice_of(request)
+    choice = bounded(choice_of(request))
     transfers = 0.004
     assert choice.bound == pytest.approx(1 + 1 + 6 * (5 + 9) + 2 + 2, rel=1e-6)
     assert choice.bound <= costs.evaluate(choice.problem, [0, 1, 2, 3]).objective_value <= choice.bound + 4 + transfers
@@ -180,7 +180,7 @@ def graphs(draw):
 def test_no_map_of_any_graph_takes_less_than_filling_does(request, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "MOST_BLOCKS", most)
-        choice = choice_of(request)
+        choice = bounded(choice_of(request))
     for where in itertools.product(range(len(choice.problem.devices)), repeat=len(choice.problem.layers)):
         result = costs.evaluate(choice.problem, list(where)) if costs.allowed(choice.problem, where) else None
         assert result is None or result.objective_value >= choice.bound * (1 - 1e-9)

@@ -10,7 +10,7 @@ from small_requests import examples
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import costs
 from placer.solver.step import one_machine
-from placer.solver.step.choices import choice_of
+from placer.solver.step.choices import bounded, choice_of
 
 MS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.25])
 
@@ -80,7 +80,7 @@ def tied(draw):
 @examples(80)
 @given(request=tied())
 def test_no_map_takes_less_than_the_passes_of_a_node(request):
-    choice = choice_of(request)
+    choice = bounded(choice_of(request))
     for where in itertools.product(range(len(choice.problem.devices)), repeat=len(choice.problem.layers)):
         result = costs.evaluate(choice.problem, list(where)) if costs.allowed(choice.problem, where) else None
         assert result is None or result.objective_value >= choice.bound * (1 - 1e-9)
@@ -102,7 +102,7 @@ def test_the_device_of_tied_layers_waits_for_what_is_between_them_and_for_its_wa
         schedule="interleaved",
         constraints=Constraints(contiguous=False, colocated=[["l0", "l2"]]),
     )
-    choice = choice_of(request)
+    choice = bounded(choice_of(request))
     assert choice.bound == pytest.approx(1 + 10 + chunks * (20 + 40) + 10 + 2)
     if chunks == 1:
         assert costs.evaluate(choice.problem, [0, 1, 0]).objective_value == pytest.approx(choice.bound)

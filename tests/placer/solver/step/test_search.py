@@ -12,13 +12,14 @@ from small_requests import examples
 
 from placer.errors import InputError, PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
-from placer.solver import maps
+from placer.solver import costs, maps
 from placer.solver.check import check
 from placer.solver.contiguous import order_search
 from placer.solver.referee.step import StepReading
 from placer.solver.solve import Portfolio, solve
 from placer.solver.step import bounds
-from placer.solver.step.choices import choice_of, questions, work_alone
+from placer.solver.step.choices import bounded, choice_of, questions, work_alone
+from placer.solver.step.search import StepSearch
 
 SETTINGS = examples(30)
 
@@ -343,3 +344,71 @@ def test_the_referee_plans_the_step_of_each_map_once():
         check(request, placement)
     assert len(placement.step.in_flight) > 1
     assert planned.call_count == 1 + 2  # one device alone as well, under either kind of placement
+
+
+def test_more_micro_batches_than_can_be_simulated_are_refused_with_the_way_out():
+    """A million of three layers took longer than 300 s, whatever the time limit."""
+    row([1.0] * 3, chunks=10_000, schedule="auto")
+    with pytest.raises(InputError, match=r"10,001 micro-batches of 1 samples, stages x 10,001 .* give larger"):
+        row([1.0] * 3, chunks=10_001, schedule="auto")
+
+
+def test_many_small_micro_batches_of_one_of_several_profiles_are_refused_too():
+    large = row([2.0] * 4, size=2, batch_size=20_000)
+    with pytest.raises(InputError, match=r"chunks: a batch is 20,000 micro-batches of 1 samples"):
+        PlacementRequest.model_validate(large.model_dump() | {"profiles": [row([1.0] * 4).profile.model_dump()]})
+
+
+def searching(request):
+    """The search of a request, as it begins, and what looks at the maps that it evaluates."""
+
+    def no_bottleneck(problem, *_):
+        raise AssertionError("there is no time to look for one")
+
+    search = StepSearch(request, search=no_bottleneck)
+    search.choices = list(map(choice_of, questions(request)))
+    search.best = search.choices[0]
+    return search, patch.object(costs, "evaluate", side_effect=costs.evaluate)
+
+
+def test_when_the_time_is_over_no_further_choice_is_begun():
+    """Each choice was: of the maps of the others, of the smallest bottleneck and of all rounds, seconds each."""
+    search, _ = searching(row([1.0] * 12, devices=4, chunks=4, schedule="auto", time_limit_s=1e-9))
+    placement = search.answer()
+    assert (placement.method, placement.schedule, placement.bound) == ("one device", "1f1b", 0.0)
+    assert [choice.devices is not None for choice in search.choices] == [True, False, False, False]
+
+
+def test_alike_devices_are_tried_once_alone():
+    search, watched = searching(row([1.0] * 12, devices=4, chunks=4, schedule="auto", time_limit_s=60.0))
+    with watched as evaluate:
+        search._offer_one_device()
+    assert [call.args[1] for call in evaluate.call_args_list] == [[0] * 12] * len(search.choices)
+
+
+def test_no_map_is_simulated_that_there_is_no_time_to_tell_of():
+    """Of 10,000 micro-batches a map of twelve segments alone takes seconds to be simulated, told of and checked."""
+    search, watched = searching(row([1.0] * 12, chunks=10_000, schedule="interleaved", time_limit_s=10.0))
+    free = next(choice for choice in search.choices if not choice.problem.contiguous)
+    with watched as evaluate:
+        search._offer(free, [0] * 12, "one device")
+        search._offer(free, [0, 1] * 6, "rounds")
+        search._offer(free, [0] * 6 + [1] * 6, "rounds")
+    assert [call.args[1] for call in evaluate.call_args_list] == [[0] * 12, [0] * 6 + [1] * 6]
+
+
+def test_a_bound_without_time_is_the_trivial_one_and_with_less_time_no_higher():
+    choice = choice_of(next(questions(row([1.0, 2.0, 3.0], grad_bytes=1, optimizer_ms=0.5, chunks=4, schedule="1f1b"))))
+    asked = []
+
+    def after(most):
+        asked.clear()
+
+        def over():
+            asked.append(None)
+            return len(asked) > most
+
+        return bounded(choice, over).bound
+
+    found = [after(most) for most in range(6)]
+    assert found[0] == 0.0 and found == sorted(found) and found[-1] == bounded(choice).bound > 0
