@@ -25,6 +25,7 @@ from placer.schema.base import (
 )
 from placer.schema.cluster import Cluster, Device
 from placer.schema.profile import Edge, Profile
+from placer.units import count_text
 
 
 class Constraints(Wire):
@@ -177,9 +178,9 @@ class PlacementRequest(Wire):
         profile, chunks = self.micro_batches()[-1]  # the most of them
         if chunks > MOST_CHUNKS_OF_A_STEP:
             raise ValueError(
-                f"chunks: a batch is {chunks:,} micro-batches of {profile.batch_size} samples, stages x {chunks:,} "
-                f"passes forwards; objective 'step' simulates no more than {MOST_CHUNKS_OF_A_STEP:,} of a stage: give"
-                " larger micro-batches"
+                f"chunks: a batch is {chunks:,} micro-batches of {count_text(profile.batch_size, 'sample')}, stages x"
+                f" {chunks:,} passes forwards; objective 'step' simulates no more than {MOST_CHUNKS_OF_A_STEP:,} of a"
+                " stage: give larger micro-batches"
             )
 
     def _check_pins(self, cluster: Cluster) -> None:

@@ -163,15 +163,14 @@ class StepReading:
     @cached_property
     def in_a_row_ms(self) -> float:
         """How long it takes after another."""
-        return in_a_row.longest_mean(self._waits() | self._optimizers(), self._carried(), self._duration)
+        return in_a_row.longest_mean(self._waits | self._optimizers(), self._carried(), self._duration)
 
     @cached_property
     def alone_ms(self) -> float:
         """How long it takes from idle devices to idle devices."""
         end: dict[Event, float] = {}
-        waits = self._waits()
-        for event in TopologicalSorter(waits).static_order():
-            end[event] = max((end[before] for before in waits[event]), default=0.0) + self._duration(event)
+        for event in TopologicalSorter(self._waits).static_order():
+            end[event] = max((end[before] for before in self._waits[event]), default=0.0) + self._duration(event)
         last = max(end[tuple(item)] for item in self.plan.issue)
         return last + self.optimizer_ms()
 
@@ -202,6 +201,7 @@ class StepReading:
                     lanes["gradients", here, other].append(("gradients", pair, batch))
         return list(lanes.values())
 
+    @cached_property
     def _waits(self) -> dict[Event, set[Event]]:
         """By event, those of its step that it waits for."""
         waits: dict[Event, set[Event]] = defaultdict(set)

@@ -28,6 +28,9 @@ from placer.solver.step.choices import Choice
 TOLD_S = 6e-5
 """What each pass of a step takes to be simulated, told of and checked, in seconds."""
 
+SEVERAL = 2
+"""So many times as long it takes where a device has several segments: several orders of the passes are simulated."""
+
 LATE_S = 1.0
 """So much later than is asked for an answer may come, if a better one is worth it."""
 
@@ -142,6 +145,8 @@ def told_s(problem: Problem, devices: list[int]) -> float:
         problem: what is asked.
         devices: by layer, its device.
     """
-    stages = len(set(devices)) if problem.contiguous else len(list(groupby(devices)))
+    used = len(set(devices))
+    stages = used if problem.contiguous else len(list(groupby(devices)))
     passes = 1 + problem.training + (problem.request.schedule == "zero-bubble")
-    return TOLD_S * passes * stages * problem.request.chunks
+    orders = SEVERAL if stages > used else 1
+    return TOLD_S * orders * passes * stages * problem.request.chunks

@@ -349,13 +349,13 @@ def test_the_referee_plans_the_step_of_each_map_once():
 def test_more_micro_batches_than_can_be_simulated_are_refused_with_the_way_out():
     """A million of three layers took longer than 300 s, whatever the time limit."""
     row([1.0] * 3, chunks=10_000, schedule="auto")
-    with pytest.raises(InputError, match=r"10,001 micro-batches of 1 samples, stages x 10,001 .* give larger"):
+    with pytest.raises(InputError, match=r"10,001 micro-batches of 1 sample, stages x 10,001 .* give larger"):
         row([1.0] * 3, chunks=10_001, schedule="auto")
 
 
 def test_many_small_micro_batches_of_one_of_several_profiles_are_refused_too():
     large = row([2.0] * 4, size=2, batch_size=20_000)
-    with pytest.raises(InputError, match=r"chunks: a batch is 20,000 micro-batches of 1 samples"):
+    with pytest.raises(InputError, match=r"chunks: a batch is 20,000 micro-batches of 1 sample"):
         PlacementRequest.model_validate(large.model_dump() | {"profiles": [row([1.0] * 4).profile.model_dump()]})
 
 
