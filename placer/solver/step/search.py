@@ -197,7 +197,7 @@ class StepSearch(BestStep):
                     return
         elif self._all_maps(choice, share) or self._closed(choice):
             return
-        if table is None and not self._may_be_better(choice, share):
+        if table is None and (not self._may_be_better(choice, share) or self._is_late()):
             return
         near = self._by_bottleneck(choice, share) if table is None or choice.devices is None else []
         for devices in near if choice.devices is None and choice.reason is None else ():
