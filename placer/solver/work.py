@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import inf, isfinite
 
 from ortools.linear_solver import pywraplp
@@ -34,7 +35,7 @@ def prices_of_work(owners: Owners) -> list[float]:
     Args:
         owners: kinds of devices; each node may be on some.
     """
-    rates = _rates(owners)
+    rates = _rates(tuple((count, tuple(times)) for count, times in owners))
     in_all = sum(count * rate for (count, _), rate in zip(owners, rates, strict=True))
     return [part / in_all for part in _parts(owners, rates)]
 
@@ -58,7 +59,7 @@ def least_work(
             for layers, allowed in zip(nodes.nodes, nodes.allowed, strict=True)
         )
         columns[tuple(column)] += len(alike)
-    owners = [(count, times) for times, count in columns.items()]
+    owners = tuple((count, times) for times, count in columns.items())
     least: float = max(min(times) for times in zip(*columns, strict=True))
     for rates in {(1.0,) * len(owners), _rates(owners)}:  # the latter are the best where all are used and none waits
         by_device = [rate for (count, _), rate in zip(owners, rates, strict=True) for _ in range(count)]
@@ -85,7 +86,8 @@ def _parts(owners: Owners, rates: Sequence[float]) -> list[float]:
     return [min(parts) for parts in zip(*columns, strict=True)]
 
 
-def _rates(owners: Owners) -> tuple[float, ...]:
+@lru_cache(maxsize=8)  # schedules differ in what is waited for, mostly not in the work
+def _rates(owners: tuple[tuple[int, tuple[float, ...]], ...]) -> tuple[float, ...]:
     """By kind, what a millisecond of one of its devices is worth; all the same where that is not to be known."""
     alike = (1.0,) * len(owners)
     if len(owners) == 1 or sum(len(times) for _, times in owners) > MOST_TIMES:

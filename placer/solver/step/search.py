@@ -98,8 +98,8 @@ class StepSearch(BestStep):
         self.best = self.choices[0]
         self.random = Random(self.request.seed)
         self._offer_one_device()
-        share = self._share(FIRST_BOUNDS_SHARE)
-        for choice in self.choices:
+        for number, choice in enumerate(self.choices):
+            share = self._share(FIRST_BOUNDS_SHARE / (len(self.choices) - number))
             bounded(choice, partial(self._over, choice, share))
         self.choices = in_order(self.choices)
         for number, choice in enumerate(self.choices):
