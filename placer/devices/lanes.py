@@ -20,6 +20,7 @@ from torch import Tensor
 from placer.devices import moving
 from placer.devices.moving import location
 from placer.devices.routes import HOST, has_detour
+from placer.devices.streams import stream_of_lane
 
 Mark = Any
 """A point in a lane; on a CPU stand-in, where what was issued is done: None, or the time in s if that is asked for."""
@@ -48,7 +49,7 @@ class Lane:
         self.device = device
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device) if caller else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.current_stream(device) if caller else stream_of_lane(device)
         self._before = _Before()
 
     def __enter__(self) -> Lane:

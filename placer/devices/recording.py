@@ -16,6 +16,7 @@ import torch
 from placer.devices.caching import Request, repeated
 from placer.devices.fitting import Rooms, fit
 from placer.devices.names import RECORDING, synchronise
+from placer.devices.streams import stream_of_recordings
 
 _ERRORS = "thread_local"
 """What breaks a recording off: what its own thread may not do. Others go on, such as one that pins batches."""
@@ -40,7 +41,7 @@ class Recorder:
 def recorder(device: torch.device) -> Recorder:
     """One for each device: every further stream would cost another workspace."""
     with torch.cuda.device(device):
-        stream, beside = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        stream, beside = (stream_of_recordings(device) for _ in range(2))
         synchronise(device)
         before = torch.cuda.memory_allocated(device)
         for one in (stream, beside):
