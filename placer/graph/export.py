@@ -38,7 +38,7 @@ from placer.graph.reduced import Reduction, reductions
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, Patience, custom_functions
-from placer.graph.variables import Variables
+from placer.graph.variables import Variables, only_read
 
 _LIBRARIES = tuple(str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 """Where code that is not the model's own lies."""
@@ -224,7 +224,7 @@ def _exported(
 ) -> Exported:
     """A capture that leaves open the first of these sizes that torch.export allows."""
     tensors, inputs = flatten_inputs(args, kwargs)
-    device, batch = capture_device(module, tensors), batch_size(tensors)
+    device, batch, before = capture_device(module, tensors), batch_size(tensors), Variables(module).read()
     traced = _traced(module, device, inputs, tensors, open_sizes, patience)
     if traced.drawn and threading.active_count() > 1:  # it may have been another thread that drew
         traced = _traced(module, device, inputs, tensors, open_sizes, patience, among_threads=True)
@@ -242,7 +242,7 @@ def _exported(
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=has_effect)
     symbols = batch_symbols(graph_module.graph)
-    checkpointed, read = tuple(traced.checkpointed), (*traced.notes.only_read(), *Variables(module).read())
+    checkpointed, read = tuple(traced.checkpointed), (*traced.notes.only_read(), *only_read(before))
     return Exported(graph_module, inputs, traced.outputs, device, symbols, batch, checkpointed, read, traced.left)
 
 

@@ -10,7 +10,6 @@ what these close over: names that are never reached count, too.
 
 from __future__ import annotations
 
-import dis
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -30,6 +29,9 @@ _NONE = object()
 Place = tuple[Any, str]
 """A holder, and the name of a variable or an attribute that it has, or may have."""
 
+Held = tuple[Place, Any, Any]
+"""A place, what was there, and a copy of it where it can be filled."""
+
 
 class Variables:
     """Those that the code of a model's own classes names.
@@ -42,19 +44,18 @@ class Variables:
         kinds = dict.fromkeys(base for child in model.modules() for base in type(child).__mro__)
         self._classes = [kind for kind in kinds if not _is_known(kind)]
 
-    def read(self) -> tuple[Place, ...]:
-        """The plain ones that are read and never set."""
+    def read(self) -> list[Held]:
+        """The plain ones, with what is there now."""
         attributes = [(one, name) for one in (*self.objects, *self._kinds) for name in self._named if name in vars(one)]
         cells = [(cell, "cell_contents") for function in self._code for cell in function.__closure__ or ()]
-        places = [*self._variables, *attributes, *cells]
-        plain = [place for place in places if type(getattr(*place, None)) in _PLAIN and place[1] not in self._set]
-        return tuple({(id(holder), name): (holder, name) for holder, name in plain}.values())
+        places = {(id(holder), name): (holder, name) for holder, name in (*self._variables, *attributes, *cells)}
+        held = [(place, getattr(*place, None)) for place in places.values()]
+        return [_held(place, value) for place, value in held if type(value) in _PLAIN]
 
-    def contents(self) -> list[tuple[Place, Any, Any]]:
-        """What tensors may be left in: places, what is there now, and a copy of it where it can be filled."""
+    def contents(self) -> list[Held]:
+        """What tensors may be left in, with what is there now."""
         attributes = [(kind, name) for kind in self._classes for name in self._named]
-        held = [(place, vars(place[0]).get(place[1], _NONE)) for place in (*self._variables, *attributes)]
-        return [(place, value, value.copy() if type(value) in _FILLED else None) for place, value in held]
+        return [_held(place, vars(place[0]).get(place[1], _NONE)) for place in (*self._variables, *attributes)]
 
     @cached_property
     def objects(self) -> list[Any]:
@@ -94,12 +95,6 @@ class Variables:
         return list(found)
 
     @cached_property
-    def _set(self) -> set[str]:
-        """The names of variables that the code itself sets."""
-        every = (code for function in self._code for code in _inner(function.__code__))
-        return {step.argval for code in every for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
-
-    @cached_property
     def _variables(self) -> list[Place]:
         """Those of the files that the code is in."""
         found: dict[tuple[int, str], Place] = {}
@@ -111,25 +106,46 @@ class Variables:
         return list(found.values())
 
 
-def put_back(before: Iterable[tuple[Place, Any, Any]]) -> list[str]:
+def only_read(before: Iterable[Held]) -> tuple[Place, ...]:
+    """The places where nothing has changed since: what ``forward`` itself changes is its own affair.
+
+    Args:
+        before: from ``Variables.read``, before it ran.
+    """
+    return tuple(place for place, value, copy in before if _is_as_it_was(getattr(*place, _NONE), value, copy))
+
+
+def put_back(before: Iterable[Held]) -> list[str]:
     """Take tensors away again that were left in variables since; their places, in words.
 
     Args:
-        before: what was there, from ``Variables.contents``.
+        before: from ``Variables.contents``.
     """
     found = []
     for (holder, name), value, copy in before:
         now = vars(holder).get(name, _NONE)
-        if now is not value and _has_tensors(now):
+        if _is_as_it_was(now, value, copy) or not _has_tensors(now):
+            continue
+        if now is not value:
             delattr(holder, name) if value is _NONE else setattr(holder, name, value)
-        elif copy is not None and now is value and len(now) != len(copy) and _has_tensors(now):
+        else:
             now.clear()
             (now.extend if isinstance(now, list | deque) else now.update)(copy)
-        else:
-            continue
         where = f"the variable {name!r} of" if isinstance(holder, types.ModuleType) else f"{name!r} of"
         found.append(f"{where} {holder.__name__}")
     return found
+
+
+def _held(place: Place, value: Any) -> Held:
+    return place, value, value.copy() if type(value) in _FILLED else None
+
+
+def _is_as_it_was(now: Any, value: Any, copy: Any) -> bool:
+    return now is value and (copy is None or [*map(id, _items(now))] == [*map(id, _items(copy))])
+
+
+def _items(filled: Any) -> Iterable[Any]:
+    return (*filled, *filled.values()) if isinstance(filled, dict) else filled
 
 
 def _has_tensors(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import Lock
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -16,6 +17,14 @@ from placer.executor.training.weights import Keep
 _waiting: WeakSet[Any] = WeakSet()
 """The flows whose gradients have waited for a step."""
 
+_noting = Lock()
+
+
+def _all_waiting() -> list[Any]:
+    """Those whose gradients wait now; other threads may note some meanwhile."""
+    with _noting:
+        return [flow for flow in _waiting if flow.gradients_wait]
+
 
 def note_waiting(flow: Any) -> None:
     """A flow's gradients wait for a step, which may be of an optimizer that steps other flows too.
@@ -23,7 +32,8 @@ def note_waiting(flow: Any) -> None:
     Args:
         flow: with ``gradients_wait``, which is True.
     """
-    _waiting.add(flow)
+    with _noting:
+        _waiting.add(flow)
 
 
 def kept(flow: Any, keep: bool) -> Keep:
@@ -35,8 +45,7 @@ def kept(flow: Any, keep: bool) -> Keep:
     """
     if keep:
         return lambda parameter: True
-    others = [other for other in _waiting if other is not flow and other.gradients_wait]
-    wait = {id(parameter) for other in others for parameter in other.module.parameters()}
+    wait = {id(one) for other in _all_waiting() if other is not flow for one in other.module.parameters()}
     return lambda parameter: id(parameter) in wait
 
 
@@ -100,7 +109,7 @@ class Others:
     def wait_no_longer(self) -> None:
         """Flows whose parameters were stepped beside the model's begin anew."""
         stepped = {id(parameter) for parameter in self._parameters}
-        for flow in [*_waiting] if stepped else ():
+        for flow in _all_waiting() if stepped else ():
             if any(id(parameter) in stepped for parameter in flow.module.parameters()):
                 flow.gradients_wait = False
 

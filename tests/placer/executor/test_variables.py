@@ -24,10 +24,12 @@ SHARES = [1.0]
 ARGS = argparse.Namespace(scale=1.0)
 KEPT: list[Tensor] = []
 CALLS = 0
+COUNTS = {"calls": 0}
 
 
 class Settings:
     scale = 1.0
+    calls = 0
 
 
 class Recorder:
@@ -87,6 +89,8 @@ class Net(nn.Module):
         if self.way == "counted":
             global CALLS
             CALLS += 1
+            COUNTS["calls"] += 1000
+            Settings.calls += 1000
         return self.b(h)  # type: ignore[no-any-return]
 
 
@@ -154,7 +158,7 @@ def test_what_forward_keeps_is_that_of_each_call(way: str) -> None:
         Net.kept = None
 
 
-def test_a_variable_that_forward_itself_sets_has_nothing_captured_anew() -> None:
+def test_what_forward_itself_changes_has_nothing_captured_anew() -> None:
     with logical_devices(2):
         flow = _placed(Net("counted"))
         flow(X)
