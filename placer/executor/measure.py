@@ -211,6 +211,7 @@ def _not_captured(flow: Any) -> InputError:
     reason = getattr(flow, "not_captured_because", "")
     if not reason:
         return InputError(
-            "a layer reads a number that another took from a tensor, so that there is no pipeline to measure"
+            "micro-batches run one after another, so that there is no pipeline to measure: a layer reads a number that "
+            "another took from a tensor, or the step has warned of what else is in the way"
         )
     return InputError(f"the model runs through hooks, so it has no segments to measure: {reason}")

@@ -74,6 +74,10 @@ def test_such_a_step_is_not_measured() -> None:
         step = flow.train_step(_decay(model, flow))
         with pytest.raises(InputError, match="loss_fn reads parameters"):
             flow.measure(X, Y, step=step, chunks=2)
+        with pytest.warns(UserWarning, match="loss_fn reads parameters"):
+            step(X, Y, chunks=2)
+        with pytest.raises(InputError, match="the step has warned of what else is in the way"):
+            flow.measure(X, Y, step=step, chunks=2)
 
 
 def test_a_loss_that_makes_leaves_of_its_own_runs_through_the_pipeline() -> None:
