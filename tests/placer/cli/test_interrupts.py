@@ -52,6 +52,8 @@ def test_it_does_while_what_a_command_needs_is_imported() -> None:
     code = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background of a shell ignores it
+
 class Interrupting:
     def find_spec(self, name, *_):
         if name == "placer.cli.command":
