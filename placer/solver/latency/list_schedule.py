@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import inf
 
+from placer.solver.bounds import longest_paths
 from placer.solver.components import closed_groups, topological_order
 from placer.solver.free.room import Room
 from placer.solver.latency.makespan import Ways
@@ -107,10 +108,8 @@ class _Listing:
             sum(row[d] for d in able) / len(able) for row, able in zip(self._work_ms, self._blocks.allowed, strict=True)
         ]
         arcs = [(source, block) for block, inputs in enumerate(self._inputs) for source, *_ in inputs if source < block]
-        way = list(work)
-        for source, block in sorted(arcs, key=lambda arc: arc[1], reverse=True):
-            way[source] = max(way[source], work[source] + way[block])
-        return topological_order(len(work), arcs, [-one for one in way])
+        ways = longest_paths(range(len(work) - 1, -1, -1), work, [(block, source) for source, block in arcs])
+        return topological_order(len(work), arcs, [-way for way in ways])
 
     def schedule(self, order: Sequence[int], most: int) -> list[int] | None:
         """By block, the device on which it is done first, as they come; None if there is none for one of them.

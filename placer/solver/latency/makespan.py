@@ -13,7 +13,7 @@ from math import inf
 from typing import Self
 
 from placer.schema import Link
-from placer.solver.bounds import fastest_ms
+from placer.solver.bounds import fastest_ms, longest_behind
 from placer.solver.problem import Problem
 
 Inputs = Sequence[Sequence[tuple[int, int]]]
@@ -74,7 +74,8 @@ class Pass:
         devices: Sequence[int],
     ) -> None:
         self._ways, self._time_ms, self._inputs = ways, time_ms, inputs
-        self._tail_ms = _tails_ms(fastest_ms, inputs)
+        arcs = [(source, place) for place, row in enumerate(inputs) for source, _ in row]
+        self._tail_ms = longest_behind(fastest_ms, arcs)  # at no cost of transfers
         self.least_ms = max(own + tail for own, tail in zip(fastest_ms, self._tail_ms, strict=True))
         self.looked_at = 0
         self._device = list(devices)
@@ -169,12 +170,3 @@ class Pass:
                 return None
         self.looked_at += len(finish) - first
         return finish
-
-
-def _tails_ms(fastest_ms: Sequence[float], inputs: Inputs) -> list[float]:
-    """By place, the longest way from its finish to the end, at no cost of transfers."""
-    tails = [0.0] * len(fastest_ms)
-    for place in reversed(range(len(fastest_ms))):
-        for source, _ in inputs[place]:
-            tails[source] = max(tails[source], fastest_ms[place] + tails[place])
-    return tails
