@@ -49,7 +49,7 @@ class Lane:
         self.device = device
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device) if caller else stream_of_lane(device)
+            self._stream = torch.cuda.current_stream(device) if caller else stream_of_lane(device, self)
         self._before = _Before()
 
     def __enter__(self) -> Lane:

@@ -1,45 +1,50 @@
-"""CUDA streams of the library's own: torch hands out the same 32 of a device again and again.
+"""CUDA streams that the library makes: torch hands out the same 32 streams of a device repeatedly.
 
-Lanes that have one stream work one after another, which costs time alone. But what one thread issues to a stream on
-which another one records would go into the recording, or break it off. So lanes and recordings share none, as long as
-there are others.
+Two lanes on one stream run one after the other, which only costs time. But work that one thread issues to a stream
+while another thread records on it would enter the recording or break it off. Therefore lanes and recordings share no
+stream, as long as the pool has others.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch
 
 POOL = 32
-"""So many streams of a device there are."""
+"""Number of streams per device in torch's pool (c10/cuda/CUDAStream.cpp)."""
 
 _lock = threading.Lock()
-_of_lanes: dict[torch.device, list[ref[torch.cuda.Stream]]] = defaultdict(list)
-_of_recordings: dict[torch.device, set[int]] = defaultdict(set)
+# By owner and not by stream: a weak reference to a torch.cuda.Stream crashes the process (torch 2.11).
+_lanes: defaultdict[torch.device, WeakKeyDictionary[object, int]] = defaultdict(WeakKeyDictionary)
+_recordings: defaultdict[torch.device, set[int]] = defaultdict(set)
 
 
-def stream_of_lane(device: torch.device) -> torch.cuda.Stream:
-    """One on which nothing is recorded."""
+def stream_of_lane(device: torch.device, owner: object) -> torch.cuda.Stream:
+    """Return a stream on which nothing is recorded.
+
+    Args:
+        device: a CUDA device.
+        owner: the lane; no recording gets this stream while the owner exists.
+    """
     with _lock:
-        stream = _other_than(_of_recordings[device], device)
-        _of_lanes[device] = [known for known in _of_lanes[device] if known() is not None] + [ref(stream)]
+        stream = _stream_outside(_recordings[device], device)
+        _lanes[device][owner] = stream.cuda_stream
         return stream
 
 
 def stream_of_recordings(device: torch.device) -> torch.cuda.Stream:
-    """One that no lane has, now or later."""
+    """Return a stream that no lane has, now or later."""
     with _lock:
-        lanes = [stream for known in _of_lanes[device] if (stream := known()) is not None]
-        stream = _other_than({lane.cuda_stream for lane in lanes} | _of_recordings[device], device)
-        _of_recordings[device].add(stream.cuda_stream)
+        stream = _stream_outside({*_lanes[device].values(), *_recordings[device]}, device)
+        _recordings[device].add(stream.cuda_stream)
         return stream
 
 
-def _other_than(taken: set[int], device: torch.device) -> torch.cuda.Stream:
-    """One that is not taken; any, where all are."""
+def _stream_outside(taken: set[int], device: torch.device) -> torch.cuda.Stream:
+    """Return a stream that is not taken, or any stream if all are."""
     for _ in range(POOL):
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if stream.cuda_stream not in taken:

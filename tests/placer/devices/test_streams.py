@@ -1,10 +1,8 @@
-"""The streams of a device are handed out again and again: none of a recording's to a lane."""
+"""torch hands out the 32 streams of a device repeatedly: lanes and recordings share none of them."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -15,34 +13,40 @@ DEVICE = torch.device("cuda", 0)
 
 
 class _Stream:
-    """As torch hands them out: 32 in turn."""
+    """A stand-in for torch.cuda.Stream; like it in torch 2.11 it has no weak references."""
 
-    turn = itertools.count()
+    __slots__ = ("cuda_stream",)
+    numbers = itertools.count()
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda_stream = next(self.turn) % streams.POOL
+        self.cuda_stream = next(self.numbers) % streams.POOL
+
+
+class _Lane:
+    def __init__(self) -> None:
+        self.number = streams.stream_of_lane(DEVICE, self).cuda_stream
 
 
 @pytest.fixture(autouse=True)
 def pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
-    monkeypatch.setattr(streams, "_of_lanes", defaultdict(list))
-    monkeypatch.setattr(streams, "_of_recordings", defaultdict(set))
+    streams._lanes.pop(DEVICE, None)
+    streams._recordings.pop(DEVICE, None)
 
 
 def test_no_lane_has_a_stream_of_recordings() -> None:
     recording = {streams.stream_of_recordings(DEVICE).cuda_stream for _ in range(2)}
-    lanes: list[Any] = [streams.stream_of_lane(DEVICE) for _ in range(100)]
-    assert len(recording) == 2 and recording.isdisjoint(lane.cuda_stream for lane in lanes)
+    lanes = [_Lane() for _ in range(100)]
+    assert len(recording) == 2 and recording.isdisjoint(lane.number for lane in lanes)
 
 
 def test_a_recording_takes_a_stream_that_no_living_lane_has() -> None:
-    lanes: list[Any] = [streams.stream_of_lane(DEVICE) for _ in range(31)]
-    left = ({*range(32)} - {lane.cuda_stream for lane in lanes}).pop()
-    gone = streams.stream_of_lane(DEVICE).cuda_stream
+    lanes = [_Lane() for _ in range(31)]
+    left = ({*range(32)} - {lane.number for lane in lanes}).pop()
+    gone = _Lane().number
     assert streams.stream_of_recordings(DEVICE).cuda_stream == left == gone
 
 
-def test_where_lanes_have_all_streams_a_recording_has_one_of_theirs() -> None:
-    lanes: list[Any] = [streams.stream_of_lane(DEVICE) for _ in range(32)]
-    assert streams.stream_of_recordings(DEVICE).cuda_stream in {lane.cuda_stream for lane in lanes}
+def test_a_recording_shares_a_stream_when_lanes_have_all() -> None:
+    lanes = [_Lane() for _ in range(32)]
+    assert streams.stream_of_recordings(DEVICE).cuda_stream in {lane.number for lane in lanes}
