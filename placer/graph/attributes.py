@@ -34,18 +34,18 @@ class Notes:
 
     def __init__(self, model: nn.Module) -> None:
         modules = [child for child in model.modules() if not is_torchs(type(child))]
-        self.holders: dict[int, Any] = {id(holder): holder for holder in (*modules, *objects_of(modules))}
-        self.noted = {(id(holder), name) for holder in self.holders.values() for name in _names(holder)}
+        self.holders: dict[int, Any] = {identity(holder): holder for holder in (*modules, *objects_of(modules))}
+        self.noted = {(key, name) for key, holder in self.holders.items() for name in _names(holder)}
         self._read: dict[tuple[int, str], None] = {}
         self._written: set[tuple[int, str]] = set()
 
     def read(self, holder: Any, name: str) -> None:
         """The code reads an attribute."""
-        self._read[id(holder), name] = None
+        self._read[identity(holder), name] = None
 
     def write(self, holder: Any, name: str) -> None:
         """The code sets an attribute, or takes it away."""
-        self._written.add((id(holder), name))
+        self._written.add((identity(holder), name))
 
     def read_unseen(self, kind: type, name: str) -> None:
         """Take an attribute for read of all objects of a class, where that is not seen."""
@@ -108,6 +108,15 @@ def own(holder: Any) -> dict[str, Any]:
     # Where that is so the compiler of a branch of torch.cond follows.
     found: dict[str, Any] = holder.__dict__ if is_usual else object.__getattribute__(holder, "__dict__")
     return found
+
+
+def identity(holder: Any) -> int:
+    """Return a number that tells an object from all others that live now.
+
+    While torch.export traces a model in which a module has two names, code meets each module as a stand-in object,
+    a new one for each access. A stand-in shares the attribute dictionary of its module, so that dictionary counts.
+    """
+    return id(own(holder))
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import _StopRecomputationError
 
+from placer.graph.attributes import identity
+
 
 @contextmanager
 def noticed(module: nn.Module) -> Iterator[list[str]]:
@@ -22,13 +24,13 @@ def noticed(module: nn.Module) -> Iterator[list[str]]:
     Yields:
         The paths of those modules, the outermost of each checkpoint.
     """
-    names = {id(child): name for name, child in module.named_modules()}
+    names = {identity(child): name for name, child in module.named_modules()}
     found: list[str] = []
 
     def look(child: nn.Module, _: Any) -> None:
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, say, which is one operation
             return
-        name = names.get(id(child))
+        name = names.get(identity(child))
         if name and name not in found and _under_checkpoint() and not any(name.startswith(f"{one}.") for one in found):
             found.append(name)
 

@@ -34,6 +34,7 @@ from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import Counted, KeptError, put_back, read_before_written
 from placer.graph.meeting import meeting
+from placer.graph.module_names import CalledNames
 from placer.graph.reduced import Reduction, reductions
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
@@ -315,8 +316,10 @@ def _export(
     while ways:
         structures: list[tuple[Structure, Left | None]] = []
         flat = _Flat(module, inputs, structures, copied, patience)
+        called = CalledNames(flat)
         try:
-            with put_back(module):  # torch.export gives each module a copy of a list that two of them share
+            # torch.export gives each module a copy of a list that two of them share
+            with put_back(module), called.watched():
                 program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(ways[0]),))
         except Exception as error:  # whatever the model's own code may raise while it is traced
             failure = failure or error
@@ -331,6 +334,7 @@ def _export(
                 f"forward keeps a tensor in {', '.join(sorted(flat.kept))}, which a graph would not leave there"
             )
         graph_module = program.module()
+        called.rename(graph_module.graph)
         written_to = written_inputs(graph_module.graph)
         _refuse_shared(tensors, written_to)
         if not written_to <= copied:  # once more, on copies, whose values are then results

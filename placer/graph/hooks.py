@@ -18,7 +18,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OF_EVERY_MODULE = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
 """Those that ``torch.nn.modules.module.register_module_forward_hook`` and its like put on every module there is."""
 
-_OURS = frozenset({"placer.graph.checkpoints", "placer.graph.footprint"})
+_OURS = frozenset({"placer.graph.checkpoints", "placer.graph.footprint", "placer.graph.module_names"})
 """Where hooks on every module come from that keep to the modules of one model."""
 
 
