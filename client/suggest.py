@@ -20,6 +20,7 @@ from placer.errors import (
 )
 from placer.request_spec import blank_profiles
 from placer.schema import (
+    BatchOptions,
     Constraints,
     Objective,
     Placement,
@@ -73,6 +74,7 @@ def suggest(
     profile_on_server: bool | None = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
     target: Any = None,
+    batch_options: BatchOptions | None = None,
 ) -> Placement:
     """Find where each layer of a model should run.
 
@@ -117,6 +119,8 @@ def suggest(
         loss_fn: ``loss_fn(output, target)``, in training: its time and memory count with those of the layer that makes
             the model's result. It is measured here, and belongs to a model that is.
         target: of one micro-batch, for ``loss_fn``.
+        batch_options: where the samples of a batch lie, and how its loss is reduced; the placement carries them to
+            ``update_flow``. The first dimension is the batch if None; those of a given profile stay.
 
     Returns:
         The placement, for ``DataFlow(model).update_flow(placement)``.
@@ -128,6 +132,10 @@ def suggest(
         SolveLimitError: none was found in time.
         ServerError: the server cannot be reached or cannot answer.
     """
+    if not isinstance(batch_options, BatchOptions | None):
+        raise InputError(f"batch_options is {kind_of(batch_options)}; give placer.BatchOptions(...), or leave it out")
+    if profile is not None and batch_options is not None:
+        raise InputError("a profile is given, which has batch_options of its own: leave them out")
     if not isinstance(split_tied, bool):
         raise InputError(f"split_tied is {split_tied!r}; give True or False")
     server = server or os.environ.get("PLACER_URL")
@@ -163,7 +171,8 @@ def suggest(
     if profile is None:
         module = _checked(model)
         example_inputs = _carried_inputs(module) if example_inputs is None else example_inputs
-        expected = _expected(example_inputs, batch_sizes, training, None if there else _names(devices), rules)
+        sizes = _sizes(module, example_inputs, batch_sizes, batch_options or BatchOptions())
+        expected = _expected(sizes, training, None if there else _names(devices), rules)
         request_of(expected, rules)  # what is wrong of it is told before minutes of measuring
     if there and server:
         with _waiting("measuring on the server", progress):
@@ -176,6 +185,7 @@ def suggest(
                 optimizer=optimizer,
                 granularity=granularity,
                 batch_sizes=batch_sizes,
+                options=batch_options or BatchOptions(),
             )
     elif profile is None:
         profiles = _measure(
@@ -191,6 +201,7 @@ def suggest(
             batch_sizes=batch_sizes,
             loss_fn=loss_fn,
             target=target,
+            batch_options=batch_options,
         )
     elif devices is not None or memory_bytes is not None:
         raise InputError("a profile is given, so its cluster counts: leave devices and memory_bytes out")
@@ -215,18 +226,21 @@ def _rules(constraints: Any) -> Constraints:
     return Constraints.model_validate({} if constraints is None else constraints)
 
 
-def _expected(
-    example_inputs: Any, batch_sizes: Any, training: bool, devices: list[str] | None, rules: Constraints
-) -> list[Profile]:
-    """Blank profiles as they will be measured: on devices that the constraints name, and enough of them, if None."""
+def _sizes(model: nn.Module, example_inputs: Any, batch_sizes: Any, options: BatchOptions) -> list[int]:
+    from placer.graph.batch_layout import Parameters
     from placer.profiler import inputs
 
+    return inputs.sizes(example_inputs, batch_sizes, options, Parameters.of(model))
+
+
+def _expected(sizes: list[int], training: bool, devices: list[str] | None, rules: Constraints) -> list[Profile]:
+    """Blank profiles as they will be measured: on devices that the constraints name, and enough of them, if None."""
     layers = [*rules.pinned, *rules.forbidden, *chain(*rules.colocated)]
     if devices is None:
         asked = () if isinstance(rules.recompute, str) else rules.recompute
         devices = [*rules.pinned.values(), *chain(*rules.forbidden.values()), *asked]
         devices += [f"device {number}" for number in range(rules.min_devices or 1)]
-    return blank_profiles(training, layers, devices, inputs.sizes(example_inputs, batch_sizes))
+    return blank_profiles(training, layers, devices, sizes)
 
 
 def _names(devices: Any) -> list[str]:
@@ -293,15 +307,23 @@ def _only_there_are_gpus(server: str) -> bool:
 
 
 def _measure_there(
-    server: str, model: nn.Module, example_inputs: Any, devices: Any, *, optimizer: Any, **options: Any
+    server: str,
+    model: nn.Module,
+    example_inputs: Any,
+    devices: Any,
+    *,
+    optimizer: Any,
+    options: BatchOptions,
+    **how: Any,
 ) -> list[Profile]:
     """The model's profile on the server's devices, or those of several micro-batch sizes, the largest last."""
     from placer.profiler.sending import describe
 
-    graphs = describe(model, example_inputs, **options)
+    graphs = describe(model, example_inputs, options=options, **how)
     requests = [_profile_request(graph, devices, optimizer) for graph in graphs]
     with Client(server) as client:
-        return [client.profile(request) for request in requests]
+        measured = [client.profile(request) for request in requests]
+    return [one.model_copy(update={"batch_options": options}) for one in measured]
 
 
 def _profile_request(graph: Graph, devices: Any, optimizer: Any) -> ProfileRequest:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from placer.profiler.profile import profile as profile
     from placer.refining import refine as refine
     from placer.schema import (
+        BatchOptions as BatchOptions,
+    )
+    from placer.schema import (
         Cluster as Cluster,
     )
     from placer.schema import (
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from placer_client.suggest import suggest as suggest
 
 __all__ = [
+    "BatchOptions",
     "Cluster",
     "Constraints",
     "DataFlow",
@@ -69,6 +73,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 
 _MODULES = ("distributed", "testing")
 _HOMES = {
+    "BatchOptions": "placer.schema",
     "Cluster": "placer.schema",
     "Constraints": "placer.schema",
     "DataFlow": "placer.executor.dataflow",

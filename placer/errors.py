@@ -3,6 +3,7 @@
     PlacerError
     ├── InputError            a value that was given cannot be used (also a ValueError)
     │   ├── ProfileError      a profile or cluster contradicts itself
+    │   ├── BatchError        micro-batches do not give what the whole batch gives
     │   └── PlacementError    a placement or layer map does not fit the model or the devices
     ├── CaptureError          the model's layer graph could not be had, the hook path included
     ├── ProfilingError        a layer or link could not be measured
@@ -21,6 +22,7 @@ A message states the values at fault in the user's words, and the way out.
 from __future__ import annotations
 
 __all__ = [
+    "BatchError",
     "CaptureError",
     "InfeasibleError",
     "InputError",
@@ -57,6 +59,10 @@ class PlacerError(Exception):
 
 class InputError(PlacerError, ValueError):
     """A value that was given cannot be used."""
+
+
+class BatchError(InputError):
+    """Micro-batches do not give what the whole batch gives: another output, or another loss."""
 
 
 class ProfileError(InputError):

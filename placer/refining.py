@@ -14,7 +14,7 @@ from placer.correction import improve
 from placer.errors import InputError, kind_of
 from placer.executor.compiled_segments import Backend, backend_of
 from placer.graph import arguments
-from placer.graph.batch import batch_size
+from placer.graph.batch_layout import layout_of
 from placer.graph.given import refuse_half_a_loss, refuse_no_loss, refuse_no_module
 from placer.graph.losses import LossFunction
 from placer.graph.structure import flatten
@@ -89,7 +89,7 @@ def refine(
     elif profile is not None:
         request = request.model_copy(update={"profile": profile})
     request = _of_one_size(request, placement)
-    _refuse_unlike(request.profile, placement, example_inputs)
+    _refuse_unlike(request.profile, placement, model, example_inputs)
     timed = timer or device_times
     stages = Stages(model, example_inputs, loss_fn, target, repeats, backend, timed, request.profile)
     return improve(placement, request, stages.measure, solve, rounds, tolerance)
@@ -114,7 +114,7 @@ def _of_one_size(request: PlacementRequest, placement: Placement) -> PlacementRe
     return request.model_copy(update={**chosen, "batch_size": request.whole_batch_size})
 
 
-def _refuse_unlike(profile: Profile, placement: Placement, example_inputs: Any) -> None:
+def _refuse_unlike(profile: Profile, placement: Placement, model: nn.Module, example_inputs: Any) -> None:
     """A profile of other layers or of another micro-batch would be corrected by times that are not its own."""
     known = {layer.name for layer in profile.layers}
     unknown = next((name for name in placement.layer_devices if name not in known), None)
@@ -124,7 +124,7 @@ def _refuse_unlike(profile: Profile, placement: Placement, example_inputs: Any) 
         )
     leaves, _ = flatten(inputs.split(example_inputs))
     arguments.refuse_no_tensor(example_inputs, leaves, "example_inputs")
-    samples = batch_size(leaves)
+    samples = layout_of(model, example_inputs, profile.batch_options, "example_inputs").size
     if profile.graph_hash and profile.batch_size != samples:  # one that was written by hand need not say its batch
         raise InputError(
             f"example_inputs are a micro-batch of {samples}, and the profile is of one of {profile.batch_size}; "
@@ -151,6 +151,7 @@ def _profile(
         granularity=tuple(placement.layer_devices),
         loss_fn=loss_fn if has_loss else None,
         target=target if has_loss else None,
+        batch_options=placement.batch_options,
     )
 
 

@@ -24,7 +24,8 @@ from placer.executor.inference.stream import Known
 from placer.executor.segments import MicroBatch, Segment, segments
 from placer.graph import arguments
 from placer.graph.layers import tensor_bytes
-from placer.graph.structure import flatten, flatten_inputs
+from placer.graph.losses import loss_and_values
+from placer.graph.structure import flatten
 from placer.profiler import inputs
 from placer.schema import Placement, Profile
 from placer.schema.refinement import StageTime
@@ -65,7 +66,7 @@ class Stages:
         self._model = model
         self._param_bytes = sum(layer.param_bytes for layer in profile.layers) if profile.graph_hash else None
         args, kwargs = inputs.split(example_inputs)
-        tensors, structure = inputs.trackable(args, kwargs)
+        tensors, structure, _ = inputs.trackable(args, kwargs)
         self._args, self._kwargs = structure.unflatten(tensors)
         self._loss_fn = loss_fn or _mean
         self._target = target
@@ -142,7 +143,8 @@ class Stages:
 
         def forward() -> None:
             made.clear()  # a graph of autograd that lived on from another lane would be waited for in a recording
-            made.append(self._loss_fn(structure.unflatten(leaves), goal_structure.unflatten(goals)))
+            loss, _ = loss_and_values(self._loss_fn(structure.unflatten(leaves), goal_structure.unflatten(goals)))
+            made.append(loss)
 
         def backward() -> None:
             torch.autograd.grad(made[0], roots, retain_graph=True, allow_unused=True)
@@ -151,8 +153,8 @@ class Stages:
         return forward_ms, backward_ms
 
     def _infer(self, flow: DataFlow) -> list[StageTime]:
-        tensors, structure = flatten_inputs(self._args, self._kwargs)
-        capture = flow.captured(tensors, structure)
+        inputs = flow.laid_out((self._args, self._kwargs))
+        capture, tensors = flow.captured(inputs), inputs.tensors
         assert capture is not None  # else it was refused
         if self._backend is not None:
             return self._infer_compiled(flow, Known(capture, tensors, self._backend))
@@ -196,7 +198,7 @@ class Stages:
 
     def _refuse_others(self, flow: DataFlow) -> None:
         """A model without stages, or one whose layers are called like the profile's and are not the profile's."""
-        capture = flow.captured(*flatten_inputs(self._args, self._kwargs))
+        capture = flow.captured(flow.laid_out((self._args, self._kwargs)))
         if capture is None:
             self._refuse_what_fails(flow)
             raise ProfilingError(

@@ -25,16 +25,27 @@ from placer.distributed.together import gathered, gpus, together
 from placer.distributed.tree import Names, plant
 from placer.distributed.weights import Sharing, Weights, keep_owners, owners_of
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
-from placer.executor.joining import output_of
+from placer.executor.batch_check import BatchChecks
+from placer.executor.joining import Joining
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
-from placer.executor.training.weighing import Weigh, Weighing
+from placer.executor.training.weighing import Weighing, merged
 from placer.graph import arguments
+from placer.graph.batch import beside_batch
+from placer.graph.batch_layout import (
+    DEFAULT,
+    BatchLayout,
+    Parameters,
+    layout_of,
+    refuse_no_options,
+)
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export
-from placer.graph.given import refuse_no_loss, refuse_no_module, refuse_sum
+from placer.graph.given import refuse_no_loss, refuse_no_module
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction
-from placer.schema import Placement
+from placer.graph.structure import flatten_inputs
+from placer.schema import BatchOptions, Placement
+from placer.schema.batch_options import Weigh
 from placer.units import count_text
 
 
@@ -50,6 +61,7 @@ def build(
     recompute: Collection[str] | None = None,
     group: dist.ProcessGroup | None = None,
     weigh: Weigh | None = None,
+    batch_options: BatchOptions | None = None,
 ) -> Pipeline:
     """This process's stages of a placed model, and their schedule. Every process calls it with the same arguments.
 
@@ -61,18 +73,22 @@ def build(
             or, on several hosts, ``HOST/cuda:0``; as many processes as devices must run, see ``placer.distributed.
             ranks``.
         example_inputs: one micro-batch: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss_fn: ``loss_fn(output, target)``, a mean over samples, or by what they weigh; None to run forwards alone.
+        loss_fn: ``loss_fn(output, target)``, a mean over samples unless ``batch_options`` say otherwise; None to run
+            forwards alone. Further values beside the loss are not returned.
         chunks: micro-batches in a batch; what the placement says if None.
         schedule: ``fill-drain``, ``1f1b``, ``interleaved`` or ``zero-bubble``; what the placement says if None.
         recompute: devices that keep of a micro-batch only what entered, and run forwards once more in its backward
             pass; what the placement says if None.
         group: the processes of the pipeline, for those who run several; all if None.
-        weigh: ``weigh(None, target)``, what each sample of a batch weighs in the loss, as for ``DataFlow.train_step``.
+        weigh: ``weigh(None, target)``, the weight of each sample in the loss, as for ``DataFlow.train_step``.
+        batch_options: where the samples of a batch lie, how results are joined and how the loss is reduced, as for
+            ``DataFlow``; what the placement says if None. Lists of samples cannot be sent from process to process.
 
     Returns:
         The stages, the schedule, and ``step``, which runs both.
 
     Raises:
+        BatchError: micro-batches give other results than a whole batch.
         InputError: no process group was made; chunks or the schedule are not possible; the processes' models differ;
             there is nothing to train; or another process could not build its part.
         PlacementError: the placement does not fit the model or the processes.
@@ -85,12 +101,16 @@ def build(
         raise InputError(f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone")
     with together(group, "build its part"):
         refuse_no_module(model)
-        placed = _Placed.of(placement, chunks, schedule, recompute)
+        placed = _Placed.of(placement, chunks, schedule, recompute, batch_options)
         if loss_fn is not None:
             _refuse_untrained(model, loss_fn)
-        loss = None if loss_fn is None else Weighing(loss_fn, weigh)
+        loss = None if loss_fn is None else Weighing(loss_fn, merged(placed.options, weigh))
         refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
-        exported = _captured(model, example_inputs)
+        layout = layout_of(model, example_inputs, placed.options, "example_inputs")
+        _refuse_lists(layout)
+        exported = _captured(model, example_inputs, layout)
+        beside = beside_batch(exported.module.graph, layout.dims)
+        layout = layout.without(beside.intersection(layout.undeclared()))
         graph = _without_leftovers(layer_graph(exported, model, tuple(placed.layer_devices)), exported)
         cut = line(graph, _places(graph, placed.layer_devices))
         schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
@@ -104,8 +124,11 @@ def build(
         device = _local(found[dist.get_rank(group)])
     owners = _owners(model, group)
     with together(group, "build its part"):
-        shape = _shape(exported, graph, placed, example_inputs)
-        return _assemble(model, exported, graph, cut, placed, loss, sharing, found, shape, device, group, owners)
+        shape = _shape(exported, graph, placed, example_inputs, layout)
+        is_last = found[dist.get_rank(group)].device == cut.devices[-1]
+        joining = _joining(model, example_inputs, layout, placed, is_last)
+        rest = found, shape, device, group, owners, joining
+        return _assemble(model, exported, graph, cut, placed, loss, sharing, *rest)
 
 
 def _refuse_no_group(group: object) -> None:
@@ -128,6 +151,7 @@ class _Placed:
     chunks: int
     schedule: str
     recompute: frozenset[str]
+    options: BatchOptions
 
     @classmethod
     def of(
@@ -136,7 +160,10 @@ class _Placed:
         chunks: int | None,
         schedule: str | None,
         recompute: Collection[str] | None,
+        options: BatchOptions | None,
     ) -> _Placed:
+        if options is not None:
+            refuse_no_options(options)
         if not isinstance(given, Placement | Mapping):
             raise PlacementError(
                 f"the placement is {kind_of(given)}; give a Placement, which "
@@ -151,20 +178,23 @@ class _Placed:
                 if not isinstance(name, str):
                     raise PlacementError(f"the map has {name!r}, which is no layer's name; give {{layer: device}}")
             named = {name: str(place) for name, place in given.items()}
-            return cls(named, 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ()))
+            how = 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ())
+            return cls(named, *how, options or DEFAULT)
         placement = placing(given)
         return cls(
             placement.layer_devices,
             placement.chunks if chunks is None else chunks,
             schedule or placement.schedule,
             frozenset(placement.recompute if recompute is None else recompute),
+            options or placement.batch_options,
         )
 
     def how(self, training: bool) -> str:
         """What all processes must agree in, beside the model and its places."""
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
         chunks = count_text(self.chunks, "micro-batch", "micro-batches")
-        return f"{chunks}, {self.schedule}, {'training' if training else 'forwards alone'}{again}"
+        batch = "" if self.options == DEFAULT else f", {self.options!r}"
+        return f"{chunks}, {self.schedule}, {'training' if training else 'forwards alone'}{again}{batch}"
 
     def idle(self, used: Collection[str]) -> str:
         """For a message: the devices that are named, and have nothing to run."""
@@ -178,7 +208,6 @@ class _Placed:
 def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
     """What a training step needs beside a placement."""
     refuse_no_loss(loss_fn)
-    refuse_sum(loss_fn)
     if not model.training:
         raise InputError("the model is in eval mode: call model.train() to build a pipeline that trains")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -188,10 +217,40 @@ def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
         )
 
 
-def _captured(model: nn.Module, example_inputs: Any) -> Exported:
+def _refuse_lists(layout: BatchLayout) -> None:
+    """Raise an InputError if a list has samples for items: stages send tensors of one shape."""
+    if layout.lists:
+        raise InputError(
+            f"{min(layout.lists)!r} is a list of samples, which stages in several processes cannot be sent; give one "
+            "tensor, or run the model with DataFlow on one host"
+        )
+
+
+def _joining(model: nn.Module, example_inputs: Any, layout: BatchLayout, placed: _Placed, is_last: bool) -> Joining:
+    """Return how results are joined, once the process with the last stage has seen that a batch may be cut.
+
+    A model on meta has no values to compare.
+    """
+    options, is_meta = placed.options, any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    declared = Joining.of(options, "give build(..., chunks=1)")
+    if not is_last or placed.chunks == 1 or is_meta or not options.verify:
+        return declared
+    call = arguments.split(example_inputs)
+    tensors, inputs = flatten_inputs(*call)
+    if layout.size == 1:  # the example twice
+        each = zip(tensors, layout.dims, strict=True)
+        call = inputs.unflatten([one if dim is None else torch.cat([one, one], dim) for one, dim in each])
+        layout = replace(layout, size=2)
+    sizes = [layout.size // 2] * 2
+    checks, parameters = BatchChecks(model), Parameters.of(model)
+    found = checks.joining(call, parameters, layout, sizes, options, None, lambda some: model(*some[0], **some[1]))
+    return replace(declared, found=found.found)
+
+
+def _captured(model: nn.Module, example_inputs: Any, layout: BatchLayout) -> Exported:
     args, kwargs = arguments.split(example_inputs, "example_inputs")
     try:
-        return export(model, args, kwargs)
+        return export(model, args, kwargs, layout.dims)
     except CaptureError as error:
         raise CaptureError(
             f"{error}. A model that cannot be captured cannot be cut apart; on one host DataFlow runs it through hooks"
@@ -223,6 +282,7 @@ def _assemble(
     device: torch.device,
     group: dist.ProcessGroup | None,
     owners: Mapping[str, int],
+    joining: Joining,
 ) -> Pipeline:
     ranks = [next(rank for rank, seat in enumerate(seated) if seat.device == name) for name in cut.devices]
     position = ranks.index(dist.get_rank(group))
@@ -254,15 +314,13 @@ def _assemble(
     }
     stages = [_stage(module, index, len(cut.stages), training, group) for index, module in modules.items()]
     leaves = modules[max(modules)].plan.leaves
-    outputs = [output_of(leaf.value.name, leaf.value, exported) for leaf in leaves]
     owned = nn.Module()
     plant(owned, weights.own, names)
     own = {id(parameter) for parameter in owned.parameters()}
     elsewhere = {id(item): name for name, item in model.named_parameters() if id(item) not in own}
-    is_fixed = not exported.batch_symbols
-    head = Head(loss_fn, exported.outputs, leaves, outputs, is_fixed, placed.chunks, device, elsewhere)
+    head = Head(loss_fn, exported.outputs, leaves, joining, [shape.samples] * shape.chunks, device, elsewhere)
     schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
-    return Pipeline(stages, schedule, owned, device, weights, head, shape, names, group)
+    return Pipeline(stages, schedule, owned, device, weights, head, shape, names, group, placed.options.verify)
 
 
 def _seats(
@@ -352,18 +410,19 @@ def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _shape(exported: Exported, graph: LayerGraph, placed: _Placed, example_inputs: Any) -> Shape:
+def _shape(exported: Exported, graph: LayerGraph, placed: _Placed, example_inputs: Any, layout: BatchLayout) -> Shape:
     inputs: Sequence[Any] = [graph.values[name] for name in graph.inputs]
-    first = next((place for place, value in enumerate(inputs) if value.shape), 0)
-    known = graph.batch_size > 1  # of one sample, that an input has one row says nothing
+    cut = [place for place, dim in enumerate(layout.dims) if dim is not None]
+    # Of one sample, that an input has one row says nothing: the first one is the batch.
+    known = set(cut) if layout.size > 1 else {*cut[:1], *(place for place in cut if layout.declared[place])}
     args, kwargs = arguments.split(example_inputs)
     return Shape(
         positional=len(args),
         keywords=tuple(kwargs),
         inputs=exported.inputs,
         shapes=tuple(value.shape for value in inputs),
-        batched=tuple(value.batch_dim == 0 and (known or place == first) for place, value in enumerate(inputs)),
+        dims=tuple(dim if place in known else None for place, dim in enumerate(layout.dims)),
         dtypes=tuple(value.dtype for value in inputs),
-        samples=graph.batch_size,
+        samples=layout.size,
         chunks=placed.chunks,
     )

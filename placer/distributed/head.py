@@ -11,24 +11,23 @@ from torch import Tensor
 from placer.distributed.parcels import Parcel
 from placer.errors import InputError
 from placer.executor.faults import Place, explain
-from placer.executor.joining import Output, gather, refuse_sizes
-from placer.executor.pipeline import scatter
+from placer.executor.joining import Joining, join
+from placer.executor.training.loss_check import compare_losses
 from placer.executor.training.reached import parameters
-from placer.executor.training.weighing import Weighing
+from placer.executor.training.weighing import Goals, Weighing
 from placer.graph.losses import refuse_no_number, refuse_untrained
-from placer.graph.structure import Structure, flatten
+from placer.graph.structure import Structure, detached_nest
 
 
 class Head:
     """From the last stage's flat outputs to what the user knows.
 
     Args:
-        loss_fn: ``loss_fn(output, target)``, weighed by what samples weigh; None without training.
+        loss_fn: the loss of a micro-batch; None without training.
         structure: of the model's result.
         parcels: the model's flat outputs.
-        outputs: what each of them is.
-        is_fixed: whether the graph holds for one size of micro-batches alone, so that it tells no size from a constant.
-        chunks: micro-batches in a batch.
+        joining: how results of micro-batches are joined.
+        sizes: samples in each micro-batch.
         device: of this process.
         elsewhere: the model's parameters that belong to other processes, their names by identity.
 
@@ -41,28 +40,34 @@ class Head:
         loss_fn: Weighing | None,
         structure: Structure,
         parcels: Sequence[Parcel],
-        outputs: Sequence[Output],
-        is_fixed: bool,
-        chunks: int,
+        joining: Joining,
+        sizes: Sequence[int],
         device: torch.device,
         elsewhere: Mapping[int, str],
     ) -> None:
-        self._loss_fn, self._chunks, self._device = loss_fn, chunks, device
+        self._loss_fn, self._sizes, self._device = loss_fn, list(sizes), device
         self._elsewhere: Mapping[int, str] | None = elsewhere
-        self._structure, self._parcels, self._outputs, self._is_fixed = structure, parcels, outputs, is_fixed
+        self._structure, self._parcels, self._joining = structure, parcels, joining
+        self._goals: Goals | None = None
+        self._made: list[tuple[Any, dict[str, Any]]] | None = None
         self.targets: Sequence[Any] | None = None
 
-    def take(self, target: Any, size: int) -> None:
-        """Take the target of a batch of so many samples."""
+    def take(self, target: Any) -> None:
+        """Take the target of a batch.
+
+        Raises:
+            InputError: it is of another batch.
+        """
         assert self._loss_fn is not None
-        leaves, structure = flatten(target)
-        if self._chunks > 1:
-            leaves, structure = self._loss_fn.with_weights(None, target, [], size)
-        here = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.targets = [structure.unflatten(part) for part in scatter(here, self._chunks, size)]
+        goals = self._loss_fn.goals(None, target, sum(self._sizes), len(self._sizes) > 1)
+        leaves = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in goals.leaves]
+        self._goals = goals._replace(leaves=leaves)
+        nest = goals.structure.unflatten(leaves)
+        parts = goals.layout.cut_values({"": nest}, self._sizes) if len(self._sizes) > 1 else [{"": nest}]
+        self.targets = [part[""] for part in parts]
 
     def loss(self, output: Any, target: Any) -> Tensor:
-        """A micro-batch's share of the batch's loss.
+        """Return a micro-batch's share of the batch's loss.
 
         Args:
             output: of the last stage.
@@ -75,13 +80,30 @@ class Head:
         assert self._loss_fn is not None
         number, goal = (0, target) if self.targets is None else (int(target), self.targets[int(target)])
         try:
-            loss = self._loss_fn(self.result(output), goal)
+            result = self.result(output)
+            loss, values = self._loss_fn(result, goal)
         except Exception as error:  # whatever a user's function raises
             raise explain(error, Place(number, "forward", 0, 0, self._device, "(loss)")) from error
         refuse_no_number(loss)
         refuse_untrained(loss)
         self._refuse_elsewhere(loss)
-        return loss / self._chunks
+        if self._made is not None:
+            self._made.append((detached_nest(result), detached_nest(values)))
+        return loss * self._loss_fn.shares(self._sizes)[number]
+
+    def collect(self, wanted: bool) -> None:
+        """Keep the results of micro-batches from now on, for ``compare``, or no longer."""
+        self._made = [] if wanted else None
+
+    def compare(self, losses: Sequence[Tensor]) -> None:
+        """Compare the losses of all micro-batches with that of the whole batch.
+
+        Raises:
+            BatchError: it is another.
+        """
+        if losses and self._loss_fn is not None and self._goals is not None and self._made is not None:
+            loss = torch.stack([loss.detach() for loss in losses]).sum()
+            compare_losses(self._loss_fn, self._goals, self._sizes, self._joining, loss, self._made)
 
     def _refuse_elsewhere(self, loss: Tensor) -> None:
         """Once: what a loss reads by itself of another process's parameters is neither up to date nor trained."""
@@ -98,22 +120,13 @@ class Head:
         """What the model returns, from the last stage's output."""
         return self._structure.unflatten(self._leaves(output))
 
-    def join(self, outputs: Sequence[Any], weight: int) -> Any:
-        """The results of all micro-batches as one.
+    def join(self, outputs: Sequence[Any]) -> Any:
+        """Return the results of all micro-batches as one.
 
         Args:
             outputs: of the last stage, by micro-batch.
-            weight: samples in each.
         """
-        weights, way_out = [weight] * len(outputs), "give build(..., chunks=1)"
-        if self._is_fixed:
-            refuse_sizes([self._structure] * len(outputs), weights, way_out)
-        columns = zip(*(self._leaves(output) for output in outputs), strict=True)
-        joined = [
-            gather(parts, output, weights, path, way_out)
-            for parts, output, path in zip(columns, self._outputs, self._structure.paths, strict=True)
-        ]
-        return self._structure.unflatten(joined)
+        return join([self.result(output) for output in outputs], self._sizes, self._joining)
 
     def _leaves(self, output: Any) -> list[Any]:
         flat = [output] if isinstance(output, Tensor) else list(output)

@@ -18,12 +18,13 @@ from placer.distributed import checkpoint
 from placer.distributed.head import Head
 from placer.distributed.schedules import LibrarySchedule
 from placer.distributed.stage import StageModule
+from placer.distributed.together import together
 from placer.distributed.tree import Names
 from placer.distributed.weights import Weights, is_hooked
 from placer.errors import InputError, PlacerError
 from placer.graph import arguments
-from placer.graph.losses import refuse_arrays, refuse_other_batch
-from placer.graph.structure import Structure, flatten, flatten_inputs
+from placer.graph.losses import refuse_arrays
+from placer.graph.structure import Structure, flatten_inputs
 
 _OTHER = (
     "for a smaller last batch build a second pipeline from the same model, its example one micro-batch of that; or "
@@ -40,7 +41,7 @@ class Shape:
         keywords: the names of the others, in the example's order.
         inputs: the structure of all of them.
         shapes: of the flat inputs of one micro-batch.
-        batched: whether the first dimension of each is the batch.
+        dims: the dimension of each that is the batch; None where it has none.
         dtypes: of the same.
         samples: in a micro-batch.
         chunks: micro-batches in a batch.
@@ -50,7 +51,7 @@ class Shape:
     keywords: tuple[str, ...]
     inputs: Structure
     shapes: tuple[tuple[int, ...], ...]
-    batched: tuple[bool, ...]
+    dims: tuple[int | None, ...]
     dtypes: tuple[torch.dtype, ...]
     samples: int
     chunks: int
@@ -79,6 +80,7 @@ class Pipeline:
         shape: Shape,
         names: Names,
         group: dist.ProcessGroup | None,
+        verify: bool = True,
     ) -> None:
         self.stages = stages
         self.schedule = schedule
@@ -89,6 +91,7 @@ class Pipeline:
         self._names, self._group = names, group
         self._frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         self._failed = False
+        self._is_compared = not verify or shape.chunks == 1
 
     @property
     def stage(self) -> PipelineStage:
@@ -122,9 +125,10 @@ class Pipeline:
             target: what the loss compares with, where ``is_last``, the batch first; None where the loss needs none.
 
         Returns:
-            The mean loss over the batch, detached, where ``is_last``; else None.
+            The loss of the batch, detached, where ``is_last``; else None.
 
         Raises:
+            BatchError: in the first step, the loss of the batch is not that of its micro-batches.
             InputError: the pipeline was built without a loss; it is inference mode; the batch is not like the example,
                 or requires a gradient; a parameter trains that did not when the pipeline was built; the loss is no
                 number; or an earlier step failed.
@@ -142,9 +146,15 @@ class Pipeline:
         with self._noted_failure():
             self._weights.refresh()
             self._weights.begin()
+            self._head.collect(not self._is_compared)
             with self._allocated(), torch.enable_grad():
                 self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
             self._weights.reduce()
+        if not self._is_compared:
+            with together(self._group, "take the losses of micro-batches for that of the batch"):
+                self._head.compare(losses)
+            self._head.collect(False)
+            self._is_compared = True
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     @torch.no_grad()
@@ -175,7 +185,7 @@ class Pipeline:
                 self.schedule.step(*arguments, return_outputs=False)
         finally:
             watch.remove()
-        return self._head.join(made, self._shape.samples) if self.is_last else None
+        return self._head.join(made) if self.is_last else None
 
     __call__ = forward
 
@@ -318,15 +328,23 @@ class Pipeline:
         for tensor, dtype in zip(tensors, self._shape.dtypes, strict=True):
             if tensor.dtype != dtype:  # what is sent on is received as what the example was
                 raise InputError(f"an input is of {tensor.dtype}, and the example's was of {dtype}; give both alike")
-        return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, self._shape.batched, strict=True))
+        return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, self._shape.dims, strict=True))
 
-    def _cut(self, tensor: Tensor, shape: tuple[int, ...], batched: bool) -> Tensor:
-        """A batch, laid out as the library expects it; what is no batch, as often as there are micro-batches."""
-        if shape and tuple(tensor.shape) == (shape[0] * self.chunks, *shape[1:]):
-            return tensor.contiguous()
-        if tuple(tensor.shape) == shape and not batched:
+    def _cut(self, tensor: Tensor, shape: tuple[int, ...], dim: int | None) -> Tensor:
+        """A batch as the library expects it, its micro-batches behind one another along the first dimension.
+
+        What is no batch is repeated, once for each micro-batch.
+        """
+        along = 0 if dim is None and shape else dim  # a batch of one sample says nothing of what is one
+        wanted = shape
+        if along is not None:
+            wanted = (*shape[:along], shape[along] * self.chunks, *shape[along + 1 :])
+            if tuple(tensor.shape) == wanted:
+                parts = tensor.split(shape[along], along)  # type: ignore[no-untyped-call]
+                return tensor.contiguous() if along == 0 else torch.cat(parts)
+        if tuple(tensor.shape) == shape and dim is None:
             return tensor.expand(self.chunks, *shape).reshape(-1, *shape[1:])
-        wanted = (self._shape.samples * self.chunks, *shape[1:]) if batched else shape
+        wanted = shape if dim is None else wanted
         raise InputError(
             f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the example make {wanted}"
             f"; {_OTHER}"
@@ -336,10 +354,8 @@ class Pipeline:
         """The numbers of the micro-batches, by which the loss finds its part of the target."""
         if not self.is_last:
             return None
-        size = self._shape.samples * self.chunks
         refuse_arrays(target)
-        refuse_other_batch(flatten(target)[0], size, _OTHER)
-        self._head.take(target, size)
+        self._head.take(target)
         return torch.arange(self.chunks)
 
     @contextmanager

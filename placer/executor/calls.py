@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from placer.errors import InputError
-from placer.executor.joining import OTHERS_OF_ONE, Kind, Output, join, output_of, refuse_sizes
+from placer.executor.joining import Joining, join
 from placer.executor.pipeline import run
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.state.statistics import BatchStatistics
 from placer.graph.export import Exported
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import Structure
-from placer.warned import warn
-
-_FEW_DIMS = 3
-"""So many dimensions are looked at for the samples: no further one is where results have those."""
 
 
 def call_captured(
@@ -77,55 +70,28 @@ def calls_instead(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]
         own.update(was)
 
 
-def joined_by_size(results: Sequence[list[Any]], weights: Sequence[int], structures: Sequence[Structure]) -> Any:
-    """The results of micro-batches that ran through hooks, where sizes alone tell which outputs have a batch."""
-    refuse_sizes(structures, weights)
-    structure, outputs = structures[-1], []
-    for path, parts in zip(structure.paths, zip(*results, strict=False), strict=False):  # ``join`` refuses others
-        dims = [dim for dim in range(_FEW_DIMS) if all(map(partial(_is_long, dim=dim), parts, weights))]
-        if 0 in dims and len(dims) > 1 and len(weights) > 1:
-            warn(
-                f"output {path or '(the result)'} of a micro-batch has shape {tuple(parts[0].shape)}, in which two "
-                "dimensions are as long as the micro-batch; the first is taken for the samples, as the model runs "
-                "through hooks and no graph tells: if it is not, call the flow with chunks=1"
-            )
-        outputs.append(Output(Kind.SAMPLES if 0 in dims else Kind.WHOLE))
-    return structure.unflatten(join(results, outputs, weights, structure.paths))
-
-
-def _is_long(leaf: Any, size: int, dim: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == size
-
-
 def joined(
     results: Sequence[list[Any]],
-    graph: LayerGraph,
-    weights: Sequence[int],
     captures: Sequence[Exported],
-    whole: Exported | None = None,
+    sizes: Sequence[int],
+    joining: Joining,
+    weights: Sequence[float] | None = None,
 ) -> tuple[Any, list[Any]]:
-    """The results of micro-batches that went through captured graphs, which tell what of them has a batch.
+    """Join the results of micro-batches that went through captured graphs.
 
     Args:
         results: the flattened results of each.
-        graph: of the first.
-        weights: samples in each.
         captures: the graph of each.
-        whole: that of the whole batch, where those are of one sample, in which nothing tells it from any other size.
+        sizes: samples in each.
+        joining: how results are joined.
+        weights: of each in a mean; ``sizes`` if None.
 
     Returns:
         What the model returns, and the tensors that it left in its inputs.
     """
-    exported = captures[0]
-    if whole is not None and whole.batch_symbols:
-        outputs = [output_of(name, None, whole) for name in whole.results]
-        if len(outputs) != len(graph.outputs):
-            raise InputError(OTHERS_OF_ONE)
-    else:
-        if not exported.batch_symbols:
-            refuse_sizes([capture.outputs for capture in captures], weights)
-        outputs = [output_of(name, graph.values.get(name), exported) for name in graph.outputs]
-    structure, left = exported.outputs, exported.left
-    paths = (*structure.paths, *(() if left is None else left.paths))
-    leaves = join(results, outputs, weights, paths)
-    return structure.unflatten(leaves), leaves[len(structure.paths) :]
+    nests, left = [], []
+    for leaves, exported in zip(results, captures, strict=True):
+        count = len(exported.outputs.paths)
+        nests.append(exported.outputs.unflatten(leaves[:count]))
+        left.append(leaves[count:])
+    return join(nests, sizes, joining, weights), join(left, sizes, Joining(dim=joining.dim), weights)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from threading import Lock, RLock
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -22,10 +22,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from placer import devices
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError, kind_of
+from placer.executor.batch_check import Weights
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.hooked import HookPath
 from placer.executor.inference.repeated_calls import RepeatedCalls
 from placer.executor.inference.stream import Streams
+from placer.executor.micro_batches import Cutter, MicroBatches
 from placer.executor.ordering import stage_by_stage
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.program import Capture, Program
@@ -33,11 +35,12 @@ from placer.executor.segments import Segment, StateLookup, segments
 from placer.executor.state.apply import Home, move_state, settle
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.clones import Clones, state_lookup
+from placer.graph.batch_layout import DEFAULT, Call, Part
 from placer.graph.given import refuse_no_flags, refuse_no_module
 from placer.graph.granularity import Granularity, as_named
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import Structure
-from placer.schema import Placement, Schedule
+from placer.graph.structure import flatten_inputs
+from placer.schema import BatchOptions, Placement, Schedule
 from placer.warned import warn
 
 __all__ = ["DataFlow"]
@@ -68,6 +71,8 @@ class DataFlow(PlacedCalls):
         layer_gpus: layer name -> device index (or anything that names a device); ordered, free to be edited. A later
             call of a module follows the first one, unless it is named itself: ``relu@1``.
         chunks: micro-batches that a call is cut into when it does not say.
+        batch_options: where the samples of a batch lie, how results are joined and how the loss is reduced, for calls
+            and steps that do not say; see ``BatchOptions``. Free to be edited.
         recompute: devices that in a training step keep no activations, but run forwards once more in the backward
             pass: less memory for more time. Free to be edited, as ``layer_gpus`` is.
         in_flight: for how many micro-batches each segment of an interleaved training step has room, in order; as many
@@ -108,6 +113,7 @@ class DataFlow(PlacedCalls):
         self.enable_clone = enable_clone
         self.deferred_batch_norm = deferred_batch_norm
         self.chunks = 1
+        self.batch_options = DEFAULT
         self.schedule: Schedule = "1f1b"
         self.recompute: list[DeviceLike] = []
         self.in_flight: Sequence[int] = ()
@@ -117,6 +123,7 @@ class DataFlow(PlacedCalls):
         self.layer_gpus: OrderedDict[str, DeviceLike] = self._default_map()
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._program = Program(module)
+        self._cutter = Cutter(self)
         self._assignment: Assignment | None = None
         self._places: list[torch.device] = []
         self._settled: set[str] = set()
@@ -139,8 +146,8 @@ class DataFlow(PlacedCalls):
         """Move the layers to where ``layer_gpus`` says; after this the flow runs them there.
 
         Args:
-            placement: sets ``layer_gpus``, the granularity, ``chunks``, the schedule, ``recompute`` and ``in_flight``
-                first.
+            placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the schedule, ``recompute``
+                and ``in_flight`` first.
             optimizer: one that already holds state for the parameters; its state moves with them, now and later, as
                 that of the optimizers of training steps does.
 
@@ -187,6 +194,7 @@ class DataFlow(PlacedCalls):
         self._granularity = "fine" if self.fine_grained else "submodule"
         self.layer_gpus = self._default_map()
         self.chunks = 1
+        self.batch_options = DEFAULT
         self.schedule = "1f1b"
         self.recompute = []
         self.in_flight = ()
@@ -213,6 +221,7 @@ class DataFlow(PlacedCalls):
         built._modules = {"module": self.module if module is None else module}
         built._plans, built._streams = {}, Streams(built)
         built._repeated = RepeatedCalls(built._streams)
+        built._cutter = Cutter(built)
         built.layer_gpus = OrderedDict(self.layer_gpus if layer_gpus is None else layer_gpus)
         built.update_flow()
         return built
@@ -243,16 +252,32 @@ class DataFlow(PlacedCalls):
             raise InputError(f"flow.recompute has {min(map(str, unknown))}; the flow's devices are {known}")
         return places
 
-    def captured(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> Capture | None:
+    def captured(self, part: Part, needed: bool = True) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks.
 
         Args:
-            tensors: the flattened inputs.
-            inputs: their structure.
+            part: the inputs.
             needed: False lets it run so, too, where call after call would need a capture of its own.
         """
-        captures = self._program.captures([tensors], inputs, needed or self._needs_captures)
+        captures = self._program.captures([part], needed or self._needs_captures)
         return None if captures is None else captures[0]
+
+    def cut(
+        self, call: Call, options: BatchOptions, sizes_of: Callable[[int], list[int]], weigh: Weights
+    ) -> MicroBatches:
+        """Cut a call into micro-batches; see ``Cutter.cut``."""
+        return self._cutter.cut(call, options, sizes_of, weigh, self._needs_captures)
+
+    def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
+        """Return the inputs of a call, flattened, with their batch dimensions.
+
+        Args:
+            call: positional and keyword arguments.
+            options: what was declared of the batch; the flow's if None.
+        """
+        tensors, inputs = flatten_inputs(*call)
+        layout = self._program.layout(call, tensors, inputs, self.batch_options if options is None else options)
+        return Part(tensors, inputs, layout.dims)
 
     def holds(self, capture: Capture) -> bool:
         """Whether a capture is still of the model as it is."""
@@ -312,6 +337,8 @@ class DataFlow(PlacedCalls):
         self.layer_gpus = OrderedDict((name, place.index if one_kind else str(place)) for name, place in places.items())
         self._granularity = tuple(places)
         self.chunks = placement.chunks
+        if placement.batch_options != DEFAULT:  # else what was declared here stays
+            self.batch_options = placement.batch_options
         self.schedule = placement.schedule
         self.recompute = list(placement.recompute)
         interleaved = placement.training and placement.schedule == "interleaved"
@@ -352,13 +379,14 @@ class DataFlow(PlacedCalls):
         if assign:  # the parameters are other objects now
             self._streams.clear()
             self._program = Program(self.module)
+            self._cutter = Cutter(self)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         """Without captures and clones, which are made again when needed."""
         state = dict(self.__dict__)
         state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = state["_streams"] = None
-        state["_repeated"] = state["lock"] = state["_optimizers"] = None
+        state["_repeated"] = state["lock"] = state["_optimizers"] = state["_cutter"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -366,6 +394,7 @@ class DataFlow(PlacedCalls):
         self.lock = _lock_of(self.module)
         self._optimizers = WeakSet()  # steps that were copied along bring theirs
         self._program = Program(self.module)
+        self._cutter = Cutter(self)
         self._hooks = HookPath(self.module)
         self._streams = Streams(self)
         self._repeated = RepeatedCalls(self._streams)

@@ -16,6 +16,7 @@ from placer.errors import InputError
 from placer.executor.pipeline import to_device
 from placer.executor.state.assignment import Assignment
 from placer.graph.alignment import Alignment, Arrivals
+from placer.graph.batch_layout import Part
 from placer.graph.structure import Structure, flatten
 from placer.graph.trace import refuse_scripts
 
@@ -41,14 +42,13 @@ class HookPath:
         self.runs = False
 
     def run(
-        self, assignment: Assignment, parts: Sequence[Sequence[Any]], inputs: Structure, target: torch.device
+        self, assignment: Assignment, parts: Sequence[Part], target: torch.device
     ) -> tuple[list[list[Any]], list[Structure], Any]:
         """Run every micro-batch.
 
         Args:
             assignment: the devices of the modules, whose state is there.
-            parts: the flattened inputs of each.
-            inputs: their structure.
+            parts: the inputs of each.
             target: where results go.
 
         Returns:
@@ -63,7 +63,7 @@ class HookPath:
         try:
             with self.standing(assignment):
                 for part in parts:
-                    args, kwargs = inputs.unflatten(part)
+                    args, kwargs = part.inputs.unflatten(part.tensors)
                     leaves, structure = flatten(self._module(*args, **kwargs))
                     results.append(to_device(leaves, target))
                     structures.append(structure)

@@ -1,185 +1,364 @@
-"""The results of micro-batches, joined to those of the batch."""
+"""The results of micro-batches, joined to those of the batch.
+
+    results of micro-batches ──▶ join(): each value by its rule ──▶ result of the batch
+
+A rule is what ``BatchOptions.outputs`` declares; else what ``find_rules`` sees when it compares a small batch with its
+micro-batches; else the convention: a tensor with a sample along the batch dimension is concatenated, and the mean is
+taken of a number.
+"""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer.errors import InputError
-from placer.graph.export import Exported
-from placer.graph.layers import Value
-from placer.graph.reduced import Reduction
-from placer.graph.structure import Structure
+from placer.graph.batch_layout import below
+from placer.graph.structure import flatten, parts_of
+from placer.schema import BatchOptions
+from placer.schema.batch_options import OTHERS, Join, rule_for
 
+CHUNKS_1 = "call the flow with chunks=1"
 
-class Kind(enum.Enum):
-    """What an output of a micro-batch is."""
-
-    SAMPLES = "its samples: one of its dimensions is the batch"
-    AMOUNT = "a number that grows with the samples, as theirs does, or their sum"
-    COUNTED = "another number that follows from how many samples there are"
-    CONSTANT = "made of no input"
-    LARGEST = "the largest number of its samples"
-    SMALLEST = "the smallest one"
-    TOGETHER = "made of its samples together, so that those of parts do not tell that of the whole"
-    WHOLE = "made of the micro-batch as a whole"
-
-
-OTHERS_OF_ONE = (
-    "micro-batches of one sample have other results than larger ones, numbers that follow from the batch say; "
-    "choose chunks by which each has two samples or more"
-)
+Compare = Callable[[Any, Any], bool]
+"""Whether two values are equal up to rounding."""
 
 
 @dataclass(frozen=True)
-class Output:
-    """How the results of micro-batches make that of the batch.
+class Joining:
+    """How the results of one kind of micro-batches are joined.
 
     Attributes:
-        kind: what it is.
-        dim: of samples, which dimension they are.
+        declared: rules by name, from ``BatchOptions.outputs``.
+        found: rules by name, from ``find_rules``.
+        dim: the batch dimension of results that no rule is known of.
+        way_out: what to do with results that cannot be joined, for messages.
     """
 
-    kind: Kind
+    declared: Mapping[str, Join] = field(default_factory=dict)
+    found: Mapping[str, Join] = field(default_factory=dict)
     dim: int = 0
+    way_out: str = CHUNKS_1
+
+    @classmethod
+    def of(cls, options: BatchOptions, way_out: str = CHUNKS_1) -> Joining:
+        """Return the joining of results that nothing was found of yet."""
+        outputs = options.outputs
+        declared = dict(outputs) if isinstance(outputs, dict) else {OTHERS: outputs}
+        return cls(declared, dim=options.inputs if isinstance(options.inputs, int) else 0, way_out=way_out)
+
+    def rule(self, name: str) -> Join | None:
+        """Return the rule of a value; None where the convention decides."""
+        declared = rule_for(name, self.declared, None)[0]
+        return declared if declared is not None else self.found.get(name)
 
 
-def output_of(name: str, value: Value | None, exported: Exported) -> Output:
-    """What an output is by its graph.
+@dataclass(frozen=True)
+class Difference:
+    """A value of a batch that its micro-batches do not give.
+
+    Attributes:
+        name: of the value; empty for a result that is one value.
+        whole: of the batch.
+        joined: of the micro-batches, joined by the nearest rule; their list where no rule applies.
+    """
+
+    name: str
+    whole: Any
+    joined: Any
+
+
+def join(parts: Sequence[Any], sizes: Sequence[int], joining: Joining, weights: Sequence[float] | None = None) -> Any:
+    """Join the results of all micro-batches of a batch.
 
     Args:
-        name: of the output.
-        value: as the graph's layers have it; None of what is none of theirs.
-        exported: the graph.
+        parts: the result of each, any nest of tensors.
+        sizes: samples in each.
+        joining: the rules.
+        weights: of each in a mean; ``sizes`` if None.
+
+    Raises:
+        InputError: a value cannot be joined; the message names it and the declaration that says how.
     """
-    if name in exported.sample_dims:
-        dim = exported.sample_dims[name]
-        return Output(Kind.TOGETHER) if dim is None else Output(Kind.SAMPLES, dim)
-    if value is not None and value.batch_dim == 0:
-        return Output(Kind.SAMPLES)
-    if name in exported.reductions:
-        return Output(_REDUCED[exported.reductions[name]])
-    if name in exported.amounts:
-        return Output(Kind.AMOUNT if exported.amounts[name] else Kind.COUNTED)
-    if not exported.batch_symbols and value is not None and value.dtype is None and not value.from_values:
-        return Output(Kind.COUNTED)  # the graph fixed a size, which was open before
-    return Output(Kind.CONSTANT if name in exported.constants else Kind.WHOLE)
+    return parts[0] if len(parts) == 1 else _Walk(sizes, joining, weights).over([*parts], "")
 
 
-_REDUCED = {
-    Reduction.SUM: Kind.AMOUNT,
-    Reduction.MEAN: Kind.WHOLE,
-    Reduction.LARGEST: Kind.LARGEST,
-    Reduction.SMALLEST: Kind.SMALLEST,
-    Reduction.TOGETHER: Kind.TOGETHER,
-}
-
-
-def gather(
+def find_rules(
+    whole: Any,
     parts: Sequence[Any],
-    output: Output,
-    weights: Sequence[int],
-    path: str,
-    way_out: str = "call the flow with chunks=1",
-) -> Any:
-    """Join one output of all micro-batches.
+    sizes: Sequence[int],
+    joining: Joining,
+    equal: Compare,
+    weights: Sequence[float] | None = None,
+) -> tuple[Joining, list[Difference], bool]:
+    """Find the rules by which the results of micro-batches make that of the batch.
 
     Args:
-        parts: the output of each, on one device.
-        output: samples are concatenated; what is made of no input is that of any, if it is one and the same.
-        weights: samples in each micro-batch; numbers are averaged by them, as a loss that is a mean over samples is.
-        path: where the output stands in the result, for messages.
-        way_out: for messages.
+        whole: the result of the batch.
+        parts: of its micro-batches.
+        sizes: samples in each.
+        joining: what was declared.
+        equal: whether two values are equal up to rounding.
+        weights: of each micro-batch in a mean; ``sizes`` if None.
 
-    Raises:
-        InputError: the output belongs to a micro-batch as a whole and is no number, or is a number that those of parts
-            do not tell.
+    Returns:
+        The joining with the rules that were found; the values for which no rule holds; and whether another batch has
+        to decide between several rules that hold, as where all values are zero.
     """
-    first, kind = parts[0], output.kind
-    if kind is Kind.AMOUNT:
-        return sum(parts)
-    if kind is Kind.COUNTED and len(parts) > 1:
-        raise InputError(
-            f"output {path or '(the result)'} is a number that follows from how many samples there are, and the "
-            f"micro-batches' do not add up to the batch's; {way_out}"
-        )
-    if all(part is first for part in parts):
-        return first
-    if kind is Kind.TOGETHER:
-        raise InputError(
-            f"output {path or '(the result)'} is made of a micro-batch's samples together, and the micro-batches' do "
-            f"not tell the batch's; {way_out}"
-        )
-    if kind in (Kind.LARGEST, Kind.SMALLEST):
-        together = torch.stack(list(parts))
-        return together.amax() if kind is Kind.LARGEST else together.amin()
-    if kind is Kind.SAMPLES:
-        unlike = next((part for part in parts if _beside(part, output.dim) != _beside(first, output.dim)), None)
-        if unlike is not None:
-            raise InputError(
-                f"output {path or '(the result)'} has shape {tuple(first.shape)} for one micro-batch and "
-                f"{tuple(unlike.shape)} for another, which cannot be joined; {way_out}"
-            )
-        return torch.cat(list(parts), output.dim)
-    if isinstance(first, Tensor) and first.dim() == 0 and first.is_floating_point():
+    walk = _Search(sizes, joining, equal, weights)
+    walk.over([*parts, whole], "")
+    return dataclasses.replace(joining, found={**joining.found, **walk.rules}), walk.differences, walk.is_undecided
+
+
+class _Walk:
+    """A walk through the results of all micro-batches at once.
+
+    Args:
+        sizes: samples in each.
+        joining: the rules.
+        weights: of each in a mean; ``sizes`` if None.
+    """
+
+    def __init__(self, sizes: Sequence[int], joining: Joining, weights: Sequence[float] | None = None) -> None:
+        self._sizes, self._joining = list(sizes), joining
+        weights = weights or self._sizes
         total = sum(weights)
-        return torch.stack([part * (weight / total) for part, weight in zip(parts, weights, strict=True)]).sum()
-    if not isinstance(first, Tensor) and all(part == first for part in parts):
-        return first
-    if kind is Kind.CONSTANT and all(torch.equal(part, first) for part in parts):
-        return first
-    raise InputError(
-        f"output {path or '(the result)'} has no batch dimension, so the micro-batches' results cannot be joined; "
-        f"{way_out}"
-    )
+        self._shares = [weight / total if total else 0.0 for weight in weights]
+
+    def over(self, nests: list[Any], name: str, in_object: bool = False) -> Any:
+        """Join nests that have this name in their results; ``in_object``: as attributes of an object."""
+        first, rule = nests[0], self._joining.rule(name)
+        if rule == "list" or callable(rule):
+            return self.leaf(nests, name, rule)
+        if isinstance(first, Tensor) or (_is_number(first) and not in_object):
+            return self.leaf(nests, name, rule)
+        if isinstance(first, (list, tuple)) and not hasattr(first, "_fields") and self.is_of_samples(nests, name, rule):
+            return self.items(nests, name)
+        found = [parts_of(nest) for nest in nests]
+        if None in found:
+            return self.constant(nests, name, in_object)
+        labels = [one[0] for one in found if one is not None]
+        if any(other != labels[0] for other in labels):
+            return self.unlike(nests, name)
+        columns = zip(labels[0], zip(*(one[1] for one in found if one is not None), strict=True), strict=True)
+        inside = not isinstance(first, (tuple, list, dict)) and not dataclasses.is_dataclass(first)
+        made = [self.over([*column], below(name, label), inside) for label, column in columns]
+        last = found[len(self._sizes) - 1]
+        return last[2](made) if last is not None else None
+
+    def leaf(self, nests: list[Any], name: str, rule: Join | None) -> Any:
+        """Join tensors or numbers."""
+        return self.joined(nests, name, self.convention(nests, name) if rule is None else rule)
+
+    def is_of_samples(self, nests: list[Any], name: str, rule: Join | None) -> bool:
+        """Return whether these lists have samples for items."""
+        return rule == "items"
+
+    def items(self, nests: list[Any], name: str) -> Any:
+        """Join lists of samples."""
+        return type(nests[0])([item for nest in nests[: len(self._sizes)] for item in nest])
+
+    def constant(self, nests: list[Any], name: str, in_object: bool) -> Any:
+        """Join what has no parts: words, flags, functions, objects; the last one stands for all."""
+        if isinstance(nests[0], (bool, str)) and not in_object and any(nest != nests[0] for nest in nests):
+            raise self.refusal(name, f"is {nests[0]!r} for one micro-batch and something else for another")
+        return nests[len(self._sizes) - 1]
+
+    def unlike(self, nests: list[Any], name: str) -> Any:
+        """Refuse nests of unlike structure."""
+        raise self.refusal(name, f"is {_shown(nests[0])} for one micro-batch and of another structure for another")
+
+    def convention(self, nests: list[Any], name: str) -> Join:
+        """Return the rule where nothing is declared or was found."""
+        first = nests[0]
+        if isinstance(first, Tensor) and first.dim():
+            for dim in dict.fromkeys((self._joining.dim, 0)):
+                sized = zip(nests, self._sizes, strict=True)
+                if all(isinstance(one, Tensor) and one.dim() > dim and one.shape[dim] == size for one, size in sized):
+                    return dim
+        elif _is_float(first):
+            return "mean"
+        if all(_is_equal(one, first) for one in nests):
+            return "same"
+        raise self.refusal(name, f"is {_shown(first)} for the first micro-batch, which has no batch dimension")
+
+    def joined(self, parts: list[Any], name: str, rule: Join) -> Any:
+        """Join tensors or numbers by a rule."""
+        if callable(rule):
+            return rule(parts, list(self._sizes))
+        if rule == "list":
+            return parts
+        if isinstance(rule, int):
+            return self._concatenated(parts, name, rule)
+        if rule == "same" and not all(_is_equal(part, parts[0]) for part in parts):
+            raise self.refusal(name, f"is {_shown(parts[0])} for the first micro-batch and differs for another")
+        if rule == "same" or (rule != "sum" and all(part is parts[0] for part in parts)):
+            return parts[0]
+        if rule == "items":
+            raise self.refusal(name, f"is declared as 'items', and is {_shown(parts[0])}, no list")
+        return _reduced(rule, parts, self._shares)
+
+    def _concatenated(self, parts: list[Any], name: str, dim: int) -> Tensor:
+        shapes = [tuple(part.shape) if isinstance(part, Tensor) else () for part in parts]
+        first = shapes[0]
+        for shape in shapes:
+            if len(shape) <= dim or shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
+                raise self.refusal(name, f"has shape {first} for one micro-batch and {shape} for another")
+        return torch.cat(parts, dim)
+
+    def refusal(self, name: str, why: str) -> InputError:
+        """Return the error for a value that cannot be joined."""
+        return InputError(
+            f"output {name or '(the result)'} {why}, so that the micro-batches' cannot be joined; declare how: "
+            f"batch_options=BatchOptions(outputs={{{name or OTHERS!r}: ...}}) with a dimension, 'mean', 'sum', 'items' "
+            f"or 'list'; or {self._joining.way_out}"
+        )
 
 
-def _beside(part: Tensor, dim: int) -> tuple[int, ...]:
-    """The sizes of its other dimensions."""
-    return (*part.shape[:dim], *part.shape[dim + 1 :])
+class _Search(_Walk):
+    """A walk through the results of all micro-batches and, behind them, that of the batch, for the rules that hold.
 
-
-def join(
-    results: Sequence[Sequence[Any]], outputs: Sequence[Output], weights: Sequence[int], paths: Sequence[str]
-) -> list[Any]:
-    """Join the outputs of all micro-batches, see ``gather``.
-
-    Args:
-        results: the outputs of each micro-batch.
-        outputs: what each is.
-        weights: samples in each micro-batch.
-        paths: where each output stands in the result.
+    Attributes:
+        rules: that hold, by name.
+        differences: the values for which none does.
+        is_undecided: whether unlike rules hold for a value, because it is zero.
     """
-    if len({len(result) for result in results}) > 1:
-        raise InputError(OTHERS_OF_ONE)
-    columns = zip(*results, strict=True)
-    return [gather(parts, output, weights, path) for parts, output, path in zip(columns, outputs, paths, strict=True)]
+
+    def __init__(self, sizes: Sequence[int], joining: Joining, equal: Compare, weights: Sequence[float] | None) -> None:
+        super().__init__(sizes, joining, weights)
+        self._equal = equal
+        self.rules: dict[str, Join] = {}
+        self.differences: list[Difference] = []
+        self.is_undecided = False
+
+    def leaf(self, nests: list[Any], name: str, rule: Join | None) -> Any:
+        """Find the rule of tensors or numbers."""
+        *parts, whole = nests
+        if rule == "list":
+            return whole
+        holding = [one for one in self._candidates(parts, whole, rule) if self._holds(parts, whole, name, one)]
+        if not holding:
+            self.differences.append(Difference(name, whole, self._nearest(parts, name, rule)))
+        elif rule is None:
+            self.rules[name] = holding[0]
+            self.is_undecided |= "sum" in holding[1:]  # all are zero
+            self.is_undecided |= holding[:2] == ["mean", "max"] and not all(_is_equal(part, parts[0]) for part in parts)
+        return whole
+
+    def is_of_samples(self, nests: list[Any], name: str, rule: Join | None) -> bool:
+        """Return whether these lists have samples for items: then the micro-batches' add up to the batch's."""
+        *parts, whole = nests
+        if not all(type(part) is type(whole) for part in parts):
+            return False
+        lengths = [len(part) for part in parts]
+        return rule == "items" or (sum(lengths) == len(whole) and len(whole) not in lengths)
+
+    def items(self, nests: list[Any], name: str) -> Any:
+        """Compare lists of samples."""
+        *parts, whole = nests
+        made = super().items(parts, name)
+        if self._are_equal(made, whole):
+            self.rules[name] = "items"
+        else:
+            self.differences.append(Difference(name, whole, made))
+        return whole
+
+    def constant(self, nests: list[Any], name: str, in_object: bool) -> Any:
+        """Compare words and flags."""
+        if isinstance(nests[0], (bool, str)) and not in_object and any(nest != nests[0] for nest in nests):
+            self.differences.append(Difference(name, nests[-1], nests[:-1]))
+        return nests[-1]
+
+    def unlike(self, nests: list[Any], name: str) -> Any:
+        """Note nests of unlike structure."""
+        self.differences.append(Difference(name, nests[-1], nests[:-1]))
+        return nests[-1]
+
+    def _candidates(self, parts: list[Any], whole: Any, declared: Join | None) -> list[Join]:
+        if declared is not None:
+            return [declared]
+        if not isinstance(whole, Tensor) or not whole.dim():
+            return ["mean", "sum", "max", "min"] if _is_float(whole) else ["same", "sum", "max", "min"]
+        dims = sorted(range(whole.dim()), key=lambda dim: dim != self._joining.dim)
+        found: list[Join] = [dim for dim in dims if _adds_up(parts, whole, dim)]
+        if all(isinstance(part, Tensor) and part.shape == whole.shape for part in parts):
+            found += ["same", "mean", "sum", "max", "min"] if _is_float(whole) else ["same", "sum", "max", "min"]
+        return found
+
+    def _holds(self, parts: list[Any], whole: Any, name: str, rule: Join) -> bool:
+        if rule == "same":  # up to rounding
+            return all(self._equal(part, whole) for part in parts)
+        if rule in ("max", "min") and (_is_complex(whole) or not isinstance(whole, (Tensor, int, float))):
+            return False
+        try:
+            return self._are_equal(self.joined(parts, name, rule), whole)
+        except InputError:
+            return False
+
+    def _are_equal(self, some: Any, others: Any) -> bool:
+        (leaves, structure), (other_leaves, other) = flatten(some), flatten(others)
+        return (
+            structure.paths == other.paths
+            and all(map(self._equal, leaves, other_leaves))
+            and (bool(leaves) or self._equal(some, others))
+        )
+
+    def _nearest(self, parts: list[Any], name: str, rule: Join | None) -> Any:
+        try:
+            return super().leaf(parts, name, rule)
+        except InputError:
+            return parts
 
 
-def refuse_sizes(
-    structures: Sequence[Structure], weights: Sequence[int], way_out: str = "call the flow with chunks=1"
-) -> None:
-    """Refuse numbers in results that may be how many samples a micro-batch has, where no graph tells what they are.
+def _adds_up(parts: list[Any], whole: Tensor, dim: int) -> bool:
+    """Return whether the parts' sizes along a dimension add up to the whole's, and all others are the same."""
+    if not all(isinstance(part, Tensor) and part.dim() == whole.dim() for part in parts):
+        return False
+    rest = [(*part.shape[:dim], *part.shape[dim + 1 :]) for part in (*parts, whole)]
+    return sum(part.shape[dim] for part in parts) == whole.shape[dim] and rest.count(rest[0]) == len(rest)
 
-    Args:
-        structures: of the result of each micro-batch.
-        weights: samples in each.
-        way_out: for messages.
 
-    Raises:
-        InputError: a number is that of each micro-batch's samples, or differs between them.
-    """
-    if len(weights) < 2:
-        return
-    for places in zip(*(structure.numbers for structure in structures), strict=False):
-        (path, first), numbers = places[0], [number for _, number in places]
-        if numbers == list(weights) or any(number != first for number in numbers):
-            raise InputError(
-                f"output {path or '(the result)'} is {first}, which may be how many samples the first micro-batch "
-                f"has, so that it would be another for the whole batch; {way_out}"
-            )
+def _reduced(rule: str, parts: list[Any], shares: Sequence[float]) -> Any:
+    if rule == "sum":
+        return sum(parts[1:], parts[0])
+    if rule == "mean":
+        weighted = [part * share for part, share in zip(parts, shares, strict=True)]
+        return sum(weighted[1:], weighted[0])
+    if isinstance(parts[0], Tensor):
+        together = torch.stack(parts)
+        return together.amax(0) if rule == "max" else together.amin(0)
+    return max(parts) if rule == "max" else min(parts)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+
+
+def _is_float(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return isinstance(value, (float, complex))
+
+
+def _is_complex(value: Any) -> bool:
+    return value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other)))
+    return bool(one == other)
+
+
+def _shown(value: Any) -> str:
+    """Return a value in a few words."""
+    if isinstance(value, Tensor):
+        return f"{value.item()}" if value.dim() == 0 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return repr(value)[:80]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,24 +12,25 @@ import torch
 from placer import devices
 from placer.devices import Clock, Courier, Delivery, Lane
 from placer.errors import InputError
+from placer.executor.batch_check import Weights
 from placer.executor.compiled_segments import Backend
 from placer.executor.inference.pipeline import InferencePipeline
 from placer.executor.inference.stage import Stage
 from placer.executor.inference.stream import Flow, Streams
 from placer.executor.issued import Issued
-from placer.executor.pipeline import scatter
+from placer.executor.micro_batches import MicroBatches
+from placer.executor.pipeline import even_sizes
 from placer.executor.predict import predicted
 from placer.executor.training.kept import Kept
 from placer.executor.training.pipeline import TrainingPipeline
 from placer.executor.training.stage import Stage as TrainingStage
 from placer.executor.training.step import TrainStep
 from placer.graph import arguments
-from placer.graph.batch import batch_size
+from placer.graph.batch_layout import Call
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import Structure, flatten_inputs
 from placer.report.timeline import Kind, Measurement, Row, from_first_start
 from placer.schedule import Plan, plan
-from placer.schema import Profile
+from placer.schema import BatchOptions, Profile
 
 WARM_UPS = 2
 
@@ -72,8 +74,10 @@ def measure_step(
 class MeasuredFlow(Flow, Protocol):
     """What a measurement needs of a ``DataFlow``."""
 
-    def whole(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
-        """The positions of those that are no part of the batch, though as long."""
+    def cut(
+        self, call: Call, options: BatchOptions, sizes_of: Callable[[int], list[int]], weigh: Weights
+    ) -> MicroBatches:
+        """Cut a call into micro-batches."""
 
 
 def measure_stream(
@@ -81,6 +85,7 @@ def measure_stream(
     streams: Streams,
     inputs: Any,
     chunks: int,
+    options: BatchOptions,
     profile: Profile | None = None,
     backend: Backend | None = None,
 ) -> Measurement:
@@ -91,6 +96,7 @@ def measure_stream(
         streams: its streams.
         inputs: one tensor, a tuple of positional or a dict of keyword arguments.
         chunks: micro-batches.
+        options: what was declared of the batch.
         profile: the prediction is made from it.
         backend: of ``torch.compile``; None to leave segments as they are.
 
@@ -99,19 +105,18 @@ def measure_stream(
     """
     if flow.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")
-    tensors, structure = flatten_inputs(*arguments.split(inputs))
-    whole = flow.whole(tensors, structure) if chunks > 1 else ()
-    parts = scatter(tensors, chunks, batch_size(tensors), whole)
-    batches = [kwargs if kwargs else args for args, kwargs in map(structure.unflatten, parts)]
+    found = flow.cut(arguments.split(inputs), options, partial(even_sizes, chunks=chunks), lambda size: None)
+    calls = [part.inputs.unflatten(part.tensors) for part in found.parts]
+    batches = [kwargs if kwargs else args for args, kwargs in calls]
 
     def run() -> None:
-        for _ in streams.open(batches, backend=backend):
+        for _ in streams.open(batches, backend=backend, options=options):
             pass
 
     kept = Kept(flow.module.buffers(), {devices.location(tensor) for tensor in flow.module.parameters()})
     kept.save()
     try:
-        if flow.captured(parts[0], structure) is None:
+        if flow.captured(found.parts[0]) is None:
             run()  # where the inputs are wrong, the layer that cannot take them tells
             raise _not_captured(flow)
         for _ in range(WARM_UPS):
@@ -124,7 +129,7 @@ def measure_stream(
     order = plan("fill-drain", [places[stage.device] for stage in pipeline.stages], len(batches), training=False)
     cut = "one micro-batch" if len(batches) == 1 else f"a stream of {len(batches)} micro-batches"
     title = f"Inference of {pipeline.graph.model}: {cut}"
-    return _measurement(title, pipeline.stages, rows, order, profile, batch_size(parts[0]))
+    return _measurement(title, pipeline.stages, rows, order, profile, found.sizes[0])
 
 
 def _measurement(

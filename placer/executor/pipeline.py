@@ -10,7 +10,7 @@ Every device works through what was issued to it, so while segment 1 computes mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.errors import InputError
 from placer.executor.faults import Place, raise_explained
 from placer.executor.segments import MicroBatch, Segment, taken_in_turn
-from placer.graph.arguments import lists_as_long
-from placer.warned import warn
 
 
 def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
@@ -64,18 +61,16 @@ def run(
             raise_explained(error, place)
 
 
-def scatter(tensors: Sequence[Any], chunks: int, batch: int, whole: Collection[int] = ()) -> list[list[Any]]:
-    """Cut the inputs along the batch: those whose first dimension is the batch; the others go to every micro-batch.
+def even_sizes(batch: int, chunks: int) -> list[int]:
+    """Return the sizes of micro-batches, which differ by one at most; fewer than ``chunks`` if the batch is smaller.
 
     Args:
-        tensors: the flattened inputs.
-        chunks: how many micro-batches; fewer if the batch is smaller. Sizes differ by at most one.
         batch: samples in the batch.
-        whole: the positions of those that are as long as the batch, and no part of it.
+        chunks: wanted number of micro-batches.
     """
     chunks = max(1, min(chunks, batch))
     size, larger = divmod(batch, chunks)
-    return cut(tensors, [size + 1] * larger + [size] * (chunks - larger), whole)
+    return [size + 1] * larger + [size] * (chunks - larger)
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
@@ -94,43 +89,6 @@ def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
         if last == size or (last > 1 and 2 * last >= size):
             return [size] * (count - 1) + [last]
     return [batch]
-
-
-def cut(tensors: Sequence[Any], sizes: Sequence[int], whole: Collection[int] = ()) -> list[list[Any]]:
-    """Cut the inputs along the batch into micro-batches of these sizes; see ``scatter`` for what is no batch."""
-    batch = sum(sizes)
-    columns = [
-        _parts(tensor, sizes)
-        if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] == batch and place not in whole
-        else (tensor,) * len(sizes)
-        for place, tensor in enumerate(tensors)
-    ]
-    return [[column[index] for column in columns] for index in range(len(sizes))]  # a row each, also of no tensors
-
-
-def _parts(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    if tensor.layout != torch.strided:
-        if len(sizes) == 1:
-            return [tensor]
-        raise InputError(
-            f"an input of shape {tuple(tensor.shape)} is {tensor.layout}, which cannot be cut into micro-batches: give "
-            "it as .to_dense(), or chunks=1"
-        )
-    return tensor.split(list(sizes))  # type: ignore[no-any-return, no-untyped-call]
-
-
-def tell_lists(given: Any, batch: int) -> None:
-    """Tell once that a list goes whole to every micro-batch, where it may have an entry for each sample.
-
-    Args:
-        given: arguments, or a target.
-        batch: samples in the batch.
-    """
-    for entries in lists_as_long(given, batch)[:1]:
-        warn(
-            f"a list of {len(entries)} ({type(entries[0]).__name__}) is as long as the batch, and every micro-batch is "
-            "given all of it: if it has an entry for each sample, give it as a tensor, which is cut, or chunks=1"
-        )
 
 
 def to_device(values: Sequence[Any], device: torch.device) -> list[Any]:

@@ -18,14 +18,12 @@ from placer.executor.state.apply import bring_state
 from placer.executor.training.pipeline import Order
 from placer.executor.training.step import Flow, TrainStep
 from placer.executor.training.update import Update
-from placer.executor.training.weighing import Weigh
-from placer.graph import arguments
-from placer.graph.batch import batch_size
+from placer.graph.batch_layout import layout_of, refuse_no_options
 from placer.graph.given import refuse_more_chunks, refuse_no_chunks
 from placer.graph.losses import LossFunction
-from placer.graph.structure import flatten_inputs
 from placer.report.timeline import Measurement
-from placer.schema import Profile, Schedule
+from placer.schema import BatchOptions, Profile, Schedule
+from placer.schema.batch_options import Weigh
 
 
 class PipelinedRuns(nn.Module):
@@ -33,10 +31,12 @@ class PipelinedRuns(nn.Module):
 
     Attributes:
         chunks: micro-batches that a batch is cut into.
+        batch_options: what is declared of batches.
         schedule: the order of micro-batches in training.
     """
 
     chunks: int
+    batch_options: BatchOptions
     schedule: Schedule
     _streams: Streams
     _optimizers: WeakSet[torch.optim.Optimizer]
@@ -51,13 +51,15 @@ class PipelinedRuns(nn.Module):
         max_norm: float | None = None,
         compile: bool | Backend = False,
         weigh: Weigh | None = None,
+        batch_options: BatchOptions | None = None,
     ) -> TrainStep:
         """A training step of the whole pipeline: forwards, backwards, and the optimizer.
 
         Args:
-            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given, or by what they weigh. It
-                becomes a part of the passes when they are made: what changes from step to step, such as a weight, has
-                to be in the target. For a loss that does something else from now on, make another step.
+            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given unless ``batch_options`` say
+                otherwise; or that and a dict of further values, ``(loss, {"accuracy": accuracy})``. It becomes a part
+                of the passes when they are made: what changes from step to step, such as a weight, has to be in the
+                target. For a loss that does something else from now on, make another step.
             optimizer: any of torch's, stepped after every batch; None to leave that to the caller, who finds the
                 gradients in place. Its state moves with the parameters, wherever the flow moves these.
             schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
@@ -69,20 +71,23 @@ class PipelinedRuns(nn.Module):
             compile: let torch.compile make one function of each segment, and one of the loss, where that is faster;
                 ``step.compiled`` tells what it gained and ``step.not_compiled_because`` why it did not. True, or a
                 backend.
-            weigh: ``weigh(inputs, target)``, what each sample of a batch weighs in the loss, ``(N,)``: its number of
-                labels, say, where the loss is a mean over these. ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` need none:
-                they are weighed by the labels that they count. All samples alike if None.
+            weigh: ``weigh(inputs, target)``, the weight of each sample of a batch in the loss, shape ``(N,)``: its
+                number of labels, for instance, where the loss is a mean over these. The same as ``BatchOptions(weigh=
+                ...)``. ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` need none: the labels that they count are weighed.
+            batch_options: where the samples of the batch lie, whether the loss is a mean or a sum, how results are
+                joined; the flow's own if None.
 
         Returns:
-            ``step(inputs, target) -> loss``, the mean over the batch. ``inputs`` is one tensor, a tuple of positional
-            or a dict of keyword arguments. With ``update=False`` a step leaves its gradients to the next one.
+            ``step(inputs, target) -> loss``, the loss of the batch. ``inputs`` is one tensor, a tuple of positional
+            or a dict of keyword arguments. With ``update=False`` a step leaves its gradients to the next one; with
+            ``outputs=True`` it returns the model's result as well.
 
         Raises:
             InputError: an argument cannot be used; the message says which, and what can.
         """
         update = Update(optimizer, scaler, max_norm)
         order = self.schedule if schedule is None else schedule
-        return TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile), weigh)
+        return TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile), batch_options, weigh)
 
     def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Keep what an optimizer has for parameters where these are, from now on; None is none."""
@@ -101,7 +106,12 @@ class PipelinedRuns(nn.Module):
         return {place: why for place, (_, why) in self._streams.compiling().items() if why}
 
     def stream(
-        self, batches: Iterable[Any], in_flight: int | None = None, *, compile: bool | Backend = False
+        self,
+        batches: Iterable[Any],
+        in_flight: int | None = None,
+        *,
+        compile: bool | Backend = False,
+        batch_options: BatchOptions | None = None,
     ) -> Generator[Any, None, None]:
         """Run batch after batch without gradients: each enters the first device while earlier ones are in later ones.
 
@@ -117,6 +127,8 @@ class PipelinedRuns(nn.Module):
                 the second time; ``flow.compiled`` tells what it gained and ``flow.not_compiled_because`` why it did
                 not. True, or a backend, the same one each time. The latest eight shapes are kept, and one that comes
                 back later is compiled again. Layers that draw random numbers draw others than without it.
+            batch_options: where the samples of a batch lie, so that batches of other sizes need no capture of their
+                own; the flow's if None. Batches are not cut.
 
         Returns:
             A generator of what the model returns for each batch, in their order, on ``output_device``.
@@ -125,7 +137,7 @@ class PipelinedRuns(nn.Module):
             InputError: these are no batches, ``in_flight`` is no count, or torch knows no such backend.
             StageError: from the generator, when it comes to a batch on which a layer failed; results before are whole.
         """
-        return self._streams.open(batches, in_flight, backend_of(compile))
+        return self._streams.open(batches, in_flight, backend_of(compile), batch_options)
 
     def streamed(self, batch: Known) -> list[Stage]:
         """The stages of a stream over batches like this one, as they run once the shape has come twice."""
@@ -140,6 +152,7 @@ class PipelinedRuns(nn.Module):
         chunks: int | None = None,
         profile: Profile | None = None,
         compile: bool | Backend = False,
+        batch_options: BatchOptions | None = None,
     ) -> Measurement:
         """Measure when every device works on which micro-batch, beside what was predicted.
 
@@ -153,6 +166,7 @@ class PipelinedRuns(nn.Module):
             chunks: micro-batches; what the placement says if None.
             profile: what the placement was solved from, for the prediction; None leaves that out.
             compile: in inference, as for ``stream``; a step runs as it was made.
+            batch_options: in inference, where the samples of the batch lie; the flow's if None. A step has its own.
 
         Returns:
             The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass.
@@ -164,10 +178,9 @@ class PipelinedRuns(nn.Module):
         """
         if step is None and target is not None:
             raise InputError("to measure a training step give its target and step=; for inference, neither")
-        if chunks is not None:
-            refuse_no_chunks(chunks)
-            refuse_more_chunks(chunks, batch_size(flatten_inputs(*arguments.split(inputs))[0]))
+        is_asked = chunks is not None
         chunks = self.chunks if chunks is None else chunks
+        refuse_no_chunks(chunks)
         if profile is not None and not isinstance(profile, Profile):
             raise InputError(f"profile is {kind_of(profile)}; give the Profile, such as profile() returned")
         if step is not None and not isinstance(step, TrainStep):
@@ -179,6 +192,17 @@ class PipelinedRuns(nn.Module):
             raise InputError(
                 f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it; leave it out here"
             )
+        if step is not None and batch_options is not None:
+            raise InputError(
+                "batch_options with step=: a step has those that train_step was given; leave them out here"
+            )
+        options = self.batch_options if batch_options is None else batch_options
+        refuse_no_options(options)
+        samples = layout_of(
+            cast(nn.Module, self.module), inputs, options if step is None else step.loss_fn.options
+        ).size
+        if is_asked:
+            refuse_more_chunks(chunks, samples)
         if step is not None:
             return measure_step(step, inputs, target, chunks, profile)
-        return measure_stream(cast(MeasuredFlow, self), self._streams, inputs, chunks, profile, backend)
+        return measure_stream(cast(MeasuredFlow, self), self._streams, inputs, chunks, options, profile, backend)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from threading import RLock
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from placer import devices
 from placer.errors import InputError
-from placer.executor.calls import call_captured, calls_instead, joined, joined_by_size
+from placer.executor.calls import call_captured, calls_instead, joined
 from placer.executor.faults import nothing_held
 from placer.executor.hooked import HookPath
 from placer.executor.inference.repeated_calls import RepeatedCalls
-from placer.executor.pipeline import scatter, tell_lists
+from placer.executor.joining import Joining, join
+from placer.executor.micro_batches import Cutter, MicroBatches, weights_of
+from placer.executor.pipeline import even_sizes
 from placer.executor.pipelined_runs import PipelinedRuns
 from placer.executor.program import Capture, Program
 from placer.executor.segments import Segment
@@ -25,12 +28,12 @@ from placer.executor.state.assignment import Assignment
 from placer.executor.state.clones import Clones
 from placer.executor.state.statistics import refuse_uncaptured
 from placer.graph import checkpoints
-from placer.graph.batch import batch_size
-from placer.graph.export import Exported
+from placer.graph.batch_layout import Call, Part, refuse_no_options
 from placer.graph.given import refuse_no_chunks
 from placer.graph.handed import give_back
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import Structure, flatten_inputs
+from placer.graph.structure import flatten_inputs
+from placer.schema import BatchOptions
 
 
 class PlacedCalls(PipelinedRuns):
@@ -42,9 +45,11 @@ class PlacedCalls(PipelinedRuns):
         output_device: where results go.
         enable_clone: whether the weights are on every device.
         deferred_batch_norm: whether running statistics follow whole batches.
+        batch_options: where the samples of a batch lie, and how results are joined, for calls that do not say.
     """
 
     module: nn.Module
+    batch_options: BatchOptions
     lock: RLock
     output_device: torch.device
     enable_clone: bool
@@ -52,6 +57,7 @@ class PlacedCalls(PipelinedRuns):
     _devices: Sequence[torch.device]
     _assignment: Assignment | None
     _program: Program
+    _cutter: Cutter
     _hooks: HookPath
     _repeated: RepeatedCalls
     _clones: Clones | None
@@ -62,50 +68,86 @@ class PlacedCalls(PipelinedRuns):
         with self.lock:
             return self._program.refused.get(self._program.mode(), "")
 
-    def forward(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, chunks: int | None = None, batch_options: BatchOptions | None = None, **kwargs: Any
+    ) -> Any:
         """Run the model; before the first ``update_flow``, just as it is.
 
         Args:
             args: as the model takes them, on any device.
             chunks: cut the batch into so many micro-batches, which follow one another through the devices; what the
                 placement says if None. Batch norm then sees micro-batches, as in any pipeline.
+            batch_options: where the samples of the batch lie, and how results are joined; the flow's own if None.
             kwargs: as the model takes them.
 
         Returns:
             What the model returns, on ``output_device``.
+
+        Raises:
+            BatchError: micro-batches give something else than the batch does.
+            InputError: the options do not fit the call, or it cannot be cut.
         """
         chunks = self.chunks if chunks is None else chunks
+        options = self.batch_options if batch_options is None else batch_options
         refuse_no_chunks(chunks)
+        refuse_no_options(options)
         if self._assignment is None:
             self._tell_of_edits()
             return self.module(*args, **kwargs)
-        tensors, inputs = flatten_inputs(args, kwargs)
-        batch = batch_size(tensors)
         # The lock also while it runs: a GPU that records for one thread does nothing for others.
         with nothing_held(), self._turn(), self._hooks.paused():
             if self._assignment is None:  # another thread has undone it meanwhile
                 return self.module(*args, **kwargs)
-            whole = self.whole(tensors, inputs, needed=False) if chunks > 1 else ()
-            parts = scatter(tensors, chunks, batch, whole) if chunks > 1 else [tensors]
-            weights = [batch_size(part) for part in parts] if len(parts) > 1 else [batch]
-            if len(parts) > 1:
-                tell_lists((args, kwargs), batch)
-            captures, results = self._run_recorded(parts, inputs, weights)
+            weigh = partial(self._weigh, options, args, kwargs)
+            cut = self._cutter.cut((args, kwargs), options, partial(even_sizes, chunks=chunks), weigh)
+            each = weigh(cut.layout.size) if len(cut.sizes) > 1 else None
+            weights = None if each is None else [float(part.sum()) for part in torch.split(each, cut.sizes)]
+            captures, results = self._run_recorded(cut.parts, cut.sizes)
             if captures is None:
-                return self._run_hooked((args, kwargs), parts, inputs, weights)
+                return self._run_hooked((args, kwargs), cut, weights)
             plans = self._planned(captures) if results is None else [self._plan(captures[0])]
             if results is None:
                 deferred = self.deferred_batch_norm and self.module.training
                 # While the flow is applied, what is left in a cache stays with the layers that will read it.
                 returned = len(captures[0].exported.outputs.paths) if self._hooks.stand else None
-                looks = self._repeated.looked_at(captures, parts, weights, self._devices)
-                with looks if self._can_be_streamed(weights) else nullcontext():
+                parts = [part.tensors for part in cut.parts]
+                looks = self._repeated.looked_at(captures, parts, cut.sizes, self._devices)
+                with looks if self._can_be_streamed(cut.sizes) else nullcontext():
                     results = call_captured(plans, parts, self.output_device, deferred, returned)
-        of_all = self._whole_of_ones(tensors, inputs, weights, captures[0])
-        result, left = joined(results, plans[0][0], weights, [capture.exported for capture in captures], of_all)
-        if (found := captures[0].exported.left) is not None:
-            found.give_back((args, kwargs), tensors, left)
+        graphs = [capture.exported for capture in captures]
+        result, left = joined(results, graphs, cut.sizes, cut.joining, weights)
+        if (found := graphs[0].left) is not None and not (cut.layout.lists and len(graphs) > 1):
+            found.give_back((args, kwargs), cut.tensors, left)
         return result
+
+    @staticmethod
+    def _weigh(options: BatchOptions, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Tensor | None:
+        """Return the weight of each sample in results that are means; None if all weigh alike."""
+        inputs = kwargs if not args else args[0] if len(args) == 1 and not kwargs else args
+        return weights_of(options, inputs, None, size, "; in a call the target is None")
+
+    def run_compared(self, call: Call, dims: Sequence[int | None]) -> Any:
+        """Run the model as it is placed: through hooks, or, where it has clones or allows no hooks, captured.
+
+        Args:
+            call: positional and keyword arguments.
+            dims: for each tensor in them the batch dimension.
+        """
+        assert self._assignment is not None
+        tensors, inputs = flatten_inputs(*call)
+        if self._clones is None and not any(
+            isinstance(child, torch.jit.ScriptModule) for child in self.module.modules()
+        ):
+            self._bring_back()
+            (leaves,), (structure,), _ = self._hooks.run(
+                self._assignment, [Part(tensors, inputs, tuple(dims))], self.output_device
+            )
+            return structure.unflatten(leaves)
+        captures = self._program.captures([Part(tensors, inputs, tuple(dims))])
+        if captures is None:
+            raise InputError(f"the model cannot be captured: {self.not_captured_because}")
+        (results,) = call_captured(self._planned(captures), [tensors], self.output_device, False)
+        return joined([results], [captures[0].exported], [1], Joining())[0]
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
@@ -152,10 +194,6 @@ class PlacedCalls(PipelinedRuns):
             )
         return self(*args, chunks=1, **kwargs)
 
-    def whole(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
-        """Those of the inputs that are no part of the batch, though as long; ``Program.whole`` tells more."""
-        return self._program.whole(tensors, inputs, needed or self._needs_captures)
-
     @property
     def _needs_captures(self) -> bool:
         """Whether no call may run through hooks because a capture would take long."""
@@ -165,38 +203,23 @@ class PlacedCalls(PipelinedRuns):
         """The lock, but for what runs again in a backward pass: who waits for that has it, or nobody."""
         return nullcontext() if self._hooks.run_again else self.lock
 
-    def _whole_of_ones(
-        self, tensors: list[Any], inputs: Structure, weights: list[int], capture: Capture
-    ) -> Exported | None:
-        """The graph of a batch that is cut into samples, where theirs has no size to tell samples by."""
-        if len(weights) < 2 or max(weights) > 1 or capture.exported.batch_symbols:
-            return None
-        with torch.inference_mode(False):
-            found = self._program.of_all(tensors, inputs)
-        return found.exported if found is not None else None
-
-    def _run_recorded(
-        self, parts: list[list[Any]], inputs: Structure, weights: list[int]
-    ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
-        """The captures of a call, None where it runs through hooks; and its results, if it is recorded."""
-        captures, results = self._run_ahead(parts, inputs, weights)
+    def _run_recorded(self, parts: list[Part], sizes: list[int]) -> tuple[list[Capture] | None, list[list[Any]] | None]:
+        """Return the captures of a call, None where it runs through hooks; and its results, if it is recorded."""
+        captures, results = self._run_ahead(parts, sizes)
         if results is None:
             with torch.inference_mode(False):  # inside it, constants could not be trained with later
-                captures = self._program.captures(parts, inputs, self._needs_captures, waits=self._hooks.stand)
-        if len(parts) > 1 and captures is not None:
-            captures[0].tell_meeting()
-        if results is None and captures is not None and self._can_be_streamed(weights):
-            results = self._repeated.run(captures, parts, weights)
+                captures = self._program.captures(parts, self._needs_captures, waits=self._hooks.stand)
+        if results is None and captures is not None and self._can_be_streamed(sizes):
+            results = self._repeated.run(captures, [part.tensors for part in parts], sizes)
         return captures, results
 
-    def _run_ahead(
-        self, parts: list[list[Any]], inputs: Structure, weights: list[int]
-    ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
+    def _run_ahead(self, parts: list[Part], sizes: list[int]) -> tuple[list[Capture] | None, list[list[Any]] | None]:
         """Run a call that is recorded, and look meanwhile whether the model has changed; no results if so."""
-        captures = self._program.captures_before(parts, inputs) if self._can_be_streamed(weights) else None
+        captures = self._program.captures_before(parts) if self._can_be_streamed(sizes) else None
         if captures is None:
             return None, None
-        return captures, self._repeated.ahead(captures, parts, weights, self._program.is_unchanged)
+        tensors = [part.tensors for part in parts]
+        return captures, self._repeated.ahead(captures, tensors, sizes, self._program.is_unchanged)
 
     def _can_be_streamed(self, weights: list[int]) -> bool:
         """Whether a call may be recorded: its micro-batches leave no trace, and the map stays for a while.
@@ -216,19 +239,19 @@ class PlacedCalls(PipelinedRuns):
         self._bring_back()
         return [self._plan(capture) for capture in captures]
 
-    def _run_hooked(self, nest: Any, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
-        """Through hooks: micro-batches one after another."""
+    def _run_hooked(self, call: Call, cut: MicroBatches, weights: list[float] | None) -> Any:
+        """Run through hooks, micro-batches one after another."""
         if self._clones is not None:
             raise InputError(
                 f"enable_clone needs a model that can be captured, and this one cannot: {self.not_captured_because}; "
                 "make the flow without enable_clone"
             )
-        if self.deferred_batch_norm and self.module.training and len(parts) > 1:
+        if self.deferred_batch_norm and self.module.training and len(cut.parts) > 1:
             refuse_uncaptured(self.module, self.not_captured_because)
         self._bring_back()
         began = perf_counter()
         try:
-            result = self._through_hooks(nest, parts, inputs, weights)
+            result = self._through_hooks(call, cut, weights)
         except Exception as error:
             if not checkpoints.is_over(error):
                 self._program.doubt_refusal()
@@ -236,15 +259,15 @@ class PlacedCalls(PipelinedRuns):
         self._program.note_passed(perf_counter() - began)
         return result
 
-    def _through_hooks(self, nest: Any, parts: list[list[Any]], inputs: Structure, weights: list[int]) -> Any:
+    def _through_hooks(self, call: Call, cut: MicroBatches, weights: list[float] | None) -> Any:
         assert self._assignment is not None
-        if self._hooks.stand and len(parts) == 1:
-            args, kwargs = nest
-            return self._hooks.call(args, kwargs, self.output_device)
-        results, structures, after = self._hooks.run(self._assignment, parts, inputs, self.output_device)
-        if len(parts) == 1:
-            give_back(nest, after)
-        return joined_by_size(results, weights, structures)
+        if self._hooks.stand and len(cut.parts) == 1:
+            return self._hooks.call(*call, self.output_device)
+        results, structures, after = self._hooks.run(self._assignment, cut.parts, self.output_device)
+        if len(cut.parts) == 1:
+            give_back(call, after)
+        nests = [structure.unflatten(leaves) for leaves, structure in zip(results, structures, strict=True)]
+        return join(nests, cut.sizes, cut.joining, weights)
 
     def _tell_of_edits(self) -> None:
         """Warn where a map was made that nothing follows yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from placer.errors import CaptureError
 from placer.executor.state.census import Attributes, Census
 from placer.executor.waiting import Waiting
 from placer.graph import autocast
-from placer.graph.batch import batch_size, beside_batch, is_batched
+from placer.graph.batch import beside_batch
+from placer.graph.batch_layout import DEFAULT, BatchLayout, Parameters, Part, layout_of_inputs
 from placer.graph.capture import layer_graph
 from placer.graph.export import Exported, export
 from placer.graph.granularity import Granularity
@@ -22,6 +24,7 @@ from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import LayerGraph
 from placer.graph.leftovers import KeptError
 from placer.graph.structure import Structure
+from placer.schema import BatchOptions
 from placer.warned import warn
 
 _FEW_CALLS = 10
@@ -43,17 +46,6 @@ class Capture:
     exported: Exported
     seconds: float = 0.0
     graphs: dict[Hashable, LayerGraph] = field(default_factory=dict)
-    _has_told: bool = False
-
-    def tell_meeting(self) -> None:
-        """Say once, where a batch is cut, that its samples meet one another inside the model."""
-        if not self._has_told and self.exported.meeting:
-            warn(
-                f"the samples of a batch meet one another in {self.exported.meeting}: those of a micro-batch meet each "
-                "other alone, so that results, losses and gradients are those of smaller batches; use chunks=1 where "
-                "that is not meant"
-            )
-        self._has_told = True
 
 
 @dataclass
@@ -76,6 +68,7 @@ class Program:
     _modes: dict[Hashable, int] = field(default_factory=dict)
     _second: dict[Hashable, bool] = field(default_factory=dict)  # whether a mode's second look is still to come
     _whole: dict[Hashable, frozenset[int]] = field(default_factory=dict)
+    _layouts: dict[Hashable, BatchLayout] = field(default_factory=dict)
     _made: int = 0
     _in_vain: int = 0
     _passed_s: dict[Hashable, float] = field(default_factory=dict)
@@ -96,69 +89,84 @@ class Program:
         """The model's parameters and buffers, as of the last look, or of one now if there was none."""
         return (self._census or self._look()).state
 
-    def captures(
-        self, parts: Sequence[Sequence[Any]], inputs: Structure, needed: bool = True, waits: bool = False
-    ) -> list[Capture] | None:
-        """The captures that cover the micro-batches of one call; the model is looked at once for all of them.
+    def captures(self, parts: Sequence[Part], needed: bool = True, waits: bool = False) -> list[Capture] | None:
+        """Return the captures that cover the micro-batches of one call, for which the model is looked at once.
 
         Args:
-            parts: the flattened inputs of each.
-            inputs: their structure.
-            needed: whether to capture in any case; else not where call after call would need a capture of its own.
+            parts: the inputs of each micro-batch.
+            needed: whether to capture in any case; else not if call after call would need a capture of its own.
             waits: whether to capture only when calls of the kind have spent as long on hooks as that takes.
 
         Returns:
-            The capture of each, or None where the model must, or had better, run through hooks.
+            The capture of each, or None if the model must, or had better, run through hooks.
         """
         mode, before = self.mode(), self._made
         found = []
-        for tensors in parts:
-            capture = self._capture(mode, tensors, inputs, needed, waits)
+        for part in parts:
+            capture = self._capture(mode, part, needed, waits)
             if capture is None:
                 return None
             found.append(capture)
         self._in_vain = self._in_vain + 1 if self._made > before else 0
         return found
 
-    def of_all(self, tensors: Sequence[Any], inputs: Structure) -> Capture | None:
-        """The capture of a whole call, whose parts have just been captured: without another look at the model."""
-        return self._capture(self._mode_in(self._census or self._look()), tensors, inputs, True, False)
-
-    def whole(self, tensors: Sequence[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
-        """Those of a call's inputs that are no part of its batch, though as long: micro-batches are given all of them.
-
-        A capture of the whole call tells. Where there is none, sizes alone do.
+    def layout(self, call: Any, tensors: Sequence[Any], inputs: Structure, options: BatchOptions) -> BatchLayout:
+        """Return where the samples of a call's inputs lie, as far as sizes and options tell.
 
         Args:
+            call: positional and keyword arguments.
+            tensors: the flattened inputs.
+            inputs: their structure.
+            options: what was declared.
+        """
+        key = inputs.key, shapes(tensors), None if options is DEFAULT else options.model_dump_json()
+        if key not in self._layouts:
+            if len(self._layouts) >= _KNOWN_SHAPES:
+                self._layouts.clear()
+            self._layouts[key] = layout_of_inputs(call, tensors, inputs, options, self.parameters)
+        return self._layouts[key]
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The parameters of the model's forward method."""
+        return Parameters.of(self.module)
+
+    def narrowed(
+        self, layout: BatchLayout, tensors: Sequence[Any], inputs: Structure, needed: bool = True
+    ) -> BatchLayout:
+        """Return a layout without tensors that are no part of the batch, though as long: a mask, or a table.
+
+        A capture of the whole call tells. Without one, sizes alone do.
+
+        Args:
+            layout: of a call that is to be cut.
             tensors: the flattened inputs.
             inputs: their structure.
             needed: as for ``captures``.
         """
-        batch = batch_size(tensors)
-        if sum(is_batched(tensor, batch) for tensor in tensors) < 2:
-            return frozenset()
-        key = (inputs.key, shapes(tensors))
+        if len(layout.undeclared()) < 2 or layout.lists:
+            return layout
+        key = (inputs.key, shapes(tensors), layout)
         if key not in self._whole:
             with torch.inference_mode(False):  # inside it, constants could not be trained with later
-                found = self.captures([tensors], inputs, needed)
+                found = self.captures([Part(list(tensors), inputs, layout.dims)], needed)
             if found is None:
-                return frozenset()
+                return layout
             if len(self._whole) >= _KNOWN_SHAPES:
                 self._whole.clear()
-            self._whole[key] = beside_batch(found[0].exported.module.graph)
-        return self._whole[key]
+            self._whole[key] = beside_batch(found[0].exported.module.graph, layout.dims)
+        return layout.without(self._whole[key].intersection(layout.undeclared()))
 
-    def captures_before(self, parts: Sequence[Sequence[Any]], inputs: Structure) -> list[Capture] | None:
-        """What ``captures`` returns if the model is as it was at the last look; None where it would have to capture.
+    def captures_before(self, parts: Sequence[Part]) -> list[Capture] | None:
+        """Return what ``captures`` returns if the model is as it was at the last look; None if it would capture.
 
         Args:
-            parts: the flattened inputs of each micro-batch.
-            inputs: their structure.
+            parts: the inputs of each micro-batch.
         """
         if self._census is None or not self._census.is_quick:
             return None
         mode = self._mode_in(self._census)
-        found = [self._seen.get((mode, inputs.key, shapes(tensors))) for tensors in parts]
+        found = [self._seen.get(_key(mode, part)) for part in parts]
         return None if None in found else found  # type: ignore[return-value]
 
     def is_unchanged(self) -> bool:
@@ -173,15 +181,13 @@ class Program:
         """Whether a capture is still of the model as it is."""
         return any(capture in known for known in self._captures.values())
 
-    def _capture(
-        self, mode: Hashable, tensors: Sequence[Any], inputs: Structure, needed: bool, waits: bool
-    ) -> Capture | None:
-        key = (mode, inputs.key, shapes(tensors))
+    def _capture(self, mode: Hashable, part: Part, needed: bool, waits: bool) -> Capture | None:
+        key, (tensors, inputs, dims) = _key(mode, part), part
         if key not in self._seen:
             if sum(map(len, self._captures.values())) >= _KEPT_CAPTURES:
                 self._captures.clear()
                 self._seen.clear()
-            known = self._captures.setdefault((mode, inputs.key), [])
+            known = self._captures.setdefault((mode, inputs.key, dims), [])
             fitting = next((capture for capture in known if capture.exported.covers(tensors)), None)
             if fitting is None:
                 if mode in self.refused and not self._second.get(mode):
@@ -191,7 +197,7 @@ class Program:
                     return None
                 try:
                     refuse_hooks(self.module)
-                    fitting = self._anew(known, tensors, inputs, self._waiting.free(kind, tensors))
+                    fitting = self._anew(known, part, self._waiting.free(kind, tensors))
                 except CaptureError as error:
                     self._second[mode] = isinstance(error, KeptError) and mode not in self._second
                     self.refused[mode] = str(error)
@@ -204,13 +210,11 @@ class Program:
             self._seen[key] = fitting
         return self._seen[key]
 
-    def _anew(
-        self, known: Sequence[Capture], tensors: Sequence[Any], inputs: Structure, more: Sequence[set[int]]
-    ) -> Capture:
+    def _anew(self, known: Sequence[Capture], part: Part, more: Sequence[set[int]]) -> Capture:
         begun = time.monotonic()
         patience = _PATIENCE * max([1.0, *(capture.seconds for capture in known[:1])])
-        args, kwargs = inputs.unflatten(tensors)
-        exported = export(self.module, args, kwargs, _free(known, tensors, more), patience)
+        args, kwargs = part.inputs.unflatten(part.tensors)
+        exported = export(self.module, args, kwargs, part.dims, _free(known, part.tensors, more), patience)
         self._made += 1
         self._capture_s = time.monotonic() - begun
         return Capture(exported, self._capture_s)
@@ -267,6 +271,8 @@ class Program:
         self._passed_s.clear()
         self._waiting.forget()
         self._whole.clear()
+        self._layouts.clear()
+        self.__dict__.pop("parameters", None)
         self._in_vain = 0  # it was the model that changed, not what it is given
         self._attributes = Attributes()
 
@@ -308,6 +314,10 @@ def _free(known: Sequence[Capture], tensors: Sequence[Any], more: Sequence[set[i
 def _kinds(tensors: Sequence[Any]) -> Hashable:
     """What tells inputs apart but their sizes."""
     return tuple((tensor.dim(), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor) for tensor in tensors)
+
+
+def _key(mode: Hashable, part: Part) -> Hashable:
+    return mode, part.inputs.key, part.dims, shapes(part.tensors)
 
 
 def shapes(tensors: Sequence[Any]) -> Hashable:

@@ -182,17 +182,15 @@ class Builder:
             from_values = isinstance(example, NUMBERS) and not example.node.has_hint()
             return Value(node.name, (), None, 0, None, False, source, from_values)
         shape = tuple(hint(size) for size in example.shape)
-        batch = len(shape) > 0 and self._is_batch(example.shape[0])
+        batch_dim = next((dim for dim, size in enumerate(example.shape) if self._is_batch(size, dim)), None)
         size = example.element_size()
         for length in shape:
             size *= length
-        return Value(
-            node.name, shape, example.dtype, size, 0 if batch else None, self._gradient.get(node, False), source
-        )
+        return Value(node.name, shape, example.dtype, size, batch_dim, self._gradient.get(node, False), source)
 
-    def _is_batch(self, size: int | torch.SymInt) -> bool:
+    def _is_batch(self, size: int | torch.SymInt, dim: int) -> bool:
         if not self._exported.batch_symbols:
-            return is_fixed(size) and hint(size) == self._exported.batch_size
+            return dim == 0 and is_fixed(size) and hint(size) == self._exported.batch_size
         return isinstance(size, torch.SymInt) and size.node.expr in self._exported.batch_symbols
 
     def _layer(self, draft: _Draft) -> Layer:

@@ -10,13 +10,16 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from placer.errors import CaptureError, InputError
 from placer.graph import granularity as granularities
+from placer.graph.batch_layout import DEFAULT, Parameters, layout_of_inputs
 from placer.graph.build import Builder, find_state
 from placer.graph.export import Exported, export
 from placer.graph.given import refuse_no_module
 from placer.graph.granularity import Granularity
 from placer.graph.grouping import group
 from placer.graph.layers import LayerGraph
+from placer.graph.structure import flatten_inputs
 from placer.graph.trace import trace
+from placer.schema import BatchOptions
 
 
 def capture(
@@ -26,6 +29,7 @@ def capture(
     granularity: Granularity = "auto",
     *,
     hooks: bool = True,
+    batch_options: BatchOptions = DEFAULT,
 ) -> LayerGraph:
     """Capture the layer graph of a model in its present mode, train or eval.
 
@@ -37,6 +41,7 @@ def capture(
             children; ``"fine"``: every leaf; a depth; or a function of a module's path and the module, True for a
             layer.
         hooks: whether a model that torch.export refuses is traced through forward hooks; that runs the model once.
+        batch_options: where the samples of the inputs lie.
 
     Returns:
         The graph. ``captured`` is False where hooks were needed, and ``not_captured_because`` says why.
@@ -53,15 +58,18 @@ def capture(
             raise InputError(
                 f"{name!r} is not initialised; run the model once: lazy modules take their sizes from that"
             )
+    layout = layout_of_inputs((args, kwargs), *flatten_inputs(args, kwargs), batch_options, Parameters.of(model))
     try:
-        exported = export(model, args, kwargs)
+        exported = export(model, args, kwargs, layout.dims)
     except CaptureError as error:
         if not hooks:
             raise
         reason = str(error)
     else:
         return layer_graph(exported, model, granularity)
-    return trace(model, args, kwargs, granularity, reason)  # not inside: what fails there is no matter of torch.export
+    return trace(
+        model, args, kwargs, granularity, reason, layout.size
+    )  # not inside: what fails there is no matter of torch.export
 
 
 def layer_graph(exported: Exported, model: nn.Module, granularity: Granularity) -> LayerGraph:

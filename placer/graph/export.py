@@ -15,7 +15,6 @@ import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,16 +25,15 @@ from placer import devices
 from placer.errors import CaptureError
 from placer.graph import attributes, chance, checkpoints, nested
 from placer.graph.alone import alone
-from placer.graph.batch import amounts, batch_size, batch_symbols, is_batched, made_of_no_input, results, sample_dims
+from placer.graph.batch import Dims, batch_symbols
+from placer.graph.batch_layout import DEFAULT, Parameters, layout_of_inputs
 from placer.graph.effects import has_effect
 from placer.graph.footprint import differs_later
 from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import Counted, KeptError, put_back, read_before_written
-from placer.graph.meeting import meeting
 from placer.graph.module_names import CalledNames
-from placer.graph.reduced import Reduction, reductions
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, Patience, custom_functions
@@ -83,36 +81,6 @@ class Exported:
     def placeholders(self) -> list[fx.Node]:
         """One for each tensor of the inputs."""
         return [node for node in self.module.graph.nodes if node.op == "placeholder"]
-
-    @cached_property
-    def results(self) -> list[str]:
-        """The names of what it returns, in order; a number that was fixed has none."""
-        return [node.name for node in results(self.module.graph)]
-
-    @cached_property
-    def constants(self) -> frozenset[str]:
-        """The names of what the graph makes of no input; none where the batch's size, too, is a constant of it."""
-        return made_of_no_input(self.module.graph) if self.batch_symbols else frozenset()
-
-    @cached_property
-    def amounts(self) -> dict[str, bool]:
-        """The numbers that follow from the batch's size, and whether those of its parts add up to that of the whole."""
-        return amounts(self.module.graph, self.batch_symbols)
-
-    @cached_property
-    def sample_dims(self) -> dict[str, int | None]:
-        """By the name of a result that grows with the batch: the dimension of samples, None where no single one is."""
-        return sample_dims(self.module.graph, self.batch_symbols)
-
-    @cached_property
-    def meeting(self) -> str:
-        """The operation in which samples of a batch meet one another, and its module; empty where none is seen."""
-        return meeting(self.module.graph, self.batch_symbols)
-
-    @cached_property
-    def reductions(self) -> dict[str, Reduction]:
-        """By name, what the numbers that it returns are of the samples, as far as that is seen."""
-        return reductions(self.module.graph, self.batch_symbols)
 
     def other_sizes(self, tensors: Sequence[Any]) -> list[set[int]]:
         """For each input the dimensions that are not of one size, here and in these tensors or by the graph itself."""
@@ -189,6 +157,7 @@ def export(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    dims: Dims | None = None,
     free: Sequence[Collection[int]] = (),
     patience: float = math.inf,
 ) -> Exported:
@@ -198,6 +167,8 @@ def export(
         module: any module, its state on any devices.
         args: example positional arguments.
         kwargs: example keyword arguments.
+        dims: for each tensor in them the batch dimension, or None if it has none; by convention, without options, if
+            None.
         free: for each tensor in them, the dimensions whose size is to be left open where the model allows it, as that
             of the batch always is.
         patience: for how many seconds the model may be traced with these dimensions open; longer, and they are not.
@@ -206,26 +177,29 @@ def export(
         CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph would not run.
     """
     refuse_hooks(module)
-    tensors, _ = flatten_inputs(args, kwargs)
-    first, *others = _open_sizes(tensors, batch_size(tensors), free)
+    tensors, inputs = flatten_inputs(args, kwargs)
+    if dims is None:
+        dims = layout_of_inputs((args, kwargs), tensors, inputs, DEFAULT, Parameters()).dims
+    first, *others = _open_sizes(tensors, dims, free)
     if not any(free) or not others:
-        return _exported(module, args, kwargs, [first, *others])
+        return _exported(module, args, kwargs, dims, [first, *others])
     try:
-        return _exported(module, args, kwargs, [first], patience)
+        return _exported(module, args, kwargs, dims, [first], patience)
     except CaptureError:  # early or late: where a size is a number the model may do what it cannot where it is open
-        return replace(_exported(module, args, kwargs, others), is_closed=True)
+        return replace(_exported(module, args, kwargs, dims, others), is_closed=True)
 
 
 def _exported(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    dims: Dims,
     open_sizes: Sequence[Sequence[_Sizes]],
     patience: float = math.inf,
 ) -> Exported:
     """A capture that leaves open the first of these sizes that torch.export allows."""
     tensors, inputs = flatten_inputs(args, kwargs)
-    device, batch, before = capture_device(module, tensors), batch_size(tensors), Variables(module).read()
+    device, before = capture_device(module, tensors), Variables(module).read()
     traced = _traced(module, device, inputs, tensors, open_sizes, patience)
     if traced.drawn and threading.active_count() > 1:  # it may have been another thread that drew
         traced = _traced(module, device, inputs, tensors, open_sizes, patience, among_threads=True)
@@ -242,8 +216,9 @@ def _exported(
         traced.notes.read_all()
     _free_strides(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=has_effect)
-    symbols = batch_symbols(graph_module.graph)
+    symbols = batch_symbols(graph_module.graph, dims)
     checkpointed, read = tuple(traced.checkpointed), (*traced.notes.only_read(), *only_read(before))
+    batch = next((int(one.shape[dim]) for one, dim in zip(tensors, dims, strict=True) if dim is not None), 1)
     return Exported(graph_module, inputs, traced.outputs, device, symbols, batch, checkpointed, read, traced.left)
 
 
@@ -376,9 +351,10 @@ def _refuse_generators(module: fx.GraphModule) -> None:
             raise CaptureError("forward draws from a torch.Generator of its own, which a graph would not seed")
 
 
-def _open_sizes(tensors: Sequence[Any], batch: int, free: Sequence[Collection[int]]) -> list[list[_Sizes]]:
+def _open_sizes(tensors: Sequence[Any], dims: Dims, free: Sequence[Collection[int]]) -> list[list[_Sizes]]:
     """Which sizes a graph is to leave open, for each tensor; then what to try where the model allows no such graph."""
-    batched = [{0} if is_batched(tensor, batch) else set[int]() for tensor in tensors]
+    each = zip(tensors, dims, strict=True)
+    batched = [set[int]() if dim is None or tensor.shape[dim] < 2 else {dim} for tensor, dim in each]
     ways = [batched, [set[int]() for _ in tensors]]
     if free:
         ways.insert(0, [{*dims, *more} for dims, more in zip(batched, free, strict=True)])

@@ -56,19 +56,6 @@ def refuse_half_a_loss(loss_fn: Any, target: Any) -> None:
         raise InputError(f"{there} is given without {missing}; give both to have the loss measured, or none")
 
 
-def refuse_sum(loss_fn: Any) -> None:
-    """Refuse a loss that adds samples up: of micro-batches the mean is taken, which is no loss that anybody knows.
-
-    Raises:
-        InputError: it says so, as torch's own do.
-    """
-    if getattr(loss_fn, "reduction", None) == "sum":
-        raise InputError(
-            f"{type(loss_fn).__name__} has reduction='sum'; give one with reduction='mean', as micro-batches count by "
-            "their samples"
-        )
-
-
 def refuse_lbfgs(optimizer: type) -> None:
     """Refuse the class of an optimizer that no layers on several devices can have.
 
@@ -124,5 +111,4 @@ __all__ = [
     "refuse_no_flags",
     "refuse_no_loss",
     "refuse_no_module",
-    "refuse_sum",
 ]

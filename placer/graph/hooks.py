@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,27 @@ def refuse_hooks(module: nn.Module) -> None:
                 f"module {name or '(the model)'!r} has {kind.strip('_').replace('_', ' ')}, "
                 "which a captured graph would not run"
             )
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Take the hooks away whose effects outside the graph nobody knows, and give them back afterwards."""
+    taken = [
+        (hooks, dict(hooks))
+        for child in module.modules()
+        for hooks in map(child.__dict__.get, _HOOKS)
+        if hooks and not all(map(_is_safe, hooks.values()))
+    ]
+    for hooks, was in taken:
+        for key, hook in was.items():
+            if not _is_safe(hook):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, was in taken:
+            hooks.clear()
+            hooks.update(was)
 
 
 def on_every_module() -> bool:

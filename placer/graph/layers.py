@@ -32,7 +32,7 @@ class Value:
         shape: at the example's batch size; () for a number.
         dtype: None for a number.
         bytes: at the example's batch size; 0 for a number.
-        batch_dim: 0 where the first dimension is the batch, else None.
+        batch_dim: the dimension that is the batch; None where it has none.
         requires_grad: whether a gradient flows back through it in training.
         source: the layer that makes it; None for an input of the model.
         from_values: whether it is a number that was taken from a tensor, so that it is another one for other values.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,10 +11,25 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import InputError, kind_of
-from placer.units import count_text
 
-LossFunction = Callable[[Any, Any], Tensor]
-"""``loss_fn(output, target)``: one number, a mean over the samples that it is given."""
+LossFunction = Callable[[Any, Any], Any]
+"""``loss_fn(output, target)``: one number, or a number and a dict of further values, ``(loss, {"accuracy": ...})``."""
+
+
+def loss_and_values(made: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the loss, and the further values by name, from what a loss function gave.
+
+    Raises:
+        InputError: it gave a tuple of something else.
+    """
+    if not isinstance(made, tuple):
+        return made, {}
+    if len(made) == 2 and isinstance(made[1], Mapping) and all(isinstance(name, str) for name in made[1]):
+        return made[0], dict(made[1])
+    raise InputError(
+        f"loss_fn gave a tuple of {len(made)}; let it give the loss, or the loss and a dict of values by name: "
+        '(loss, {"accuracy": accuracy})'
+    )
 
 
 def refuse_no_number(loss: Any) -> None:
@@ -57,23 +72,4 @@ def refuse_arrays(target: Any) -> None:
             )
 
 
-def refuse_other_batch(
-    target: Iterable[Any], size: int, way_out: str = "its first dimension must be the batch"
-) -> None:
-    """Refuse a target that is of another batch than the inputs.
-
-    Args:
-        target: flattened.
-        size: samples in the inputs.
-        way_out: for the message.
-
-    Raises:
-        InputError: a tensor of it has another first dimension.
-    """
-    for tensor in target:
-        if isinstance(tensor, Tensor) and tensor.dim() and tensor.shape[0] != size:
-            batch = count_text(size, "sample")
-            raise InputError(f"a target of shape {tuple(tensor.shape)} goes with a batch of {batch}; {way_out}")
-
-
-__all__ = ["LossFunction", "refuse_arrays", "refuse_no_number", "refuse_other_batch", "refuse_untrained"]
+__all__ = ["LossFunction", "loss_and_values", "refuse_arrays", "refuse_no_number", "refuse_untrained"]

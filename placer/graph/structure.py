@@ -67,6 +67,12 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     return _Walk(_has_room, {}).over((args, kwargs))
 
 
+def detached_nest(nest: Any) -> Any:
+    """Return a nest with the same values, whose tensors have no graph of autograd."""
+    leaves, structure = flatten(nest)
+    return structure.unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
 def parts_of_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
     """The identities of all lists, dicts and objects in ``(args, kwargs)``."""
     known: dict[int, int] = {}

@@ -20,18 +20,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
 from placer.errors import CaptureError
-from placer.graph import arguments, chance
+from placer.graph import arguments
 from placer.graph import granularity as granularities
 from placer.graph.alignment import Alignment
 from placer.graph.alone import alone
 from placer.graph.attributes import is_torchs
-from placer.graph.batch import batch_size
 from placer.graph.granularity import Granularity, Opened
 from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_bytes
 from placer.graph.leftovers import put_back
 from placer.graph.packed import LengthsOnHost
 from placer.graph.structure import CONSTANTS, Structure, flatten, flatten_inputs
-from placer.graph.undone import written_back
+from placer.graph.undisturbed import undisturbed
 from placer.schema.base import WHOLE
 
 
@@ -60,7 +59,12 @@ class _Draft:
 
 @alone
 def trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity, reason: str
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    granularity: Granularity,
+    reason: str,
+    batch_size: int = 1,
 ) -> LayerGraph:
     """Run the model twice, without gradients where it can be, and write down which module reads what.
 
@@ -70,6 +74,7 @@ def trace(
         kwargs: example keyword arguments.
         granularity: as for ``capture``.
         reason: why the model could not be captured.
+        batch_size: samples in the example.
 
     Raises:
         CaptureError: the model fails on the example, or has no data to run on.
@@ -90,11 +95,11 @@ def trace(
     watch = _Watch(model, opened)
     tensors, inputs = flatten_inputs(args, kwargs)
     names = watch.inputs(tensors)
-    with _undisturbed(model, gradients), watch.installed():
+    with undisturbed(model), devices.unobserved(), torch.set_grad_enabled(gradients), watch.installed():
         result = _run(model, inputs, tensors)
     leaves, structure = flatten(result)
     outputs = [watch.name(leaf) for leaf in leaves]
-    graph = watch.graph(tuple(names), tuple(outputs), batch_size(tensors), granularities.label(granularity), reason)
+    graph = watch.graph(tuple(names), tuple(outputs), batch_size, granularities.label(granularity), reason)
     graph.result = structure
     return graph
 
@@ -122,21 +127,6 @@ def _run(model: nn.Module, inputs: Structure, tensors: Sequence[Any]) -> Any:
     except Exception as error:
         help = arguments.advice(error, args)
         raise CaptureError(f"the model fails on the example inputs: {type(error).__name__}: {error}{help}") from error
-
-
-@contextmanager
-def _undisturbed(model: nn.Module, gradients: bool) -> Iterator[None]:
-    """Give attributes, parameters, buffers and random numbers their values back."""
-    kept = {buffer: buffer.clone() for buffer in model.buffers()}
-    places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
-    with put_back(model), chance.given_back(), devices.unobserved(), torch.random.fork_rng(sorted(places)):
-        try:
-            with torch.set_grad_enabled(gradients), written_back(model):
-                yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in kept.items():
-                    buffer.copy_(value)
 
 
 def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> list[Call]:
@@ -168,7 +158,7 @@ def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad
         handles.append(module.register_forward_hook(leave))
     tensors, inputs = flatten_inputs(args, kwargs)
     try:
-        with _undisturbed(model, gradients):
+        with undisturbed(model), devices.unobserved(), torch.set_grad_enabled(gradients):
             _run(model, inputs, tensors)
     finally:
         for handle in handles:

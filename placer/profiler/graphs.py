@@ -12,16 +12,17 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from placer.graph.batch_layout import DEFAULT, Call
 from placer.graph.footprint import footprint
 from placer.graph.granularity import Granularity
 from placer.graph.layers import Layer, LayerGraph, Value, named_state
 from placer.graph.structure import flatten
 from placer.profiler.cache import Cache, key_of
 from placer.profiler.conditions import capture_facts
+from placer.schema import BatchOptions
 
 _OF_LAYER = ("name", "modules", "module_type", "state", "mutated", "reads", "writes", "signature", "random")
 _OF_GRAPH = ("inputs", "outputs", "colocated", "training", "batch_size", "granularity", "hash", "model")
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class KnownGraphs:
@@ -32,9 +33,17 @@ class KnownGraphs:
         model: in the mode that is profiled.
         calls: positional and keyword arguments, of one batch size each.
         granularity: how the layers are cut; a function cannot be told from another one, so nothing is known then.
+        options: what was declared of the batch.
     """
 
-    def __init__(self, cache: Cache | None, model: nn.Module, calls: Sequence[Call], granularity: Granularity) -> None:
+    def __init__(
+        self,
+        cache: Cache | None,
+        model: nn.Module,
+        calls: Sequence[Call],
+        granularity: Granularity,
+        options: BatchOptions = DEFAULT,
+    ) -> None:
         self._cache, self._model = cache, model
         self._keys: list[str] = []
         if cache is None or callable(granularity):
@@ -42,6 +51,7 @@ class KnownGraphs:
         prints = [footprint(model, *call) for call in calls]
         if all(prints):  # all are cut as the first one is
             facts = capture_facts() | {"first": prints[0], "granularity": repr(granularity)}
+            facts |= {} if options.inputs == DEFAULT.inputs else {"batch": repr(options.inputs)}
             self._keys = [key_of(footprint=footprint, **facts) for footprint in prints]
 
     def read(self) -> list[LayerGraph] | None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from placer.errors import InputError
 from placer.graph import arguments
-from placer.graph.batch import batch_size
+from placer.graph.batch_layout import ANY, DEFAULT, BatchLayout, Parameters, layout_of_inputs
 from placer.graph.structure import Structure, flatten_inputs
+from placer.schema import BatchOptions
 
 
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -21,51 +22,68 @@ def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return arguments.split(example_inputs, "example_inputs")
 
 
-def trackable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
-    """The arguments' tensors in order, and what rebuilds positional and keyword arguments from them.
+def trackable(
+    args: tuple[Any, ...], kwargs: dict[str, Any], options: BatchOptions = DEFAULT, parameters: Parameters = ANY
+) -> tuple[list[Any], Structure, BatchLayout]:
+    """Return the arguments' tensors in order, what rebuilds the arguments from them, and where their samples lie.
 
     Tensors made in inference mode, which autograd refuses, are copied.
 
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        options: what was declared of the batch.
+        parameters: of the model's forward method.
+
     Raises:
-        InputError: the batch is empty.
+        InputError: the batch is empty, or the options do not fit.
     """
     tensors, structure = flatten_inputs(args, kwargs)
-    if batch_size(tensors) < 1:
+    layout = layout_of_inputs((args, kwargs), tensors, structure, options, parameters)
+    if layout.size < 1:
         raise InputError("the example inputs are a batch of 0, so there is nothing to measure; give at least 1 sample")
-    return [_trackable(item) for item in tensors], structure
+    return [_trackable(item) for item in tensors], structure, layout
 
 
-def resized(tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    """Inputs of other batch sizes, the smallest first: those whose first dimension is the batch, repeated or cut.
+def resized(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) -> list[list[Any]]:
+    """Return inputs of other batch sizes, the smallest first: what is cut with the batch is repeated or cut.
 
     Args:
         tensors: the flattened inputs.
+        layout: where their samples lie.
         sizes: samples in each batch.
 
     Raises:
         InputError: there is no size, or one is below 1 or listed twice, or the inputs have no batch dimension.
     """
-    wanted = _in_order(tensors, sizes)
-    batch = batch_size(tensors)
-    return [[_resized(tensor, batch, size) for tensor in tensors] for size in wanted]
+    wanted = _in_order(layout, sizes)
+    each = list(zip(tensors, layout.dims, strict=True))
+    return [[_resized(tensor, dim, size) for tensor, dim in each] for size in wanted]
 
 
-def sizes(example_inputs: Any, batch_sizes: Sequence[int] | None) -> list[int]:
-    """Samples in each micro-batch that will be measured, the smallest first.
+def sizes(
+    example_inputs: Any,
+    batch_sizes: Sequence[int] | None,
+    options: BatchOptions = DEFAULT,
+    parameters: Parameters = ANY,
+) -> list[int]:
+    """Return the number of samples in each micro-batch that will be measured, the smallest first.
 
     Args:
         example_inputs: of one micro-batch.
         batch_sizes: as for ``profile``: None for the example's own.
+        options: what was declared of the batch.
+        parameters: of the model's forward method.
 
     Raises:
         InputError: as ``split``, ``trackable`` and ``resized`` do.
     """
-    tensors, _ = trackable(*split(example_inputs))
-    return [batch_size(tensors)] if batch_sizes is None else _in_order(tensors, batch_sizes)
+    _, _, layout = trackable(*split(example_inputs), options, parameters)
+    return [layout.size] if batch_sizes is None else _in_order(layout, batch_sizes)
 
 
-def _in_order(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
-    """Sizes that inputs can have, the smallest first."""
+def _in_order(layout: BatchLayout, sizes: Sequence[int]) -> list[int]:
+    """Return sizes that inputs can have, the smallest first."""
     wanted = list(sizes) if isinstance(sizes, Iterable) else []
     if (
         not wanted
@@ -73,15 +91,20 @@ def _in_order(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
         or len(set(wanted)) < len(wanted)
     ):
         raise InputError(f"batch_sizes={sizes!r}: give different whole numbers of samples, such as (8, 16)")
-    if not any(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
+    if layout.lists:
+        raise InputError(
+            f"{min(layout.lists)!r} is a list of samples, which batch_sizes cannot repeat or cut; profile an example "
+            "of each size by itself"
+        )
+    if all(dim is None for dim in layout.dims):
         raise InputError("the example inputs have no dimension that could be the batch, so batch_sizes has no meaning")
     return sorted(wanted)
 
 
-def _resized(tensor: Any, batch: int, size: int) -> Any:
-    if not isinstance(tensor, Tensor) or not tensor.dim() or tensor.shape[0] != batch or size == batch:
+def _resized(tensor: Any, dim: int | None, size: int) -> Any:
+    if dim is None or tensor.shape[dim] == size:
         return tensor
-    return torch.cat([tensor] * -(-size // batch))[:size].clone()
+    return torch.cat([tensor] * -(-size // tensor.shape[dim]), dim).narrow(dim, 0, size).clone()
 
 
 def _trackable(item: Any) -> Any:

@@ -20,15 +20,17 @@ from torch import Tensor, nn
 
 from placer import devices, schema
 from placer.errors import InputError, PlacerError, ProfilingError
+from placer.graph.batch_layout import DEFAULT, BatchLayout, layout_of_target
 from placer.graph.given import refuse_half_a_loss, refuse_no_loss
 from placer.graph.layers import Layer, LayerGraph, Value, tensor_bytes
-from placer.graph.losses import LossFunction, refuse_arrays, refuse_no_number, refuse_other_batch, refuse_untrained
+from placer.graph.losses import LossFunction, loss_and_values, refuse_arrays, refuse_no_number, refuse_untrained
 from placer.graph.structure import Structure, flatten
 from placer.profiler import inputs
 from placer.profiler.measure import measure_trial, ran_out
 from placer.profiler.measurement import Measurement
 from placer.profiler.timing import significant
 from placer.profiler.trial import Trial, bring_input
+from placer.schema import BatchOptions
 
 _NAME = "(loss)"
 
@@ -41,19 +43,21 @@ class Loss:
         function: from the model's result and the target to a number.
         target: its tensors, flattened.
         structure: of the target.
+        layout: where its samples lie.
     """
 
     function: LossFunction
     target: Sequence[Any]
     structure: Structure
+    layout: BatchLayout
 
     def resized(self, sizes: Sequence[int] | None) -> list[Loss]:
         """For micro-batches of so many samples, the smallest first; itself alone if None."""
         if sizes is None:
             return [self]
-        if not any(isinstance(tensor, Tensor) and tensor.dim() for tensor in self.target):
+        if all(dim is None for dim in self.layout.dims):
             return [self] * len(sizes)
-        return [Loss(self.function, target, self.structure) for target in inputs.resized(self.target, sizes)]
+        return [replace(self, target=target) for target in inputs.resized(self.target, self.layout, sizes)]
 
     def measure(
         self, graph: LayerGraph, layers: Sequence[Measurement], device: torch.device, repeats: int
@@ -96,7 +100,7 @@ class Loss:
         result, function = graph.result, _there(self.function, where)
 
         def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
-            loss = function(result.unflatten(reads), self.structure.unflatten(state))
+            loss, _ = loss_and_values(function(result.unflatten(reads), self.structure.unflatten(state)))
             refuse_no_number(loss)
             refuse_untrained(loss)
             return (loss,)
@@ -104,7 +108,9 @@ class Loss:
         return Layer(_NAME, (), "", (), (), graph.outputs, (_NAME,), run, _NAME)
 
 
-def given_loss(loss_fn: LossFunction | None, target: Any, training: bool, batch: int) -> Loss | None:
+def given_loss(
+    loss_fn: LossFunction | None, target: Any, training: bool, batch: int, options: BatchOptions = DEFAULT
+) -> Loss | None:
     """The loss that a user gives, or None.
 
     Args:
@@ -112,6 +118,7 @@ def given_loss(loss_fn: LossFunction | None, target: Any, training: bool, batch:
         target: of one micro-batch.
         training: whether a training step is measured.
         batch: samples in the example inputs.
+        options: what was declared of the batch.
 
     Raises:
         InputError: one of the two is missing, or the loss has parameters, or no training step is measured, or the
@@ -125,8 +132,8 @@ def given_loss(loss_fn: LossFunction | None, target: Any, training: bool, batch:
     refuse_no_loss(loss_fn)
     leaves, structure = flatten(target)
     refuse_arrays(target)
-    refuse_other_batch(leaves, batch)
-    return Loss(loss_fn, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    layout = layout_of_target(target, leaves, structure, options, batch)
+    return Loss(loss_fn, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure, layout)
 
 
 def with_loss(

@@ -12,7 +12,7 @@ from torch import nn
 from placer import schema
 from placer.devices import CPU, DeviceLike, keep_random_state, resolve, type_name, unobserved, warm_libraries
 from placer.errors import InputError, ProfilingError
-from placer.graph.batch import batch_size
+from placer.graph.batch_layout import DEFAULT, Parameters, refuse_no_options
 from placer.graph.capture import capture
 from placer.graph.given import refuse_no_flags, refuse_no_module
 from placer.graph.granularity import Granularity
@@ -31,6 +31,7 @@ from placer.profiler.optimizer import OptimizerLike, OptimizerState
 from placer.profiler.progress import Bar, Shown, Step, progress_bar
 from placer.profiler.remembered import Remembered
 from placer.profiler.writing import fragmented_bytes, write
+from placer.schema import BatchOptions
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def profile(
     batch_sizes: None = None,
     loss_fn: LossFunction | None = None,
     target: Any = None,
+    batch_options: BatchOptions | None = None,
 ) -> schema.Profile: ...
 
 
@@ -70,6 +72,7 @@ def profile(
     batch_sizes: Sequence[int],
     loss_fn: LossFunction | None = None,
     target: Any = None,
+    batch_options: BatchOptions | None = None,
 ) -> list[schema.Profile]: ...
 
 
@@ -88,6 +91,7 @@ def profile(
     batch_sizes: Sequence[int] | None = None,
     loss_fn: LossFunction | None = None,
     target: Any = None,
+    batch_options: BatchOptions | None = None,
 ) -> schema.Profile | list[schema.Profile]:
     """Measure a model's layers, the values between them, the devices and the links.
 
@@ -115,6 +119,8 @@ def profile(
             the model's result, as it runs behind that. It is measured on random results; without it, a prediction of
             a training step is of the model alone.
         target: of one micro-batch, for ``loss_fn``; ``batch_sizes`` repeat or cut it as they do the inputs.
+        batch_options: where the samples of the inputs and the target lie, and how the loss is reduced; the profile and
+            its placements carry them. The first dimension is the batch if None.
 
     Returns:
         The profile, with its cluster; for several batch sizes a list of profiles, the smallest size first.
@@ -126,6 +132,7 @@ def profile(
     """
     refuse_no_module(model)
     refuse_no_flags(training=training)
+    options = DEFAULT if batch_options is None else refuse_no_options(batch_options)
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats is {repeats!r}; give a whole number: each layer is timed at least once")
     args, kwargs = inputs.split(example_inputs)
@@ -138,15 +145,16 @@ def profile(
     for device in found:
         by_type.setdefault(type_name(device), device)
     with unobserved(), keep_random_state(found), torch.inference_mode(False), inputs.mode(model, training):
-        tensors, structure = inputs.trackable(args, kwargs)
-        given = [tensors] if batch_sizes is None else inputs.resized(tensors, batch_sizes)
-        loss = given_loss(loss_fn, target, training, batch_size(tensors))
+        tensors, structure, layout = inputs.trackable(args, kwargs, options, Parameters.of(model))
+        given = [tensors] if batch_sizes is None else inputs.resized(tensors, layout, batch_sizes)
+        loss = given_loss(loss_fn, target, training, layout.size, options)
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
         calls = [structure.unflatten(batch) for batch in given]
         for device in found:
             _begin_on(device)
         with progress_bar(progress, links_to_measure(found, folder)) as step:
-            graphs = _graphs(model, calls, granularity, folder, list(known.values()), step, loss is not None)
+            rows = list(known.values())
+            graphs = _graphs(model, calls, granularity, folder, rows, step, loss is not None, options)
             layers = [layer for graph in graphs for layer in graph.layers]
             step.expect(sum(len(of_kind.missing(layers)) for of_kind in known.values()))
             waits = CoreWaits()
@@ -163,6 +171,7 @@ def profile(
     counts = [sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")]
     _log.info("%d layers were measured, %d taken from the cache", *counts)
     profiles = [write(graph, rows, training, state, cluster) for graph, rows in zip(graphs, measured, strict=True)]
+    profiles = [one.model_copy(update={"batch_options": options}) for one in profiles]
     for kind, device in by_type.items():
         waiting = busy(kind, waited) if device.type == CPU else ""
         if told := next(filter(None, (*(one.unsteady(kind) for one in profiles), waiting)), ""):
@@ -213,25 +222,30 @@ def _graphs(
     known: Sequence[Remembered],
     step: Bar,
     with_result: bool,
+    options: BatchOptions,
 ) -> list[LayerGraph]:
     """The graph of each call, captured unless an earlier run has captured it and measured all of its layers.
 
     With a result: with what the model returns, not just the tensors in it.
     """
-    earlier = KnownGraphs(folder, model, calls, granularity)
+    earlier = KnownGraphs(folder, model, calls, granularity, options)
     found = earlier.read()
     if found is not None and with_result and any(graph.result is None for graph in found):
         found = None
     if found is not None and not any(of_kind.missing(graph.layers) for of_kind in known for graph in found):
         return found
     step.expect(len(calls))
-    graphs = capture_each(model, calls, granularity, step)
+    graphs = capture_each(model, calls, granularity, step, options)
     earlier.keep(graphs)
     return graphs
 
 
 def capture_each(
-    model: nn.Module, calls: Sequence[Any], granularity: Granularity, step: Step | None = None
+    model: nn.Module,
+    calls: Sequence[Any],
+    granularity: Granularity,
+    step: Step | None = None,
+    options: BatchOptions = DEFAULT,
 ) -> list[LayerGraph]:
     """The graph of each call, given as positional and keyword arguments; all have the layers of the first."""
     graphs: list[LayerGraph] = []
@@ -239,7 +253,7 @@ def capture_each(
         if step is not None:
             step("capture" if len(calls) == 1 else f"capture {number} of {len(calls)}")
         cut = tuple(layer.name for layer in graphs[0].layers) if graphs else granularity
-        graphs.append(capture(model, args, kwargs, granularity=cut))
+        graphs.append(capture(model, args, kwargs, granularity=cut, batch_options=options))
         graphs[-1].granularity = graphs[0].granularity
         if not graphs[0].layers:
             raise ProfilingError(f"{type(model).__name__} has no operations, so there is nothing to place")

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from placer.devices import unobserved
+from placer.graph.batch_layout import DEFAULT, Parameters
 from placer.graph.granularity import Granularity
 from placer.graph.wire import to_wire
 from placer.profiler import inputs
 from placer.profiler.profile import capture_each
+from placer.schema import BatchOptions
 from placer.schema.graph import Graph
 
 
@@ -23,6 +25,7 @@ def describe(
     training: bool = True,
     granularity: Granularity = "auto",
     batch_sizes: Sequence[int] | None = None,
+    options: BatchOptions = DEFAULT,
 ) -> list[Graph]:
     """Capture a model and describe it as data; the model is left as it was.
 
@@ -32,6 +35,7 @@ def describe(
         training: whether a training step or inference is to be profiled.
         granularity: how the model is cut into layers.
         batch_sizes: as for ``profile``.
+        options: what was declared of the batch.
 
     Returns:
         One graph, or one for each batch size, the smallest first.
@@ -42,7 +46,7 @@ def describe(
     """
     args, kwargs = inputs.split(example_inputs)
     with unobserved(), torch.inference_mode(False), inputs.mode(model, training):
-        tensors, structure = inputs.trackable(args, kwargs)
-        given = [tensors] if batch_sizes is None else inputs.resized(tensors, batch_sizes)
-        graphs = capture_each(model, [structure.unflatten(batch) for batch in given], granularity)
+        tensors, structure, layout = inputs.trackable(args, kwargs, options, Parameters.of(model))
+        given = [tensors] if batch_sizes is None else inputs.resized(tensors, layout, batch_sizes)
+        graphs = capture_each(model, [structure.unflatten(batch) for batch in given], granularity, options=options)
     return [to_wire(graph) for graph in graphs]

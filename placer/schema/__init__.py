@@ -21,6 +21,7 @@ from placer.schema.base import (
     Transfers,
 )
 from placer.schema.batch import Batch, BatchAnswer, BatchAnswers
+from placer.schema.batch_options import BatchOptions
 from placer.schema.cluster import Cluster, Device, Link, Node, NodeList, Rate
 from placer.schema.history import PlacementPage, Progress, Summary
 from placer.schema.judgement import Comparison, Evaluation, Fault, FaultKind, Move
@@ -46,6 +47,7 @@ __all__ = [
     "Batch",
     "BatchAnswer",
     "BatchAnswers",
+    "BatchOptions",
     "Cluster",
     "Comparison",
     "Constraints",

@@ -22,6 +22,7 @@ from placer.schema.base import (
     Steps,
     Wire,
 )
+from placer.schema.batch_options import BatchOptions
 
 
 class MemoryUse(Wire):
@@ -179,6 +180,7 @@ class StepChoice(Wire):
 
     Attributes:
         batch_size: samples in a micro-batch.
+        batch_options: of the profile, taken over by ``update_flow``.
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether each device has one stage.
@@ -238,6 +240,7 @@ class Placement(Wire):
         granularity: of the profile, taken over by ``update_flow``.
         training: whether a training step was placed.
         batch_size: samples in a micro-batch.
+        batch_options: of the profile, taken over by ``update_flow``.
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether the stages are contiguous.
@@ -269,6 +272,7 @@ class Placement(Wire):
     granularity: int | str = "auto"
     training: bool = False
     batch_size: int = 1
+    batch_options: BatchOptions = BatchOptions()
     chunks: int = 1
     schedule: Schedule = "1f1b"
     contiguous: bool = True

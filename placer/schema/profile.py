@@ -21,6 +21,7 @@ from placer.schema.base import (
     refuse_duplicates,
     refuse_unknown,
 )
+from placer.schema.batch_options import BatchOptions
 from placer.schema.cluster import Cluster
 
 Shares = Annotated[dict[Name, Annotated[float, Field(ge=0, le=1e9)]], Field(max_length=64), IN_ORDER]
@@ -162,6 +163,7 @@ class Profile(Wire):
             ``zero-bubble``, it is there beside them; else the step has the memory that they are done with.
         with_loss: whether the layer that makes the model's result has the loss, too, in its times and memory.
         batch_size: samples in the micro-batch that was measured.
+        batch_options: where the samples of a batch lie, and how its loss is reduced; taken over by ``update_flow``.
         granularity: how the layers were cut: ``auto``, ``submodule``, ``fine``, a depth, or ``custom``.
         captured: whether the graph was captured; if not, execution goes through hooks, and ``not_captured_because``
             says why.
@@ -181,6 +183,7 @@ class Profile(Wire):
     optimizer_step_share: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     with_loss: bool = False
     batch_size: Annotated[int, Field(ge=1, le=2**31)] = 1
+    batch_options: BatchOptions = BatchOptions()
     granularity: Annotated[int, Field(ge=1, le=1000)] | Annotated[str, StringConstraints(max_length=64)] = "auto"
     captured: bool = True
     not_captured_because: Annotated[str, StringConstraints(max_length=4096)] = ""

@@ -88,6 +88,7 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
         "granularity": profile.granularity,
         "training": problem.training,
         "batch_size": profile.batch_size,
+        "batch_options": profile.batch_options,
         "chunks": request.chunks,
         "schedule": request.schedule,
         "contiguous": problem.contiguous,

@@ -72,6 +72,7 @@ def _check_header(request: PlacementRequest, placement: Placement) -> None:
     equal("schedule", placement.schedule, request.schedule)
     equal("granularity", placement.granularity, request.profile.granularity)
     equal("batch_size", placement.batch_size, request.profile.batch_size)
+    equal("batch_options", placement.batch_options, request.profile.batch_options)
     if request.constraints.contiguous is not None:
         equal("contiguous", placement.contiguous, request.constraints.contiguous)
 

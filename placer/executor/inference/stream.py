@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -34,8 +35,9 @@ from placer.executor.program import Capture, shapes
 from placer.executor.segments import StateLookup
 from placer.executor.state.assignment import Assignment
 from placer.graph import arguments, autocast
+from placer.graph.batch_layout import Call, Part, refuse_no_options
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import Structure, flatten_inputs
+from placer.schema import BatchOptions
 
 _HOOKED = {"the model": ("", "it runs through hooks, or is not placed")}
 _AHEAD = 2
@@ -67,8 +69,11 @@ class Flow(Protocol):
     def assignment(self) -> Assignment | None:
         """The devices of the layers; None before the first ``update_flow``."""
 
-    def captured(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> Capture | None:
+    def captured(self, part: Part, needed: bool = True) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""
+
+    def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
+        """The inputs of a call, flattened, with their batch dimensions."""
 
     def holds(self, capture: Capture) -> bool:
         """Whether a capture is still of the model as it is."""
@@ -109,7 +114,11 @@ class Streams:
         self._lock = flow.lock  # of one order with the flow's, whose calls stream, and which streams call
 
     def open(
-        self, batches: Iterable[Any], in_flight: int | None = None, backend: Backend | None = None
+        self,
+        batches: Iterable[Any],
+        in_flight: int | None = None,
+        backend: Backend | None = None,
+        options: BatchOptions | None = None,
     ) -> Generator[Any, None, None]:
         """A stream over these batches, by a backend of torch.compile if one is given; see ``DataFlow.stream``.
 
@@ -122,7 +131,9 @@ class Streams:
             )
         if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
             raise InputError(f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None")
-        return self._results(iter(batches), in_flight, backend)
+        if options is not None:
+            refuse_no_options(options)
+        return self._results(iter(batches), in_flight, partial(self._enter, backend=backend, options=options))
 
     def ahead(self, batches: Sequence[Known], is_unchanged: Callable[[], bool]) -> list[list[Any]] | None:
         """Run recorded batches; the model is looked at when the devices have the first one's first segment to do.
@@ -180,7 +191,7 @@ class Streams:
         self,
         source: Iterator[Any],
         in_flight: int | None = None,
-        backend: Backend | None = None,
+        enter: Callable[[Any, int], Ticket] | None = None,
         are_current: Callable[[], bool] | None = None,
     ) -> Generator[Any, None, None]:
         tickets: deque[Ticket] = deque()
@@ -190,7 +201,7 @@ class Streams:
                 self._begin() if are_current is None else self._wait_for_callers()
             while True:
                 while is_open and len(tickets) < (in_flight or self._wanted(tickets)):
-                    ticket = self._take(source, taken, backend)
+                    ticket = self._take(source, taken, enter or self._enter)
                     if ticket is None:
                         is_open = False
                         break
@@ -220,7 +231,7 @@ class Streams:
         pipeline = tickets[-1].pipeline if tickets else None
         return 1 if pipeline is None else len(pipeline.stages) + _AHEAD
 
-    def _take(self, source: Iterator[Any], number: int, backend: Backend | None) -> Ticket | None:
+    def _take(self, source: Iterator[Any], number: int, enter: Callable[[Any, int], Ticket]) -> Ticket | None:
         """The source's next batch, on its way; None where it has none."""
         try:
             batch = next(source)
@@ -231,25 +242,27 @@ class Streams:
             return Ticket(error=error)
         try:
             with self._lock, _inference():
-                ticket = self._enter(batch, number, backend)
+                ticket = enter(batch, number)
                 self._tick()  # before another thread's batch enters: its inputs may come to the same place
                 return ticket
         except Exception as error:
             error.add_note(f"in batch {number} of the stream{arguments.advice(error)}")
             return Ticket(error=error)
 
-    def _enter(self, batch: Any, number: int, backend: Backend | None) -> Ticket:
+    def _enter(
+        self, batch: Any, number: int, backend: Backend | None = None, options: BatchOptions | None = None
+    ) -> Ticket:
         if isinstance(batch, Known):
             return self._send_off(batch, number, is_flat=True)
         args, kwargs = _arguments(batch)
-        tensors, inputs = flatten_inputs(args, kwargs)
+        part = self._flow.laid_out((args, kwargs), options)
         placed = self._flow.assignment is not None
-        capture = self._flow.captured(tensors, inputs, needed=False) if placed else None
+        capture = self._flow.captured(part, needed=False) if placed else None
         if capture is None:
             self._is_hooked = backend is not None
             self._drain()
             return Ticket(result=self._flow(*args, chunks=1, **kwargs))
-        return self._send_off(Known(capture, tensors, backend), number, is_flat=False)
+        return self._send_off(Known(capture, part.tensors, backend), number, is_flat=False)
 
     def _send_off(self, batch: Known, number: int, is_flat: bool) -> Ticket:
         key = self._key(batch)

@@ -131,7 +131,7 @@ def _awaited_by_loss(stage: Stage) -> set[str]:
     values = {name: batch.read(name, stage.device) for name in head.names}
     leaves = {name: value.detach().requires_grad_() for name, value in values.items() if _is_differentiable(value)}
     with torch.enable_grad(), autocast.uncached(stage.device):
-        loss = head.loss([leaves.get(name, values[name]) for name in head.names], slot.targets)
+        loss, _ = head.loss([leaves.get(name, values[name]) for name in head.names], slot.targets)
     with autocast.off(stage.device):
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     return {name for name, gradient in zip(leaves, found, strict=True) if gradient is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
-from placer.executor.pipeline import cut
 from placer.executor.training.slot import Key
+from placer.graph.batch_layout import cut
 
 
 class Feed:
@@ -25,7 +25,7 @@ class Feed:
         sizes: samples in each micro-batch.
         courier: for the copies.
         ready: by device, when what the caller gave is there.
-        whole: which tensors every micro-batch is given all of, though they are as long as the batch.
+        dims: of each tensor, the dimension that it is cut along; None where every micro-batch has all of it.
 
     Attributes:
         read: for each device that has a part of the batch, and each that reads it, when the last copy is done.
@@ -37,11 +37,11 @@ class Feed:
         sizes: Sequence[int],
         courier: Courier,
         ready: Mapping[torch.device, Mark],
-        whole: Collection[Key] = (),
+        dims: Mapping[Key, int | None],
     ) -> None:
         self._given = given
         self._sizes = sizes
-        self._whole = whole
+        self._dims = dims
         self._parts = {key: self._cut(key, tensor) for key, tensor in given.items()}
         self._courier = courier
         self._ready = ready
@@ -85,5 +85,5 @@ class Feed:
             self.read[here, place] = mark
         return self._brought[key, place]
 
-    def _cut(self, key: Key, tensor: Any) -> list[Any]:
-        return [part for (part,) in cut([tensor], self._sizes, (0,) if key in self._whole else ())]
+    def _cut(self, key: Key, tensor: Any) -> Sequence[Any]:
+        return cut(tensor, self._dims[key], str(key), self._sizes)

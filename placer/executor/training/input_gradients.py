@@ -7,7 +7,7 @@ Several stages may read one; their gradients are added up.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
-from placer.executor.pipeline import cut
 from placer.executor.training.slot import Key
+from placer.graph.batch_layout import cut
 
 
 def detached(tensors: Sequence[Any]) -> list[Any]:
@@ -58,16 +58,16 @@ class InputGradients:
         given: inputs and targets by name or position; those that require a gradient are meant.
         sizes: samples in each micro-batch.
         courier: for the copies.
-        whole: which of them every micro-batch is given all of, though they are as long as the batch.
+        dims: of each, the dimension that it is cut along; None where every micro-batch has all of it.
     """
 
     def __init__(
-        self, given: Mapping[Key, Any], sizes: Sequence[int], courier: Courier, whole: Collection[Key] = ()
+        self, given: Mapping[Key, Any], sizes: Sequence[int], courier: Courier, dims: Mapping[Key, int | None]
     ) -> None:
         self._given = {key: item for key, item in given.items() if isinstance(item, Tensor) and item.requires_grad}
         self._sizes = sizes
         self._courier = courier
-        self._whole = whole
+        self._dims = dims
         self._parts: dict[tuple[Key, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._marks: list[tuple[torch.device, Mark]] = []
 
@@ -101,9 +101,9 @@ class InputGradients:
         like = self._given[key].detach()
         pinned = gradient.is_cuda and home.type == devices.CPU  # else the copy would hold the caller up
         new = partial(torch.empty, like.shape, dtype=like.dtype, device=home, pin_memory=pinned)
-        if like.dim() and like.shape[0] == sum(self._sizes) and key not in self._whole:
+        if self._dims[key] is not None:
             whole = new()
-            return [whole], [part for (part,) in cut([whole], self._sizes)]
+            return [whole], list(cut(whole, self._dims[key], str(key), self._sizes))
         each = [new() for _ in self._sizes]
         return each, each
 

@@ -24,7 +24,7 @@ from placer.executor.segments import Segment
 from placer.graph.deferred import Queue
 from placer.graph.opened import OpenedFunction, Product, opened
 
-Loss = Callable[[list[Any], list[Any]], Tensor]
+Loss = Callable[[list[Any], list[Any]], tuple[Tensor, dict[str, Any]]]
 
 _OPTIONS: dict[str, dict[str, Any]] = {INDUCTOR: {"keep_output_stride": False, "bw_outputs_user_visible": False}}
 """What products are given and their gradients stay in the layout that the compiler works in: where it chose channels
@@ -116,7 +116,7 @@ def compiled_loss(loss: Loss, backend: Backend) -> Loss:
         backend: of ``torch.compile``.
     """
 
-    def run(values: list[Any], targets: list[Any]) -> Tensor:
+    def run(values: list[Any], targets: list[Any]) -> tuple[Tensor, dict[str, Any]]:
         return loss(values, targets)
 
     made: Loss = torch.compile(own_code(run), backend=backend, dynamic=False)

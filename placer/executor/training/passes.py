@@ -96,6 +96,9 @@ class Passes:
         turns = [self._turns[name] for name in spread if name in self._turns]
         self._run(index, "forward", chunk, slot.forward, [*arrived, *overwritten, *turns])
         self._turns.update(dict.fromkeys(spread, self._done[index, "forward", chunk]))
+        if slot.collected is not None and index == len(self._stages) - 1:
+            with self._lanes[stage.device]:
+                self._pipeline.collected[chunk].take(slot.collected)
 
     def _free(self, slot: Slot, place: torch.device) -> Mark:
         """When a slot may be written to: the micro-batch that it had, perhaps of the batch before, is through."""

@@ -23,7 +23,6 @@ from placer.executor.checkpointed import with_checkpoints
 from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, raise_explained
 from placer.executor.issued import Issued
-from placer.executor.pipeline import cut
 from placer.executor.segments import Segment, borders, segments, spread_state
 from placer.executor.state.statistics import BatchStatistics
 from placer.executor.training.compiled import compile_stage
@@ -33,11 +32,12 @@ from placer.executor.training.input_gradients import InputGradients, detached
 from placer.executor.training.kept import Kept
 from placer.executor.training.passes import Passes
 from placer.executor.training.recomputed import RecomputedStage
-from placer.executor.training.slot import Head, Key
+from placer.executor.training.slot import Collected, Head, Key, Slot
 from placer.executor.training.stage import Stage, drop_unreached
+from placer.executor.training.weighing import Weighing
 from placer.executor.training.weights import Keep, Weights, keep_none
+from placer.graph.batch_layout import cut
 from placer.graph.layers import LayerGraph
-from placer.graph.losses import LossFunction
 from placer.graph.structure import Structure
 from placer.schedule import Plan, plan
 from placer.schema import Schedule
@@ -54,7 +54,7 @@ class Recipe:
     """What a pipeline is to do with batches of one shape.
 
     Attributes:
-        loss_fn: ``loss_fn(output, target)``, a mean over samples.
+        loss_fn: the loss of a micro-batch, and its further values.
         outputs: structure of the model's result.
         target: structure of the target.
         schedule: the order of micro-batches.
@@ -63,26 +63,33 @@ class Recipe:
         recompute: devices that run forwards once more in the backward pass, and so keep no activations.
         compile: the backend of torch.compile, for segments that it makes faster; None to leave them as they are.
         checkpoints: the modules that the model itself lets run again in the backward pass.
-        whole: the positions of the inputs that every micro-batch is given all of, though they are as long as the batch.
+        dims: of each input, the dimension that it is cut along; None where every micro-batch has all of it.
+        goal_dims: the same of the target.
         in_flight: for how many micro-batches each segment has room under ``interleaved``; as many as its order needs
             where there are other segments than so many.
     """
 
-    loss_fn: LossFunction
+    loss_fn: Weighing
     outputs: Structure
     target: Structure
     schedule: Order
     sizes: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    goal_dims: tuple[int | None, ...]
     deferred_batch_norm: bool = False
     recompute: frozenset[torch.device] = frozenset()
     compile: Backend | None = None
     checkpoints: tuple[str, ...] = ()
     in_flight: tuple[int, ...] = ()
-    whole: frozenset[int] = frozenset()
 
-    def loss(self, leaves: list[Any], targets: list[Any]) -> Tensor:
-        """The loss from the flattened result and target of a micro-batch."""
+    def loss(self, leaves: list[Any], targets: list[Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss, and its further values, from the flattened result and target of a micro-batch."""
         return self.loss_fn(self.outputs.unflatten(leaves), self.target.unflatten(targets))
+
+    @property
+    def shares(self) -> list[float]:
+        """By how much the loss of each micro-batch counts in that of the batch."""
+        return self.loss_fn.shares(self.sizes)
 
 
 class PenaltyError(InputError):
@@ -101,6 +108,8 @@ class TrainingPipeline:
         trace: a list that collects every pass of the next batches; None, as it is at first, to collect none.
         is_prepared: whether its passes are ready, as they are once a batch has gone through.
         is_recorded: whether they were recorded, too, where they can be.
+        collected: by micro-batch of the latest batch, the model's results and the loss's further values, flattened; as
+            far as ``collect`` asks for them.
     """
 
     def __init__(
@@ -123,6 +132,7 @@ class TrainingPipeline:
             torch.zeros((), device=last, dtype=torch.float64),
             torch.ones((), device=last),
         )
+        self.collected: list[Collected] = []
         self.lanes = {part.device: Lane(part.device) for part in parts}
         self._device_of = [list(self.lanes).index(part.device) for part in parts]
         room = recipe.in_flight if len(recipe.in_flight) == len(parts) else None
@@ -145,6 +155,25 @@ class TrainingPipeline:
         """Whether a parameter or a buffer is elsewhere now than when the passes were made for it."""
         return self.weights.stale() or devices.addresses(self._buffers) != self._pointers
 
+    def collect(self, outputs: bool) -> bool:
+        """Ask for the model's results of each micro-batch, or no longer; recorded passes go on collecting them.
+
+        Returns:
+            False if its passes were made without that, so that another pipeline is needed.
+        """
+        head = self._head
+        if outputs and self.is_prepared:
+            return head.collects
+        if not self.is_recorded:
+            head.collects = outputs
+            for slot in self._last_slots():
+                if slot.collected is not None:
+                    slot.collected.outputs = slot.collected.outputs if outputs else None
+        return True
+
+    def _last_slots(self) -> list[Slot]:
+        return [*self.stages[-1].slots, *self.stages[-1].tail.values()]
+
     def run(
         self, batch: Sequence[Any], targets: Sequence[Any], keep: Keep = keep_none, scale: Tensor | None = None
     ) -> Tensor:
@@ -165,7 +194,7 @@ class TrainingPipeline:
         try:
             self._run(batch, targets, keep, scale)
         except BaseException:
-            self._recover()
+            self.recover()
             raise
         head = self._head
         return head.total.to(head.dtype, copy=True)
@@ -177,10 +206,14 @@ class TrainingPipeline:
         owners = {devices.location(item) for item in given.values() if isinstance(item, Tensor)}
         callers = {place: Lane(place, caller=True) for place in (*self.lanes, *owners, *self.weights.homes)}
         begun = {place: caller.mark() for place, caller in callers.items()}
-        whole = {self.graph.inputs[place] for place in self.recipe.whole}
-        gradients = InputGradients(given, self.sizes, self.courier, whole)
+        dims: dict[Key, int | None] = dict(zip(self.graph.inputs, self.recipe.dims, strict=True))
+        dims |= enumerate(self.recipe.goal_dims)
+        gradients = InputGradients(given, self.sizes, self.courier, dims)
         given = dict(zip(given, detached(list(given.values())), strict=True))
-        feed = Feed(given, self.sizes, self.courier, begun, whole)
+        feed = Feed(given, self.sizes, self.courier, begun, dims)
+        last = self.stages[-1]
+        with devices.current(last.device):  # on the caller's stream, whose memory it is
+            self.collected = [Collected.like(last.slot(chunk).collected) for chunk in range(self.chunks)]
         self._issue(feed, gradients, begun, keep, scale)
         for place, lane in self.lanes.items():
             callers[place].wait(lane.mark())
@@ -244,7 +277,7 @@ class TrainingPipeline:
             stage.begin()
         Passes(self, feed, gradients, {place: lane.mark() for place, lane in self.lanes.items()}).issue()
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """After a batch that failed: nothing runs any more; buffers are as before it, and there are no gradients."""
         with suppress(RuntimeError):  # of a device that is lost the first error tells
             for place in self.lanes:
@@ -301,8 +334,7 @@ class TrainingPipeline:
         """
         if self.is_prepared and (self.is_recorded or not record):
             return
-        each = (batch, self.recipe.whole), (targets, ())
-        parts, goals = ([*map(detached, cut(given, self.sizes, whole))] for given, whole in each)
+        parts, goals = self._cut(batch, self.recipe.dims), self._cut(targets, self.recipe.goal_dims)
         self._kept.save()
         try:
             if not self.is_prepared:
@@ -320,9 +352,14 @@ class TrainingPipeline:
             self._kept.restore()
         self.is_prepared, self.is_recorded = True, record
 
+    def _cut(self, given: Sequence[Any], dims: Sequence[int | None]) -> list[list[Any]]:
+        """Return what each micro-batch has of these tensors, as leaves of their own."""
+        columns = [cut(tensor, dim, "", self.sizes) for tensor, dim in zip(given, dims, strict=True)]
+        return [detached([column[chunk] for column in columns]) for chunk in range(self.chunks)]
+
     def _open(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
         """Give every stage its slots, and one stage's results to the next."""
-        shares = [size / sum(self.sizes) for size in self.sizes]
+        shares = self.recipe.shares
         last = self.chunks - 1
         uneven = self.sizes[last] != self.sizes[0]
         known: dict[str, Any] = dict(zip(self.graph.inputs, parts[0], strict=True))

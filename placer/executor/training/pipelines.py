@@ -20,16 +20,15 @@ from placer.errors import InputError
 from placer.executor.compiled_segments import Backend
 from placer.executor.faults import nothing_held
 from placer.executor.latest_shapes import LatestShapes
-from placer.executor.pipeline import cut
 from placer.executor.program import Capture, shapes
 from placer.executor.segments import segments, taken_in_turn
 from placer.executor.state.assignment import Assignment
 from placer.executor.training.batch import Batch
 from placer.executor.training.pipeline import PENALTY, Order, PenaltyError, Recipe, TrainingPipeline
+from placer.executor.training.weighing import Weighing
 from placer.executor.training.weights import Weights
+from placer.graph.batch_layout import Part
 from placer.graph.layers import LayerGraph
-from placer.graph.losses import LossFunction
-from placer.graph.structure import Structure
 from placer.warned import warn
 
 
@@ -47,11 +46,8 @@ class Placed(Protocol):
     def recomputed(self) -> frozenset[torch.device]:
         """The devices that run forwards once more in their backward passes."""
 
-    def captured(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> Capture | None:
+    def captured(self, part: Part, needed: bool = True) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks."""
-
-    def whole(self, tensors: list[Any], inputs: Structure, needed: bool = True) -> frozenset[int]:
-        """The positions of those that are no part of the batch, though as long."""
 
     def holds(self, capture: Capture) -> bool:
         """Whether a capture is still of the model as it is."""
@@ -65,12 +61,12 @@ class Pipelines:
 
     Args:
         flow: whose layers they run.
-        loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
+        loss_fn: the loss of a micro-batch.
         schedule: the order of micro-batches.
         compile: the backend of torch.compile; None to compile nothing.
     """
 
-    def __init__(self, flow: Placed, loss_fn: LossFunction, schedule: Order, compile: Backend | None) -> None:
+    def __init__(self, flow: Placed, loss_fn: Weighing, schedule: Order, compile: Backend | None) -> None:
         self._flow = flow
         self._loss_fn = loss_fn
         self._schedule = schedule
@@ -81,18 +77,30 @@ class Pipelines:
     def __iter__(self) -> Iterator[TrainingPipeline]:
         return iter(self._made.values())
 
-    def ready(self, batch: Batch) -> TrainingPipeline | None:
+    def ready(self, batch: Batch, outputs: bool = False, is_compared: bool = False) -> TrainingPipeline | None:
         """As ``of``, its passes made; without those of other shapes, where there is no memory for both.
 
         A shape beside others is recorded when it comes for the second time.
+
+        Args:
+            batch: what is to be trained on.
+            outputs: whether the caller wants the model's results.
+            is_compared: whether the loss is to be compared with that of the whole batch: results are collected this
+                once, by passes that are not recorded.
         """
         pipeline = self.of(batch)
+        if pipeline is not None and not pipeline.collect(outputs or is_compared):
+            self._made.keep_only(lambda key: self._made[key] is not pipeline)
+            pipeline = self.of(batch)
+            assert pipeline is not None
+            pipeline.collect(outputs or is_compared)
         others = len(self._made) - 1
         try:
             if pipeline is not None:
                 with nothing_held():
                     # Recording pays where a shape comes back: the first is taken to, others when they have.
-                    pipeline.prepare(batch.tensors, batch.goals, record=pipeline.is_prepared or not others)
+                    comes_back = pipeline.is_prepared or not others
+                    pipeline.prepare(batch.tensors, batch.goals.leaves, record=comes_back and not is_compared)
             return pipeline
         except PenaltyError as error:
             tell_in_turn(str(error))
@@ -108,34 +116,41 @@ class Pipelines:
             f"there is no memory for a batch of this shape beside the passes of {others} other(s), which are let go of "
             f"and made again when such a batch comes: {why}"
         )
-        return self.of(batch)
+        pipeline = self.of(batch)
+        if pipeline is not None:
+            pipeline.collect(outputs or is_compared)
+        return pipeline
 
     def of(self, batch: Batch, needed: bool = False) -> TrainingPipeline | None:
         """The stages for batches like this one; None where micro-batches run one after another through the flow.
 
         So they do where there is no capture; where a layer reads a number that another took from a tensor: passes are
         prepared once, and would keep the number that they were prepared with; where a segment uses what another one
-        changes; where parameters have hooks, which passes over aliases of them would not run; and where the loss reads
-        some by itself, whose gradients such passes would not find.
+        changes; where parameters have hooks, which passes over aliases of them would not run; where the loss reads
+        some by itself, whose gradients such passes would not find; and where a list has samples for items.
 
         Args:
             batch: what is to be trained on, or one like it.
             needed: False lets it run so, too, where call after call would need a capture of its own.
         """
-        flow, (tensors, inputs, goals, target, sizes) = self._flow, batch
+        flow, sizes = self._flow, batch.sizes
         if flow.assignment is not self._placed:
             self._made.keep_only(lambda key: False)
             self._placed = flow.assignment
-        whole = self.whole(batch, needed)
-        parts = cut(tensors, sizes, whole)
-        capture = flow.captured(parts[0], inputs, needed)
+        if batch.has_lists:
+            tell_in_turn("a list has samples for items")
+            return None
+        first = batch.part(0)
+        capture = flow.captured(first, needed)
         if capture is None:
             return None
         recompute = flow.recomputed()
-        asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in (*tensors, *goals))
+        given = (*batch.tensors, *batch.goals.leaves)
+        asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given)
         room = room_of(flow.in_flight) if self._schedule == "interleaved" else ()
         ways = flow.deferred_batch_norm, recompute, room
-        key = (capture, shapes(parts[0]), tuple(sizes), target.key, _kinds(goals), asked, *ways)
+        goals = batch.goals.structure.key, _kinds(batch.goals.leaves), batch.goal_dims
+        key = (capture, shapes(first.tensors), tuple(sizes), batch.dims, goals, asked, *ways)
         known = self._made.used(key)
         if known is not None and not known.is_stale():
             return None if _hooked(known.weights) or _penalised(known) else known
@@ -145,34 +160,29 @@ class Pipelines:
             return None
         if len(sizes) > 1 and _in_turn(graph, places, flow.deferred_batch_norm):
             return None
-        if sizes[-1] != sizes[0] and flow.captured(parts[-1], inputs) is not capture:
+        if sizes[-1] != sizes[0] and flow.captured(batch.part(-1)) is not capture:
             # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
             equal = batch.of_equal_sizes()
             _tell_of(equal.sizes, sizes)
             return self.of(equal, needed)
-        if len(sizes) > 1:
-            capture.tell_meeting()
         recipe = Recipe(
             self._loss_fn,
             capture.exported.outputs,
-            target,
+            batch.goals.structure,
             self._schedule,
             tuple(sizes),
+            batch.dims,
+            batch.goal_dims,
             flow.deferred_batch_norm,
             recompute,
             self._compile,
             capture.exported.checkpoints,
             room,
-            whole,
         )
         self._made.make_room()
         self._made[key] = made = TrainingPipeline(graph, places, recipe)
         made.weights.leave_out(flow.module.parameters())
         return made
-
-    def whole(self, batch: Batch, needed: bool = False) -> frozenset[int]:
-        """The positions of the inputs that are not cut with the batch."""
-        return self._flow.whole(batch.tensors, batch.inputs, needed) if len(batch.sizes) > 1 else frozenset()
 
     def let_go(self, interrupted: TrainingPipeline | None) -> None:
         """Keep no passes that were half made, and none that an interrupt, which comes anywhere, may have left so."""

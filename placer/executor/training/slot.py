@@ -19,25 +19,61 @@ Key = str | int
 
 
 @dataclass
+class Collected:
+    """What a caller is given of a micro-batch in addition to its loss.
+
+    Attributes:
+        outputs: the model's results, flattened; None where nobody asks for them.
+        values: the further values of the loss, by name.
+    """
+
+    outputs: list[Any] | None
+    values: dict[str, Any]
+
+    @classmethod
+    def like(cls, other: Collected | None) -> Collected:
+        """Return room for the same of another micro-batch."""
+        if other is None:
+            return cls(None, {})
+        outputs = None if other.outputs is None else list(map(_room, other.outputs))
+        return cls(outputs, {name: _room(value) for name, value in other.values.items()})
+
+    @torch.no_grad()
+    def take(self, other: Collected) -> None:
+        """Copy what is in another one, on the stream in use."""
+        pairs = [*zip(self.values.values(), other.values.values(), strict=True)]
+        pairs += zip(self.outputs or (), other.outputs or (), strict=True)
+        for mine, theirs in pairs:
+            if isinstance(mine, Tensor):
+                mine.copy_(theirs)
+
+
+def _room(value: Any) -> Any:
+    return torch.empty_like(value, requires_grad=False) if isinstance(value, Tensor) else value
+
+
+@dataclass
 class Head:
     """The loss, computed behind the last segment.
 
     Attributes:
         names: the values that the model returns.
-        loss: from those, and the target of the micro-batch, to a number.
+        loss: from those, and the target of the micro-batch, to a number, and further values by name.
         targets: the static tensors of each slot's target.
         total: sum over micro-batches of loss times weight.
         scale: what the gradient of the loss begins with; 1 but for a GradScaler.
         dtype: of the loss, once it was computed.
         parameters: those that it reads beside result and target, as a penalty of their size does.
+        collects: whether the model's results are kept for the caller.
     """
 
     names: tuple[str, ...]
-    loss: Callable[[list[Any], list[Any]], Tensor]
+    loss: Callable[[list[Any], list[Any]], tuple[Tensor, dict[str, Any]]]
     total: Tensor
     scale: Tensor
     dtype: torch.dtype = torch.float32
     parameters: list[nn.Parameter] = field(default_factory=list)
+    collects: bool = False
 
 
 @dataclass
@@ -64,6 +100,7 @@ class Slot:
         over: when the last pass of the latest micro-batch that it had was done; None before the first.
         fetched: when those who read its outputs have copied them.
         sent: when its input gradients have been copied to where they go.
+        collected: in the last stage, static: what the caller is given of the micro-batch.
     """
 
     inputs: dict[str, Any]
@@ -84,6 +121,7 @@ class Slot:
     over: Mark = None
     fetched: list[Mark] = field(default_factory=list)
     sent: list[Mark] = field(default_factory=list)
+    collected: Collected | None = None
 
     def static(self, key: Key) -> Any:
         """The static tensor of an input or a target."""

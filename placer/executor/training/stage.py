@@ -22,7 +22,7 @@ from placer.executor.segments import MicroBatch, Segment
 from placer.executor.training.accumulation import Accumulation
 from placer.executor.training.input_gradients import detached, on_host
 from placer.executor.training.reached import parameters, reached
-from placer.executor.training.slot import AtOnce, Head, Key, NamedQueue, Slot
+from placer.executor.training.slot import AtOnce, Collected, Head, Key, NamedQueue, Slot
 from placer.executor.weakly import weakly
 from placer.graph import autocast
 from placer.graph.deferred import Addition
@@ -184,6 +184,7 @@ class Stage:
         made = dict(zip(made, on_host(list(made.values())), strict=True))
         devices.release_cache()  # nothing of the pass is left here, and what comes now stays
         for slot in slots:
+            slot.collected = slot.collected or (first.collected and Collected.like(first.collected))
             for name in self.awaited:
                 slot.gradients[name] = torch.zeros_like(made[name], device=self.device, requires_grad=False)
         return slots, made
@@ -321,11 +322,16 @@ class Stage:
         for key, leaf in slot.leaves.items():
             if isinstance(key, int):
                 targets[key] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
-        loss = head.loss([batch.read(name, self.device) for name in head.names], targets)
+        outputs = [batch.read(name, self.device) for name in head.names]
+        loss, values = head.loss(outputs, targets)
         refuse_no_number(loss)
         refuse_untrained(loss)
         head.dtype = loss.dtype
         slot.roots = [loss * slot.weight]
+        if values or head.collects:
+            made = Collected(detached(outputs) if head.collects else None, values)
+            slot.collected = slot.collected or Collected.like(made)
+            slot.collected.take(made)
 
     def _backward(self, slot: Slot) -> None:
         roots, gradients = list(slot.roots), [self._scale(root) for root in slot.roots]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from threading import RLock
 from typing import Any, Protocol
 
@@ -9,31 +11,39 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.errors import InputError
+from placer.errors import BatchError, InputError
+from placer.executor.batch_check import Weights
 from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, failed_module, nothing_held, raise_explained
-from placer.executor.pipeline import cut, micro_batch_sizes, tell_lists
+from placer.executor.joining import Joining, join
+from placer.executor.micro_batches import MicroBatches
+from placer.executor.pipeline import micro_batch_sizes, to_device
 from placer.executor.state.statistics import refuse_uncaptured
 from placer.executor.training.batch import Batch
 from placer.executor.training.input_gradients import detached, hand_out
 from placer.executor.training.kept import Kept
+from placer.executor.training.loss_check import LossChecks
 from placer.executor.training.pipeline import SCHEDULES, Order, TrainingPipeline
 from placer.executor.training.pipelines import Pipelines, Placed, room_of, tell_in_turn
 from placer.executor.training.shared_optimizers import Others, kept, note_waiting
+from placer.executor.training.slot import Collected
 from placer.executor.training.update import Update
-from placer.executor.training.weighing import Weigh, Weighing
+from placer.executor.training.weighing import Weighing, merged
 from placer.executor.training.weights import Keep
 from placer.graph import arguments, autocast
-from placer.graph.batch import batch_size
-from placer.graph.given import refuse_no_chunks, refuse_no_loss, refuse_sum
-from placer.graph.losses import LossFunction, refuse_arrays, refuse_no_number, refuse_other_batch, refuse_untrained
-from placer.graph.structure import flatten, flatten_inputs
+from placer.graph.batch_layout import Call, Parameters, refuse_no_options
+from placer.graph.given import refuse_no_chunks, refuse_no_flags, refuse_no_loss
+from placer.graph.losses import LossFunction, refuse_arrays, refuse_no_number, refuse_untrained
+from placer.graph.structure import detached_nest, flatten
+from placer.schema import BatchOptions
+from placer.schema.batch_options import Weigh
 
 
 class Flow(Placed, Protocol):
     """What a training step needs of a ``DataFlow``."""
 
     chunks: int
+    batch_options: BatchOptions
     enable_clone: bool
     gradients_wait: bool
     output_device: torch.device
@@ -46,6 +56,11 @@ class Flow(Placed, Protocol):
     def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Keep what an optimizer has for parameters where these are, from now on."""
 
+    def cut(
+        self, call: Call, options: BatchOptions, sizes_of: Callable[[int], list[int]], weigh: Weights
+    ) -> MicroBatches:
+        """Cut a call into micro-batches."""
+
     def __call__(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
         """Run the model."""
 
@@ -55,11 +70,12 @@ class TrainStep:
 
     Args:
         flow: a flow to which ``update_flow`` has been called.
-        loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given.
+        loss_fn: ``loss_fn(output, target)``: the loss, or the loss and a dict of further values.
         update: what follows the gradients.
         schedule: the order of micro-batches.
         compile: the backend of torch.compile; None to compile nothing.
-        weigh: what samples weigh in the loss; see ``weighing``.
+        options: of the batch; the flow's, as they are now, if None.
+        weigh: ``BatchOptions.weigh``, where it is given apart.
 
     Raises:
         InputError: the loss is no function, or has parameters of its own; the schedule is not known; or the optimizer
@@ -73,23 +89,33 @@ class TrainStep:
         update: Update,
         schedule: Order,
         compile: Backend | None = None,
+        options: BatchOptions | None = None,
         weigh: Weigh | None = None,
     ) -> None:
         refuse_no_loss(loss_fn)
-        refuse_sum(loss_fn)
+        options = flow.batch_options if options is None else options
+        refuse_no_options(options)
         if schedule not in SCHEDULES:
             raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
         self._others = Others(update, flow.module)
         self.flow = flow
-        self.loss_fn = Weighing(loss_fn, weigh)
+        self.loss_fn = Weighing(loss_fn, merged(options, weigh))
         self.update = update
         self.schedule = schedule
         self.compile = compile
         self._pipelines = self._no_pipelines()
+        self._checks = LossChecks(self.loss_fn)
         self._has_told = False
 
-    def __call__(self, inputs: Any, target: Any = None, chunks: int | None = None, update: bool = True) -> Tensor:
-        """Train on one batch; afterwards every parameter's ``grad`` is that of the mean loss.
+    def __call__(
+        self,
+        inputs: Any,
+        target: Any = None,
+        chunks: int | None = None,
+        update: bool = True,
+        outputs: bool = False,
+    ) -> Any:
+        """Train on one batch; afterwards every parameter's ``grad`` is that of the batch's loss.
 
         Args:
             inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch first. Those that
@@ -100,43 +126,73 @@ class TrainStep:
             update: False lets the gradients wait: the next call, also of another step of the flow, adds its own to
                 them, and the optimizer is stepped by the first call that does not say so. ``optimizer.zero_grad()``
                 drops them.
+            outputs: whether to return the model's result for the batch as well, on ``flow.output_device``.
 
         Returns:
-            The mean loss, detached.
+            The loss, detached. If ``loss_fn`` gives further values, a tuple of the loss and these values, joined over
+            the micro-batches. With ``outputs`` the model's result stands at the end of the tuple.
 
         Raises:
+            BatchError: micro-batches give another result or loss than the batch; nothing was trained then.
             InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode, or the target is of
                 another size than the batch, or ``update`` or ``flow.in_flight`` is not what it can be.
         """
         if update not in (True, False):
             raise InputError(f"update is {update!r}; give True, or False to let the gradients wait")
+        refuse_no_flags(outputs=outputs)
         with nothing_held(), self.flow.lock:
             batch = self._taken(inputs, target, chunks)
             self.flow.follow(self.update.optimizer)
             keep, self.flow.gradients_wait = kept(self.flow, self.flow.gradients_wait), False
-            loss = self._computed(batch, keep)
+            result = self._computed(batch, keep, outputs)
             self.flow.gradients_wait = not update
             if update:
                 self.update(self.flow.module)
                 self._others.wait_no_longer()
             else:
                 note_waiting(self.flow)
-            return loss
+            return result
 
-    def _computed(self, batch: Batch, keep: Keep) -> Tensor:
-        """The loss of a batch; gradients are in place then, and gone where it fails."""
+    def _computed(self, batch: Batch, keep: Keep, outputs: bool) -> Any:
+        """Return what the step returns; gradients are in place then, and gone where it fails."""
         pipeline = None
+        is_compared = self._checks.wants(batch)
         try:
-            pipeline = self._pipelines.ready(batch)
+            pipeline = self._pipelines.ready(batch, outputs, is_compared)
             self._others.look(pipeline)
             self._others.drop_gradients(keep)
             if pipeline is None:
-                return self._through_hooks(batch, keep)
-            return pipeline.run(batch.tensors, batch.goals, keep, self.update.scale(pipeline.stages[-1].device))
+                loss, made = self._through_hooks(batch, keep, outputs or is_compared)
+            else:
+                scale = self.update.scale(pipeline.stages[-1].device)
+                loss = pipeline.run(batch.tensors, batch.goals.leaves, keep, scale)
+                made = [(self._unflattened(pipeline, one), one.values) for one in pipeline.collected]
+            try:
+                joining = self._checks.joining(batch, loss, made) if is_compared else self._checks.known(batch)
+            except BatchError:
+                if pipeline is not None:
+                    pipeline.recover()
+                raise
         except BaseException as error:
             self.flow.module.zero_grad()
             self._pipelines.let_go(None if isinstance(error, Exception) else pipeline)
             raise
+        return self._returned(batch, loss, made, joining, outputs)
+
+    def _returned(self, batch: Batch, loss: Tensor, made: list[Any], joining: Joining, outputs: bool) -> Any:
+        found: list[Any] = [loss]
+        values = [values for _, values in made]
+        weights = self.loss_fn.means(batch.goals, batch.sizes)
+        if any(values):
+            found.append(join(values, batch.sizes, joining, weights))
+        if outputs:
+            nests = [to_device_nest(result, self.flow.output_device) for result, _ in made]
+            found.append(join(nests, batch.sizes, batch.joining, weights))
+        return loss if len(found) == 1 else tuple(found)
+
+    @staticmethod
+    def _unflattened(pipeline: TrainingPipeline, collected: Collected) -> Any:
+        return None if collected.outputs is None else pipeline.recipe.outputs.unflatten(collected.outputs)
 
     def pipeline(
         self, inputs: Any, target: Any, chunks: int | None = None
@@ -152,26 +208,20 @@ class TrainStep:
             The stages, None where the model runs through hooks; and the flattened inputs and target.
         """
         batch = self._taken(inputs, target, chunks).without_gradients()
-        return self._pipelines.of(batch, needed=True), batch.tensors, batch.goals
+        return self._pipelines.of(batch, needed=True), batch.tensors, batch.goals.leaves
 
     def _taken(self, inputs: Any, target: Any, chunks: int | None) -> Batch:
         """Inputs and target, flattened and with their structures, and the sizes of micro-batches."""
         self._refuse()
-        tensors, structure = flatten_inputs(*arguments.split(inputs))
-        goals, target_structure = flatten(target)
-        size = batch_size(tensors)
-        _refuse_no_batch(inputs, tensors, size)
+        call = arguments.split(inputs)
         refuse_arrays(target)
-        self._others.refuse_nothing_stepped([*tensors, *goals])
-        sizes = _sizes(self.flow.chunks if chunks is None else chunks, size)
-        if len(sizes) > 1 or isinstance(target, Tensor):  # of several, boxes say, each may have a length of its own
-            refuse_other_batch(
-                goals, size, "its first dimension must be the batch; with chunks=1 a dict or list may differ"
-            )
-        if len(sizes) > 1:
-            tell_lists((inputs, target), size)
-            goals, target_structure = self.loss_fn.with_weights(inputs, target, tensors, size)
-        batch = Batch(tensors, structure, goals, target_structure, sizes)
+        sizes_of = partial(_sizes, self.flow.chunks if chunks is None else chunks)
+        cut = self.flow.cut(call, self.loss_fn.options, sizes_of, partial(self.loss_fn.weights, inputs, target))
+        _refuse_no_batch(inputs, cut.tensors, cut.layout.size)
+        goals = self.loss_fn.goals(inputs, target, cut.layout.size, len(cut.sizes) > 1, cut.tensors)
+        self._others.refuse_nothing_stepped([*cut.tensors, *goals.leaves])
+        parameters = Parameters.of(self.flow.module) if cut.layout.lists else Parameters()
+        batch = Batch(cut.tensors, cut.inputs, cut.layout, goals, cut.sizes, cut.joining, parameters)
         return batch if torch.is_grad_enabled() else batch.without_gradients()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,11 +268,14 @@ class TrainStep:
         room_of(flow.in_flight)
 
     @torch.enable_grad()
-    def _through_hooks(self, batch: Batch, keep: Keep) -> Tensor:
-        """A model that could not be captured: micro-batches one after another."""
+    def _through_hooks(self, batch: Batch, keep: Keep, outputs: bool) -> tuple[Tensor, list[Any]]:
+        """Run the micro-batches of a model that could not be captured one after another.
+
+        Returns:
+            The loss, and by micro-batch the model's result, if that is asked for, and the further values of the loss.
+        """
         module, place = self.flow.module, self.flow.output_device
-        tensors, inputs, goals, target, sizes = batch
-        if self.flow.deferred_batch_norm and len(sizes) > 1:
+        if self.flow.deferred_batch_norm and len(batch.sizes) > 1:
             refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
         before = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
         before.save()
@@ -230,20 +283,20 @@ class TrainStep:
             if not keep(parameter):
                 parameter.grad = None
         losses: list[Tensor] = []
-        given = [*tensors, *goals]
+        made: list[Any] = []
+        given = [*batch.tensors, *batch.goals.leaves]
         leaves = detached(given)
-        of_inputs, of_target = leaves[: len(tensors)], leaves[len(tensors) :]
-        parts = zip(cut(of_inputs, sizes, self._pipelines.whole(batch)), cut(of_target, sizes), sizes, strict=True)
         try:
-            for part, goal, size in parts:
-                args, kwargs = inputs.unflatten(part)
+            for ((args, kwargs), goal), share in zip(
+                batch.parts(leaves), self.loss_fn.shares(batch.sizes), strict=True
+            ):
                 output = self.flow(*args, chunks=1, **kwargs)
                 self._tell_once()  # only now: where the model itself fails on its inputs, that is what is told
-                there = [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in goal]
-                loss = self.loss_fn(output, target.unflatten(there))
+                loss, values = self.loss_fn(output, to_device_nest(goal, place))
                 refuse_no_number(loss)
                 refuse_untrained(loss)
-                loss = loss * (size / sum(sizes))
+                made.append((detached_nest(output) if outputs else None, detached_nest(values)))
+                loss = loss * share
                 scale = self.update.scale(devices.location(loss))
                 with autocast.off(place):
                     loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
@@ -252,7 +305,7 @@ class TrainStep:
         except BaseException as error:
             before.restore()
             raise_explained(error, self._place(error, len(losses)))
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum(), made
 
     def _tell_once(self) -> None:
         """Say why the model runs through hooks, the first time that it does."""
@@ -266,6 +319,12 @@ class TrainStep:
         assignment = self.flow.assignment
         device = assignment.of_path(layer) if assignment is not None and layer else None
         return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
+
+
+def to_device_nest(nest: Any, place: torch.device) -> Any:
+    """Return a nest with every tensor on one device."""
+    leaves, structure = flatten(nest)
+    return structure.unflatten(to_device(leaves, place))
 
 
 def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:

@@ -1,0 +1,224 @@
+"""Whether a batch may be cut into micro-batches: what a small one of its kind gives whole and cut, compared once.
+
+    first samples of a batch ──▶ whole ─────────────▶ result ──┐
+             └───────────────▶ two micro-batches ──▶ joined ──┴▶ equal: the rules by which results are joined
+                                                              └▶ unlike: BatchError, which names the output
+
+Batches are of one kind that have the same structure, types and numbers of dimensions, whatever their sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.errors import BatchError
+from placer.executor.closeness import Closeness, shown
+from placer.executor.joining import Difference, Joining, find_rules
+from placer.graph import chance
+from placer.graph.batch_layout import BatchLayout, Call, Parameters, values_of
+from placer.graph.comparable import Draws, evaluated
+from placer.graph.hooks import without_hooks
+from placer.graph.structure import flatten_inputs
+from placer.graph.undisturbed import undisturbed
+from placer.schema import BatchOptions
+
+Run = Callable[[Call], Any]
+"""Runs the model, as it is placed, on positional and keyword arguments."""
+Weights = Callable[[int], Tensor | None]
+"""From the number of samples in a batch to the weight of each, shape ``(N,)``; None if all weigh alike."""
+
+_SLICE = 2
+"""Samples in a micro-batch of the comparison, if the batch's have as many: code may treat a single sample apart."""
+_KNOWN = 1000
+_LOOKS = 3
+"""Batches that are compared where results of the first ones, such as zeros, leave several rules open."""
+
+
+@dataclass
+class _Kind:
+    joining: Joining
+    looks: int = 1
+    is_decided: bool = True
+
+
+class BatchChecks:
+    """The kinds of batches that were compared so far.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: dict[Hashable, _Kind] = {}
+
+    def joining(
+        self,
+        call: Call,
+        parameters: Parameters,
+        layout: BatchLayout,
+        sizes: Sequence[int],
+        options: BatchOptions,
+        mode: Hashable,
+        run: Run,
+        weigh: Weights = lambda size: None,
+    ) -> Joining:
+        """Return how the results of these micro-batches are joined, once it is seen that they give the batch's.
+
+        Args:
+            call: the arguments of the batch.
+            parameters: of the model's forward method.
+            layout: where their samples lie.
+            sizes: samples in each micro-batch.
+            options: what was declared.
+            mode: what else tells batches apart, such as whether the model trains.
+            run: runs the model.
+            weigh: from the number of samples to the weight of each in a mean; None if all weigh alike.
+
+        Raises:
+            BatchError: the micro-batches give something else than the batch.
+        """
+        declared = Joining.of(options)
+        if not options.verify or len(sizes) < 2:
+            return declared
+        key = mode, options.model_dump_json(), _kind_of(values_of(call, parameters), layout)
+        known = self._known.get(key)
+        if known is None or not known.is_decided:
+            joining, is_decided = self._look(call, parameters, layout, sizes, declared, run, weigh)
+            looks = 1 if known is None else known.looks + 1
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            known = self._known[key] = _Kind(joining, looks, is_decided or looks >= _LOOKS)
+        return dataclasses.replace(declared, found=known.joining.found)
+
+    def forget(self) -> None:
+        """Compare every kind again: the model is another."""
+        self._known.clear()
+
+    @torch.no_grad()
+    def _look(
+        self,
+        call: Call,
+        parameters: Parameters,
+        layout: BatchLayout,
+        sizes: Sequence[int],
+        declared: Joining,
+        run: Run,
+        weigh: Weights,
+    ) -> tuple[Joining, bool]:
+        closeness = Closeness.of([*self._module.parameters(), *flatten_inputs(*call)[0]])
+        refusal: BatchError | None = None
+        with undisturbed(self._module), without_hooks(self._module):
+            for some in (_few(sizes), list(sizes)):  # few first: the whole batch may need more memory than there is
+                try:
+                    whole, parts = self._run(call, parameters, layout, some, run)
+                except _CutError as failure:
+                    refusal = refusal or failure.refusal(layout)
+                    continue
+                except Exception:  # whatever the model's own code raises on so few samples; the real run will tell
+                    continue
+                weights = _of_parts(weigh(layout.size), some)
+                joining, differences, is_open = find_rules(whole, parts, some, declared, closeness, weights)
+                if not differences:
+                    return joining, not is_open
+                refusal = _refusal(differences[0], layout, closeness)
+        if refusal is not None:
+            raise refusal
+        return declared, True
+
+    def _run(
+        self, call: Call, parameters: Parameters, layout: BatchLayout, sizes: Sequence[int], run: Run
+    ) -> tuple[Any, list[Any]]:
+        """Run the first samples of a batch, whole and cut."""
+        total, draws = sum(sizes), Draws()
+        rest = [layout.size - total] if layout.size > total else []
+        (first, *_), cuts = (layout.cut_call(call, parameters, [*some, *rest]) for some in ([total], sizes))
+        with chance.given_back(), evaluated(), draws.first():
+            whole = run(_copied(first))
+        parts, start = [], 0
+        for part, size in zip(cuts, sizes, strict=False):
+            try:
+                with chance.given_back(), evaluated(), draws.again(start, size, total):
+                    parts.append(run(_copied(part)))
+            except Exception as error:
+                raise _CutError from error
+            start += size
+        return whole, parts
+
+
+class _CutError(Exception):
+    """A micro-batch failed, where the whole batch did not."""
+
+    def refusal(self, layout: BatchLayout) -> BatchError:
+        """Return the error for the user."""
+        error = self.__cause__
+        refused = BatchError(
+            f"the model runs on the whole batch, and not on a part of it, cut as {layout.described()}: "
+            f"{type(error).__name__}: {error}; {_WAYS_OUT}"
+        )
+        refused.__cause__ = error
+        return refused
+
+
+_WAYS_OUT = (
+    "if the samples lie elsewhere, declare where, as batch_options=BatchOptions(inputs=1) for dimension 1, "
+    "{'images': 'items'} for a list of samples or {'table': None} for what is not cut; if samples meet one another in "
+    "the model, use chunks=1; BatchOptions(verify=False) takes micro-batches as they are"
+)
+
+
+def difference_error(what: str, one: Any, other: Any, tolerance: float, ways_out: str) -> BatchError:
+    """Return the error for values of a batch that its micro-batches do not give.
+
+    Args:
+        what: the value.
+        one: of the batch.
+        other: of its micro-batches.
+        tolerance: relative.
+        ways_out: what to declare or call instead.
+    """
+    return BatchError(
+        f"{what} of a batch is not what its micro-batches give: {shown(one, other)}, further apart than rounding "
+        f"({tolerance:g} of it); {ways_out}"
+    )
+
+
+def _refusal(difference: Difference, layout: BatchLayout, closeness: Closeness) -> BatchError:
+    name = f"output {difference.name!r}" if difference.name else "the result"
+    cut = f"inputs were cut as {layout.described()}: {_WAYS_OUT}"
+    joined = f"if it is joined otherwise, declare how, as BatchOptions(outputs={{{difference.name or '*'!r}: 'sum'}}); "
+    return difference_error(name, difference.whole, difference.joined, closeness.tolerance, joined + cut)
+
+
+def _of_parts(weights: Tensor | None, sizes: Sequence[int]) -> list[float] | None:
+    """Return the weight of each micro-batch from those of the samples."""
+    if weights is None:
+        return None
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [float(weights[start : start + size].sum()) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _few(sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of two small micro-batches."""
+    return [min(_SLICE, *sizes)] * 2
+
+
+def _copied(call: Call) -> Call:
+    """Return the arguments of a call with copies of the tensors, as forward may write to them."""
+    tensors, structure = flatten_inputs(*call)
+    again: Call = structure.unflatten([one.detach().clone() if isinstance(one, Tensor) else one for one in tensors])
+    return again
+
+
+def _kind_of(values: dict[str, Any], layout: BatchLayout) -> Hashable:
+    """Return what tells kinds of batches apart: nothing of sizes, nor how many samples are in a list."""
+    tensors, structure = flatten_inputs((), values)
+    return structure.paths if not layout.lists else tuple(values), frozenset(
+        (one.dim(), one.dtype) if isinstance(one, Tensor) else type(one) for one in tensors
+    )

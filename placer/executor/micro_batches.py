@@ -1,0 +1,148 @@
+"""A call, or a training step's batch, cut into micro-batches: where its samples lie, and how results are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from placer.errors import InputError, kind_of
+from placer.executor.batch_check import BatchChecks, Weights
+from placer.executor.joining import Joining
+from placer.executor.program import Program
+from placer.graph import autocast
+from placer.graph.batch_layout import BatchLayout, Call, Part, refuse_no_options
+from placer.graph.structure import Structure, flatten_inputs
+from placer.schema import BatchOptions
+
+
+class Compared(Protocol):
+    """What a comparison of a batch with its micro-batches needs of a flow."""
+
+    _program: Program
+
+    def run_compared(self, call: Call, dims: Sequence[int | None]) -> Any:
+        """Run the model, as it is placed, without gradients; on hooks where these can be had."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of one call.
+
+    Attributes:
+        layout: where the samples of the call's inputs lie.
+        sizes: samples in each micro-batch.
+        parts: the inputs of each.
+        joining: how their results are joined.
+        tensors: the call's inputs, flattened.
+        inputs: their structure.
+    """
+
+    layout: BatchLayout
+    sizes: list[int]
+    parts: list[Part]
+    joining: Joining
+    tensors: list[Any]
+    inputs: Structure
+
+
+class Cutter:
+    """What cuts the calls of one flow; it knows the kinds of batches that were compared with their micro-batches.
+
+    Args:
+        flow: the flow.
+    """
+
+    def __init__(self, flow: Compared) -> None:
+        self._flow = flow
+        self._checks = BatchChecks(flow._program.module)
+
+    def cut(
+        self,
+        call: Call,
+        options: BatchOptions,
+        sizes_of: Callable[[int], list[int]],
+        weigh: Weights,
+        needed: bool = False,
+    ) -> MicroBatches:
+        """Cut a call, once it is seen that calls of its kind may be cut.
+
+        Args:
+            call: positional and keyword arguments.
+            options: what was declared of the batch.
+            sizes_of: from the number of samples to those of each micro-batch.
+            weigh: from the number of samples to the weight of each in a mean; None if all weigh alike.
+            needed: whether to capture the model in any case where that tells what is no part of the batch.
+
+        Raises:
+            BatchError: micro-batches give something else than the batch.
+            InputError: the options do not fit the call, or it cannot be cut.
+        """
+        refuse_no_options(options)
+        program = self._flow._program
+        tensors, inputs = flatten_inputs(*call)
+        layout = program.layout(call, tensors, inputs, options)
+        sizes = sizes_of(layout.size)
+        if len(sizes) < 2:
+            whole = Part(tensors, inputs, layout.dims)
+            return MicroBatches(layout, sizes, [whole], Joining.of(options), tensors, inputs)
+        layout = program.narrowed(layout, tensors, inputs, needed)
+        parts = self._parts(call, layout, tensors, inputs, sizes, options)
+
+        def run(some: Call) -> Any:
+            return self._flow.run_compared(some, self._laid_out(some, options).dims)
+
+        mode = program.module.training, autocast.state()
+        joining = self._checks.joining(call, program.parameters, layout, sizes, options, mode, run, weigh)
+        return MicroBatches(layout, sizes, parts, joining, tensors, inputs)
+
+    def forget(self) -> None:
+        """Compare every kind of batch again."""
+        self._checks.forget()
+
+    def _parts(
+        self,
+        call: Call,
+        layout: BatchLayout,
+        tensors: list[Any],
+        inputs: Structure,
+        sizes: Sequence[int],
+        options: BatchOptions,
+    ) -> list[Part]:
+        if not layout.lists:
+            return [Part(part, inputs, layout.dims) for part in layout.cut(tensors, sizes)]
+        calls = layout.cut_call(call, self._flow._program.parameters, sizes)
+        return [Part(*flatten_inputs(*some), self._laid_out(some, options).dims) for some in calls]
+
+    def _laid_out(self, call: Call, options: BatchOptions) -> BatchLayout:
+        return self._flow._program.layout(call, *flatten_inputs(*call), options)
+
+
+def weights_of(options: BatchOptions, inputs: Any, target: Any, size: int, advice: str = "") -> Tensor | None:
+    """Return the weight of each sample in the loss, shape ``(N,)``, in float64; None if all weigh alike.
+
+    Args:
+        options: what was declared of the batch.
+        inputs: of the batch, as the caller gave them.
+        target: likewise.
+        size: samples in the batch, N.
+        advice: for the message where the user's function fails.
+
+    Raises:
+        InputError: ``weigh`` fails, or gives something else than a number for each sample.
+    """
+    if options.weigh is None:
+        return None
+    try:
+        weights = options.weigh(inputs, target)
+    except Exception as error:  # whatever a user's function raises
+        what = f"{type(error).__name__}: {error}"
+        raise InputError(f"weigh(inputs, target) failed: {what}{advice}") from error
+    if not isinstance(weights, Tensor) or weights.shape != (size,):
+        given = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else kind_of(weights)
+        raise InputError(f"weigh gave {given}; let it give a tensor of a number for each of the {size} samples")
+    with torch.no_grad():
+        return weights.detach().double()

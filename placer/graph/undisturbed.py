@@ -1,0 +1,32 @@
+"""Runs of a model beside its real ones, which leave no trace: to see what it does, or to compare two ways to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from placer.graph import chance
+from placer.graph.leftovers import put_back
+from placer.graph.undone import written_back
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Give parameters, buffers, attributes, and random number generators their values back afterwards.
+
+    Args:
+        model: the model that runs inside.
+    """
+    kept = {buffer: buffer.clone() for buffer in model.buffers()}
+    places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
+    with put_back(model), chance.given_back(), torch.random.fork_rng(sorted(places)):
+        try:
+            with written_back(model):
+                yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in kept.items():
+                    buffer.copy_(value)
