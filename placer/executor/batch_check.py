@@ -10,18 +10,18 @@ Batches are of one kind that have the same structure, types and numbers of dimen
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from placer.errors import BatchError
+from placer.errors import BatchError, InputError
 from placer.executor.closeness import Closeness, shown
 from placer.executor.joining import Difference, Joining, find_rules
 from placer.graph import chance
-from placer.graph.batch_layout import BatchLayout, Call, Parameters, values_of
+from placer.graph.batch_layout import BatchLayout, Call, Parameters, layout_of_inputs, values_of
 from placer.graph.comparable import Draws, evaluated
 from placer.graph.hooks import without_hooks
 from placer.graph.structure import flatten_inputs
@@ -90,12 +90,46 @@ class BatchChecks:
         key = mode, options.model_dump_json(), _kind_of(values_of(call, parameters), layout)
         known = self._known.get(key)
         if known is None or not known.is_decided:
-            joining, is_decided = self._look(call, parameters, layout, sizes, declared, run, weigh)
+            try:
+                joining, is_decided = self._look(call, parameters, layout, sizes, declared, run, weigh)
+            except BatchError as error:
+                raise self._with_advice(error, call, parameters, layout, options, run) from error.__cause__
             looks = 1 if known is None else known.looks + 1
             if len(self._known) >= _KNOWN:
                 self._known.clear()
             known = self._known[key] = _Kind(joining, looks, is_decided or looks >= _LOOKS)
         return dataclasses.replace(declared, found=known.joining.found)
+
+    def _with_advice(
+        self,
+        error: BatchError,
+        call: Call,
+        parameters: Parameters,
+        layout: BatchLayout,
+        options: BatchOptions,
+        run: Run,
+    ) -> BatchError:
+        """Return an error that states how the batch was cut, and a declaration that is seen to be right."""
+        right = next(
+            (one for one in _others(call, parameters, layout, options) if self._holds(call, parameters, one, run)), None
+        )
+        advice = f"{_spelt(right)} gives the batch's results" if right is not None else _WAYS_OUT
+        return BatchError(
+            f"{error}. The inputs were cut: {layout.described()}. {advice}; chunks=1 does not cut the batch, and "
+            "BatchOptions(verify=False) takes micro-batches as they are"
+        )
+
+    def _holds(self, call: Call, parameters: Parameters, options: BatchOptions, run: Run) -> bool:
+        """Return whether a batch may be cut as these options say."""
+        try:
+            layout = layout_of_inputs(call, *flatten_inputs(*call), options, parameters)
+            if layout.size < 2:
+                return False
+            sizes = [layout.size // 2, layout.size - layout.size // 2]
+            self._look(call, parameters, layout, sizes, Joining.of(options), run, lambda size: None)
+        except InputError:
+            return False
+        return True
 
     def forget(self) -> None:
         """Compare every kind again: the model is another."""
@@ -119,7 +153,7 @@ class BatchChecks:
                 try:
                     whole, parts = self._run(call, parameters, layout, some, run)
                 except _CutError as failure:
-                    refusal = refusal or failure.refusal(layout)
+                    refusal = refusal or failure.refusal()
                     continue
                 except Exception:  # whatever the model's own code raises on so few samples; the real run will tell
                     continue
@@ -127,7 +161,7 @@ class BatchChecks:
                 joining, differences, is_open = find_rules(whole, parts, some, declared, closeness, weights)
                 if not differences:
                     return joining, not is_open
-                refusal = _refusal(differences[0], layout, closeness)
+                refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
         return declared, True
@@ -155,25 +189,39 @@ class BatchChecks:
 class _CutError(Exception):
     """A micro-batch failed, where the whole batch did not."""
 
-    def refusal(self, layout: BatchLayout) -> BatchError:
+    def refusal(self) -> BatchError:
         """Return the error for the user."""
         error = self.__cause__
-        refused = BatchError(
-            f"the model runs on the whole batch, and not on a part of it, cut as {layout.described()}: "
-            f"{type(error).__name__}: {error}; {_WAYS_OUT}"
-        )
+        refused = BatchError(f"the model runs on the whole batch and fails on a part: {type(error).__name__}: {error}")
         refused.__cause__ = error
         return refused
 
 
 _WAYS_OUT = (
-    "if the samples lie elsewhere, declare where, as batch_options=BatchOptions(inputs=1) for dimension 1, "
-    "{'images': 'items'} for a list of samples or {'table': None} for what is not cut; if samples meet one another in "
-    "the model, use chunks=1; BatchOptions(verify=False) takes micro-batches as they are"
+    "If the samples lie elsewhere, declare where, as batch_options=BatchOptions(inputs=1) for dimension 1, "
+    "{'images': 'items'} for a list of samples or {'table': None} for what is not cut; if results are joined "
+    "otherwise, outputs={'loss': 'sum'}"
 )
 
 
-def difference_error(what: str, one: Any, other: Any, tolerance: float, ways_out: str) -> BatchError:
+def _others(call: Call, parameters: Parameters, layout: BatchLayout, options: BatchOptions) -> Iterator[BatchOptions]:
+    """Yield other ways to cut a batch: along the second dimension, by the items of lists, or one input whole."""
+    values = values_of(call, parameters)
+    declared = options.inputs if isinstance(options.inputs, dict) else {}
+    lists = [name for name, value in values.items() if isinstance(value, (list, tuple)) and len(value) > 1]
+    if lists:
+        yield options.model_copy(update={"inputs": {**declared, **dict.fromkeys(lists, "items")}})
+    if not declared:
+        yield options.model_copy(update={"inputs": 1 if options.inputs == 0 else 0})
+    for place in layout.undeclared() if len(layout.undeclared()) > 1 else ():
+        yield options.model_copy(update={"inputs": {**declared, layout.names[place]: None}})
+
+
+def _spelt(options: BatchOptions) -> str:
+    return f"batch_options=BatchOptions(inputs={options.inputs!r})"
+
+
+def difference_error(what: str, one: Any, other: Any, tolerance: float, ways_out: str = "") -> BatchError:
     """Return the error for values of a batch that its micro-batches do not give.
 
     Args:
@@ -184,16 +232,14 @@ def difference_error(what: str, one: Any, other: Any, tolerance: float, ways_out
         ways_out: what to declare or call instead.
     """
     return BatchError(
-        f"{what} of a batch is not what its micro-batches give: {shown(one, other)}, further apart than rounding "
-        f"({tolerance:g} of it); {ways_out}"
+        f"{what} of a batch is not what its micro-batches give: {shown(one, other)} (more than rounding, "
+        f"{tolerance:g} of it){ways_out and f'. {ways_out}'}"
     )
 
 
-def _refusal(difference: Difference, layout: BatchLayout, closeness: Closeness) -> BatchError:
+def _refusal(difference: Difference, closeness: Closeness) -> BatchError:
     name = f"output {difference.name!r}" if difference.name else "the result"
-    cut = f"inputs were cut as {layout.described()}: {_WAYS_OUT}"
-    joined = f"if it is joined otherwise, declare how, as BatchOptions(outputs={{{difference.name or '*'!r}: 'sum'}}); "
-    return difference_error(name, difference.whole, difference.joined, closeness.tolerance, joined + cut)
+    return difference_error(name, difference.whole, difference.joined, closeness.tolerance)
 
 
 def _of_parts(weights: Tensor | None, sizes: Sequence[int]) -> list[float] | None:

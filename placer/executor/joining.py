@@ -327,8 +327,9 @@ def _reduced(rule: str, parts: list[Any], shares: Sequence[float]) -> Any:
     if rule == "sum":
         return sum(parts[1:], parts[0])
     if rule == "mean":
-        weighted = [part * share for part, share in zip(parts, shares, strict=True)]
-        return sum(weighted[1:], weighted[0])
+        # What weighs nothing may have no mean: the loss of a micro-batch without labels is NaN.
+        weighted = [part * share for part, share in zip(parts, shares, strict=True) if share]
+        return sum(weighted[1:], weighted[0]) if weighted else parts[0] * 0
     if isinstance(parts[0], Tensor):
         together = torch.stack(parts)
         return together.amax(0) if rule == "max" else together.amin(0)

@@ -14,7 +14,7 @@ from placer.executor.batch_check import BatchChecks, Weights
 from placer.executor.joining import Joining
 from placer.executor.program import Program
 from placer.graph import autocast
-from placer.graph.batch_layout import BatchLayout, Call, Part, refuse_no_options
+from placer.graph.batch_layout import BatchLayout, Call, Parameters, Part, refuse_no_options
 from placer.graph.structure import Structure, flatten_inputs
 from placer.schema import BatchOptions
 
@@ -24,7 +24,7 @@ class Compared(Protocol):
 
     _program: Program
 
-    def run_compared(self, call: Call, dims: Sequence[int | None]) -> Any:
+    def run_compared(self, call: Call) -> Any:
         """Run the model, as it is placed, without gradients; on hooks where these can be had."""
 
 
@@ -39,6 +39,7 @@ class MicroBatches:
         joining: how their results are joined.
         tensors: the call's inputs, flattened.
         inputs: their structure.
+        parameters: of the model's forward method.
     """
 
     layout: BatchLayout
@@ -47,6 +48,7 @@ class MicroBatches:
     joining: Joining
     tensors: list[Any]
     inputs: Structure
+    parameters: Parameters
 
 
 class Cutter:
@@ -88,16 +90,15 @@ class Cutter:
         sizes = sizes_of(layout.size)
         if len(sizes) < 2:
             whole = Part(tensors, inputs, layout.dims)
-            return MicroBatches(layout, sizes, [whole], Joining.of(options), tensors, inputs)
+            return MicroBatches(layout, sizes, [whole], Joining.of(options), tensors, inputs, program.parameters)
         layout = program.narrowed(layout, tensors, inputs, needed)
         parts = self._parts(call, layout, tensors, inputs, sizes, options)
 
-        def run(some: Call) -> Any:
-            return self._flow.run_compared(some, self._laid_out(some, options).dims)
-
         mode = program.module.training, autocast.state()
-        joining = self._checks.joining(call, program.parameters, layout, sizes, options, mode, run, weigh)
-        return MicroBatches(layout, sizes, parts, joining, tensors, inputs)
+        joining = self._checks.joining(
+            call, program.parameters, layout, sizes, options, mode, self._flow.run_compared, weigh
+        )
+        return MicroBatches(layout, sizes, parts, joining, tensors, inputs, program.parameters)
 
     def forget(self) -> None:
         """Compare every kind of batch again."""

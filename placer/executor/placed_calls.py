@@ -32,7 +32,6 @@ from placer.graph.batch_layout import Call, Part, refuse_no_options
 from placer.graph.given import refuse_no_chunks
 from placer.graph.handed import give_back
 from placer.graph.layers import LayerGraph
-from placer.graph.structure import flatten_inputs
 from placer.schema import BatchOptions
 
 
@@ -126,27 +125,23 @@ class PlacedCalls(PipelinedRuns):
         inputs = kwargs if not args else args[0] if len(args) == 1 and not kwargs else args
         return weights_of(options, inputs, None, size, "; in a call the target is None")
 
-    def run_compared(self, call: Call, dims: Sequence[int | None]) -> Any:
+    def run_compared(self, call: Call) -> Any:
         """Run the model as it is placed: through hooks, or, where it has clones or allows no hooks, captured.
 
         Args:
             call: positional and keyword arguments.
-            dims: for each tensor in them the batch dimension.
         """
         assert self._assignment is not None
-        tensors, inputs = flatten_inputs(*call)
-        if self._clones is None and not any(
-            isinstance(child, torch.jit.ScriptModule) for child in self.module.modules()
-        ):
+        part = self.laid_out(call)
+        has_scripts = any(isinstance(child, torch.jit.ScriptModule) for child in self.module.modules())
+        if self._clones is None and not has_scripts:
             self._bring_back()
-            (leaves,), (structure,), _ = self._hooks.run(
-                self._assignment, [Part(tensors, inputs, tuple(dims))], self.output_device
-            )
+            (leaves,), (structure,), _ = self._hooks.run(self._assignment, [part], self.output_device)
             return structure.unflatten(leaves)
-        captures = self._program.captures([Part(tensors, inputs, tuple(dims))])
+        captures = self._program.captures([part])
         if captures is None:
             raise InputError(f"the model cannot be captured: {self.not_captured_because}")
-        (results,) = call_captured(self._planned(captures), [tensors], self.output_device, False)
+        (results,) = call_captured(self._planned(captures), [part.tensors], self.output_device, False)
         return joined([results], [captures[0].exported], [1], Joining())[0]
 
     @contextmanager
@@ -268,6 +263,10 @@ class PlacedCalls(PipelinedRuns):
             give_back(call, after)
         nests = [structure.unflatten(leaves) for leaves, structure in zip(results, structures, strict=True)]
         return join(nests, cut.sizes, cut.joining, weights)
+
+    def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
+        """The inputs of a call, flattened, with their batch dimensions."""
+        raise NotImplementedError
 
     def _tell_of_edits(self) -> None:
         """Warn where a map was made that nothing follows yet."""

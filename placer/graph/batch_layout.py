@@ -337,6 +337,11 @@ def _layout(
     found = [rule_for(name, rules, 0) for name in names]
     declared = [entry != OTHERS for _, entry in found]
     lists = {name: len(one) for value in values.items() for name, one in _lists(*value, rules)}
+    for name, rule in rules.items():
+        if rule == "items" and name in values and not any(_is_below(one, name) for one in lists):
+            given = values[name]
+            what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else kind_of(given)
+            raise InputError(f"{where} says that the items of {name!r} are samples; it is {what}, not a list")
     each = list(zip(leaves, names, (rule for rule, _ in found), declared, strict=True))
     sizes = list(lists.items())
     for wanted in (True, False):  # what was declared tells the size, wherever it stands

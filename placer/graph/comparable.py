@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from placer.graph.effects import draws
+
 _FLAGS: dict[str, bool | float] = {"training": False, "train": False, "dropout_p": 0.0}
 """Arguments that tell an operation to train, by name, and their values in evaluation."""
 
@@ -154,17 +156,11 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and _is_drawn(func, args, kwargs or {}):
+        if draws(func, args, kwargs or {}):
             for leaf in tree_leaves(made):
                 if isinstance(leaf, Tensor):
                     self._look(leaf)
         return made
-
-
-def _is_drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation draws: attention and recurrent networks without dropout do not."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    return given.get("dropout_p") != 0 and given.get("train") is not False and "hx" not in given
 
 
 def _copy_part(known: Tensor, made: Tensor, start: int, size: int, total: int) -> None:

@@ -5,6 +5,9 @@ Torch tells some of it, in schemas and tags; what it does not tell, of batch nor
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -36,11 +39,24 @@ def draws_random(node: fx.Node) -> bool:
         module = node.graph.owning_module
         bodies = [nested.body(module, source) for source in node.all_input_nodes] if module is not None else []
         return any(draws_random(inner) for found in bodies if found is not None for inner in found.graph.nodes)
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation with these arguments draws random numbers.
+
+    Attention and recurrent networks, which may have dropout, do not without any.
+
+    Args:
+        operation: an overload of torch.ops; anything else draws nothing.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
         return False
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = operation._schema
     given = {argument.name: argument.default_value for argument in schema.arguments}
-    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    given |= {**dict(zip(given, args, strict=False)), **kwargs}
     trains = given.get("train") is not False and given.get("training") is not False
     name = "p" if schema.name in _DROPOUTS else "dropout" if "dropout" in given else "dropout_p"
     return trains and given.get(name) != 0

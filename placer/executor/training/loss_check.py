@@ -117,11 +117,12 @@ def compare_losses(
 def _ways_out(loss_fn: Weighing, count: int, expected: Tensor, loss: Tensor) -> str:
     ratio = float(expected) / float(loss) if float(loss) else 0.0
     is_sum = loss_fn.options.reduction == "mean" and abs(ratio - count) < 0.01 * count
-    found = "it is a sum over samples: " if is_sum else "if it is a sum over samples, "
+    if is_sum:
+        return "It is a sum over samples: declare that, as batch_options=BatchOptions(reduction='sum')"
     return (
-        f"{found}batch_options=BatchOptions(reduction='sum'); if it is a mean that leaves samples or labels out, "
-        "BatchOptions(weigh=f) with the weight of each sample; if it compares samples with one another, chunks=1; "
-        "BatchOptions(verify=False) takes it as it is"
+        "If it is a mean that leaves samples or labels out, give the weight of each sample, as batch_options="
+        "BatchOptions(weigh=f); if it is a sum over samples, reduction='sum'; if it compares samples with one another, "
+        "chunks=1; BatchOptions(verify=False) takes it as it is"
     )
 
 

@@ -31,7 +31,7 @@ from placer.executor.training.update import Update
 from placer.executor.training.weighing import Weighing, merged
 from placer.executor.training.weights import Keep
 from placer.graph import arguments, autocast
-from placer.graph.batch_layout import Call, Parameters, refuse_no_options
+from placer.graph.batch_layout import Call, refuse_no_options
 from placer.graph.given import refuse_no_chunks, refuse_no_flags, refuse_no_loss
 from placer.graph.losses import LossFunction, refuse_arrays, refuse_no_number, refuse_untrained
 from placer.graph.structure import detached_nest, flatten
@@ -220,8 +220,7 @@ class TrainStep:
         _refuse_no_batch(inputs, cut.tensors, cut.layout.size)
         goals = self.loss_fn.goals(inputs, target, cut.layout.size, len(cut.sizes) > 1, cut.tensors)
         self._others.refuse_nothing_stepped([*cut.tensors, *goals.leaves])
-        parameters = Parameters.of(self.flow.module) if cut.layout.lists else Parameters()
-        batch = Batch(cut.tensors, cut.inputs, cut.layout, goals, cut.sizes, cut.joining, parameters)
+        batch = Batch(cut.tensors, cut.inputs, cut.layout, goals, cut.sizes, cut.joining, cut.parameters)
         return batch if torch.is_grad_enabled() else batch.without_gradients()
 
     def __getstate__(self) -> dict[str, Any]:
