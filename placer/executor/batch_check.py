@@ -27,6 +27,7 @@ from placer.graph.hooks import without_hooks
 from placer.graph.structure import flatten_inputs
 from placer.graph.undisturbed import undisturbed
 from placer.schema import BatchOptions
+from placer.warned import warn
 
 Run = Callable[[Call], Any]
 """Runs the model, as it is placed, on positional and keyword arguments."""
@@ -42,9 +43,19 @@ _LOOKS = 3
 
 @dataclass
 class _Kind:
+    """What was seen of a kind of batches.
+
+    Attributes:
+        joining: how results are joined.
+        looks: batches that were compared.
+        is_decided: whether no other batch has to decide between several rules.
+        sizes: of the micro-batches for which that holds; None for all.
+    """
+
     joining: Joining
-    looks: int = 1
-    is_decided: bool = True
+    looks: int
+    is_decided: bool
+    sizes: tuple[int, ...] | None
 
 
 class BatchChecks:
@@ -89,15 +100,17 @@ class BatchChecks:
             return declared
         key = mode, options.model_dump_json(), _kind_of(values_of(call, parameters), layout)
         known = self._known.get(key)
-        if known is None or not known.is_decided:
+        if known is None or not known.is_decided or known.sizes not in (None, tuple(sizes)):
             try:
-                joining, is_decided = self._look(call, parameters, layout, sizes, declared, run, weigh)
+                found = self._look(call, parameters, layout, sizes, declared, run, weigh)
             except BatchError as error:
                 raise self._with_advice(error, call, parameters, layout, options, run) from error.__cause__
-            looks = 1 if known is None else known.looks + 1
+            if known is not None:
+                found.looks += known.looks
+                found.is_decided |= found.looks >= _LOOKS
             if len(self._known) >= _KNOWN:
                 self._known.clear()
-            known = self._known[key] = _Kind(joining, looks, is_decided or looks >= _LOOKS)
+            known = self._known[key] = found
         return dataclasses.replace(declared, found=known.joining.found)
 
     def _with_advice(
@@ -145,26 +158,30 @@ class BatchChecks:
         declared: Joining,
         run: Run,
         weigh: Weights,
-    ) -> tuple[Joining, bool]:
+    ) -> _Kind:
         closeness = Closeness.of([*self._module.parameters(), *flatten_inputs(*call)[0]])
         refusal: BatchError | None = None
+        failure: Exception | None = None
         with undisturbed(self._module), without_hooks(self._module):
             for some in (_few(sizes), list(sizes)):  # few first: the whole batch may need more memory than there is
                 try:
                     whole, parts = self._run(call, parameters, layout, some, run)
-                except _CutError as failure:
-                    refusal = refusal or failure.refusal()
+                except _CutError as error:
+                    refusal = refusal or error.refusal()
                     continue
-                except Exception:  # whatever the model's own code raises on so few samples; the real run will tell
+                except Exception as error:  # whatever the model's own code raises, on few samples perhaps
+                    failure = error
                     continue
                 weights = _of_parts(weigh(layout.size), some)
                 joining, differences, is_open = find_rules(whole, parts, some, declared, closeness, weights)
                 if not differences:
-                    return joining, not is_open
+                    # What few samples do not show may be so of these sizes alone.
+                    return _Kind(joining, 1, not is_open, tuple(sizes) if refusal is not None else None)
                 refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
-        return declared, True
+        warn(f"micro-batches were not compared with a whole batch, on which the model fails: {failure}")
+        return _Kind(declared, 1, True, None)
 
     def _run(
         self, call: Call, parameters: Parameters, layout: BatchLayout, sizes: Sequence[int], run: Run

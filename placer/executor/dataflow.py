@@ -122,7 +122,7 @@ class DataFlow(PlacedCalls):
         self._granularity: Granularity = "fine" if fine_grained else "submodule"
         self.layer_gpus: OrderedDict[str, DeviceLike] = self._default_map()
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._program = Program(module)
+        self._program = Program(module, self.compare_capture)
         self._cutter = Cutter(self)
         self._assignment: Assignment | None = None
         self._places: list[torch.device] = []
@@ -378,7 +378,7 @@ class DataFlow(PlacedCalls):
         self._plans.clear()
         if assign:  # the parameters are other objects now
             self._streams.clear()
-            self._program = Program(self.module)
+            self._program = Program(self.module, self.compare_capture)
             self._cutter = Cutter(self)
         return result
 
@@ -393,7 +393,7 @@ class DataFlow(PlacedCalls):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.lock = _lock_of(self.module)
         self._optimizers = WeakSet()  # steps that were copied along bring theirs
-        self._program = Program(self.module)
+        self._program = Program(self.module, self.compare_capture)
         self._cutter = Cutter(self)
         self._hooks = HookPath(self.module)
         self._streams = Streams(self)

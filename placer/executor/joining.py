@@ -247,7 +247,6 @@ class _Search(_Walk):
         elif rule is None:
             self.rules[name] = holding[0]
             self.is_undecided |= "sum" in holding[1:]  # all are zero
-            self.is_undecided |= holding[:2] == ["mean", "max"] and not all(_is_equal(part, parts[0]) for part in parts)
         return whole
 
     def is_of_samples(self, nests: list[Any], name: str, rule: Join | None) -> bool:
@@ -282,12 +281,13 @@ class _Search(_Walk):
     def _candidates(self, parts: list[Any], whole: Any, declared: Join | None) -> list[Join]:
         if declared is not None:
             return [declared]
+        # Not the largest or the smallest: a result of the first samples alone may be that by chance.
         if not isinstance(whole, Tensor) or not whole.dim():
-            return ["mean", "sum", "max", "min"] if _is_float(whole) else ["same", "sum", "max", "min"]
+            return ["mean", "sum"] if _is_float(whole) else ["same", "sum"]
         dims = sorted(range(whole.dim()), key=lambda dim: dim != self._joining.dim)
         found: list[Join] = [dim for dim in dims if _adds_up(parts, whole, dim)]
         if all(isinstance(part, Tensor) and part.shape == whole.shape for part in parts):
-            found += ["same", "mean", "sum", "max", "min"] if _is_float(whole) else ["same", "sum", "max", "min"]
+            found += ["same", "mean", "sum"] if _is_float(whole) else ["same", "sum"]
         return found
 
     def _holds(self, parts: list[Any], whole: Any, name: str, rule: Join) -> bool:

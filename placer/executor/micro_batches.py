@@ -141,7 +141,8 @@ def weights_of(options: BatchOptions, inputs: Any, target: Any, size: int, advic
         weights = options.weigh(inputs, target)
     except Exception as error:  # whatever a user's function raises
         what = f"{type(error).__name__}: {error}"
-        raise InputError(f"weigh(inputs, target) failed: {what}{advice}") from error
+        call = "weigh(inputs, target)" if inputs is not None else "weigh(None, target)"
+        raise InputError(f"{call} failed: {what}{advice}") from error
     if not isinstance(weights, Tensor) or weights.shape != (size,):
         given = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else kind_of(weights)
         raise InputError(f"weigh gave {given}; let it give a tensor of a number for each of the {size} samples")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from placer import devices
 from placer.errors import InputError
 from placer.executor.calls import call_captured, calls_instead, joined
+from placer.executor.capture_check import difference
 from placer.executor.faults import nothing_held
 from placer.executor.hooked import HookPath
 from placer.executor.inference.repeated_calls import RepeatedCalls
@@ -133,8 +134,7 @@ class PlacedCalls(PipelinedRuns):
         """
         assert self._assignment is not None
         part = self.laid_out(call)
-        has_scripts = any(isinstance(child, torch.jit.ScriptModule) for child in self.module.modules())
-        if self._clones is None and not has_scripts:
+        if self._clones is None and not self._has_scripts():
             self._bring_back()
             (leaves,), (structure,), _ = self._hooks.run(self._assignment, [part], self.output_device)
             return structure.unflatten(leaves)
@@ -263,6 +263,38 @@ class PlacedCalls(PipelinedRuns):
             give_back(call, after)
         nests = [structure.unflatten(leaves) for leaves, structure in zip(results, structures, strict=True)]
         return join(nests, cut.sizes, cut.joining, weights)
+
+    def compare_capture(self, capture: Capture, part: Part) -> str:
+        """Return in what a new graph differs from the model, run as it is placed; an empty string if in nothing.
+
+        Args:
+            capture: the graph.
+            part: inputs that it holds for.
+        """
+        if self._assignment is None or self._clones is not None or self._has_scripts():
+            return ""
+
+        def eager(call: Call) -> tuple[Any, Any]:
+            assert self._assignment is not None
+            (leaves,), (structure,), after = self._hooks.run(
+                self._assignment, [self.laid_out(call)], self.output_device
+            )
+            return structure.unflatten(leaves), after
+
+        def captured(call: Call) -> tuple[Any, Any]:
+            tensors = self.laid_out(call).tensors
+            (leaves,) = call_captured([self._plan(capture)], [tensors], self.output_device, False)
+            result, made = joined([leaves], [capture.exported], [1], Joining())
+            if capture.exported.left is not None:
+                capture.exported.left.give_back(call, tensors, made)
+            return result, call
+
+        self._bring_back()
+        return difference(self.module, capture.exported, part, eager, captured)
+
+    def _has_scripts(self) -> bool:
+        """Return whether a module allows no hooks."""
+        return any(isinstance(child, torch.jit.ScriptModule) for child in self.module.modules())
 
     def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
         """The inputs of a call, flattened, with their batch dimensions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -54,10 +54,13 @@ class Program:
 
     Attributes:
         module: the user's model.
-        refused: why torch.export refused it, by mode; those modes run through hooks.
+        compare: given a new capture and inputs that it holds for, tells in what the graph differs from the model; an
+            empty string if it does not.
+        refused: why torch.export refused it, or in what the graph differs, by mode; those modes run through hooks.
     """
 
     module: nn.Module
+    compare: Callable[[Capture, Part], str] = lambda capture, part: ""
     refused: dict[Hashable, str] = field(default_factory=dict)
     _captures: dict[Hashable, list[Capture]] = field(default_factory=dict)
     _seen: dict[Hashable, Capture] = field(default_factory=dict)
@@ -198,6 +201,8 @@ class Program:
                 try:
                     refuse_hooks(self.module)
                     fitting = self._anew(known, part, self._waiting.free(kind, tensors))
+                    if difference := self.compare(fitting, part):
+                        raise CaptureError(difference)
                 except CaptureError as error:
                     self._second[mode] = isinstance(error, KeptError) and mode not in self._second
                     self.refused[mode] = str(error)

@@ -94,19 +94,18 @@ def _give_statistics(names: tuple[str, ...], args: list[Any], kwargs: dict[str, 
 def _parameters(func: Any) -> tuple[tuple[str, ...], ...]:
     """Return the names of an operation's parameters, by overload, where it has flags of training; else nothing."""
     if isinstance(func, torch._ops.OpOverload):
-        found = [func._schema]
+        names = [_names(func)]
+    elif inspect.isfunction(func):
+        names = [tuple(inspect.signature(func).parameters)]
     else:
         packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
-        is_python = inspect.isfunction(func)
-        if is_python or packet is None:
-            try:
-                found_names = [tuple(inspect.signature(func).parameters)] if is_python else []
-            except (TypeError, ValueError):
-                found_names = []
-            return tuple(names for names in found_names if not _FLAGS.keys().isdisjoint(names))
-        found = [getattr(packet, overload)._schema for overload in packet.overloads()]
-    every = [tuple(argument.name for argument in schema.arguments) for schema in found]
-    return tuple(names for names in every if not _FLAGS.keys().isdisjoint(names))
+        overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+        names = [_names(getattr(packet, overload)) for overload in overloads]
+    return tuple(one for one in names if not _FLAGS.keys().isdisjoint(one))
+
+
+def _names(operation: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in operation._schema.arguments)
 
 
 class Draws:

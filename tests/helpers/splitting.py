@@ -150,8 +150,7 @@ def assert_split_equals(
 
 def random_placement(flow: DataFlow, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> Placement:
     """A placement of the model's ``auto`` layers on random devices of the flow, colocated ones together."""
-    tensors, inputs = flatten((args, kwargs))
-    captured = flow.captured(tensors, inputs)  # the flow's own: captures are dear
+    captured = flow.captured(flow.laid_out((args, kwargs)))  # the flow's own: captures are dear
     assert captured is not None, flow.not_captured_because
     graph = flow._program.graph(captured, "auto")
     draw = random.Random(seed)

@@ -150,9 +150,12 @@ class Weighing:
         Raises:
             InputError: ``weigh`` fails, or does not give a number for each sample.
         """
-        advice = "; it is given the inputs and the target of the step"
+        advice = "; it is given those of the step"
         if inputs is None:
-            advice = "; the inputs are with the first of several processes: weigh by the target, the labels say"
+            advice = (
+                "; the inputs are with the first of several processes, so weigh by the target, and give the labels as "
+                "that"
+            )
         return weights_of(self.options, inputs, target, size, advice)
 
     def _tell_of_labels(self, tensors: Sequence[Any]) -> None:

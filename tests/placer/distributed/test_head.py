@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from placer.distributed.head import Head
 from placer.errors import InputError
-from placer.executor.joining import Kind, Output
+from placer.executor.joining import Joining
 from placer.executor.training.weighing import Weighing
 from placer.graph.structure import flatten
+from placer.schema import BatchOptions
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -27,12 +28,11 @@ def test_a_loss_reads_no_parameter_of_another_process(elsewhere: bool) -> None:
     parcel: Any = SimpleNamespace(value=SimpleNamespace(dtype=output.dtype))
     named = {id(parameter): f"first.{name}" for name, parameter in first.named_parameters()}
     head = Head(
-        Weighing(decayed, None),
+        Weighing(decayed, BatchOptions()),
         flatten(output)[1],
         [parcel],
-        [Output(Kind.SAMPLES)],
-        False,
-        1,
+        Joining(),
+        [3],
         torch.device("cpu"),
         named,
     )

@@ -1,4 +1,4 @@
-"""Where the samples of a batch meet one another inside a model, who cuts batches is told."""
+"""Where the samples of a batch meet one another inside a model, micro-batches are refused."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from placer import DataFlow
+from placer import BatchOptions, DataFlow
+from placer.errors import BatchError
 from placer.testing import logical_devices
 
 Way = Callable[[Tensor], Tensor]
 
-MEET: dict[str, tuple[Way, str]] = {
-    "every sample and every one": (lambda h: functional.logsigmoid(h @ h.t()).mean(), "matmul"),
-    "a softmax over samples": (lambda h: h.softmax(0).square().sum(1), "softmax"),
-    "ranks": (lambda h: h.sort(0).values, "sort"),
-    "a running sum": (lambda h: h.cumsum(dim=0), "cumsum"),
-    "the next sample": (lambda h: h.roll(1, 0), "roll"),
-    "backwards": (lambda h: h.flip([1, 0]), "flip"),
+MEET: dict[str, Way] = {
+    "every sample and every one": lambda h: functional.logsigmoid(h @ h.t()).mean(),
+    "a softmax over samples": lambda h: h.softmax(0).square().sum(1),
+    "ranks": lambda h: h.sort(0).values,
+    "a running sum": lambda h: h.cumsum(dim=0),
+    "the next sample": lambda h: h.roll(1, 0),
+    "backwards": lambda h: h.flip([1, 0]),
 }
 APART: dict[str, Way] = {
     "a softmax over numbers": lambda h: h.softmax(-1),
@@ -48,20 +49,14 @@ def _flow(way: Way) -> DataFlow:
     return flow
 
 
-@pytest.mark.parametrize(("way", "operation"), MEET.values(), ids=MEET)
-def test_who_cuts_a_batch_whose_samples_meet_is_told_once_where(way: Way, operation: str) -> None:
+@pytest.mark.parametrize("way", MEET.values(), ids=MEET)
+def test_a_batch_whose_samples_meet_is_not_cut(way: Way) -> None:
     with logical_devices(2):
         flow = _flow(way)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            flow(torch.randn(6, 6))
-        with pytest.warns(
-            UserWarning, match=rf"meet one another in aten\.{operation}\S* of the model itself.*chunks=1"
-        ):
+        flow(torch.randn(6, 6))
+        with pytest.raises(BatchError, match=r"the result of a batch is not what its micro-batches give.*chunks=1"):
             flow(torch.randn(6, 6), chunks=2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            flow(torch.randn(6, 6), chunks=2)
+        flow(torch.randn(6, 6), chunks=2, batch_options=BatchOptions(verify=False))
 
 
 class _Similarity(nn.Module):
@@ -69,14 +64,12 @@ class _Similarity(nn.Module):
         return functional.logsigmoid(h @ h.t()).mean()
 
 
-def test_a_step_whose_samples_meet_tells_so() -> None:
+def test_a_step_whose_samples_meet_inside_the_model_is_refused() -> None:
     with logical_devices(2):
         flow = _flow(_Similarity())
         step = flow.train_step(lambda result, target: result)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            step(torch.randn(6, 6), None, chunks=1)
-        with pytest.warns(UserWarning, match=r"meet one another in aten\.matmul\.default of 'way'"):
+        step(torch.randn(6, 6), None, chunks=1)
+        with pytest.raises(BatchError, match=r"the result of a batch is not what its micro-batches give"):
             step(torch.randn(6, 6), None, chunks=2)
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from placer import DataFlow
 from placer.errors import InputError
 from placer.executor.training.weighing import Weighing
+from placer.schema import BatchOptions
 from placer.testing import logical_devices
 
 N, LENGTH, CLASSES = 10, 3, 5
@@ -186,9 +187,9 @@ def test_weights_that_are_none_of_samples_are_refused(weigh: Any, said: str) -> 
 
 def test_a_weight_by_inputs_that_another_process_has_is_told_to_go_by_the_target() -> None:
     # it was told to be given those of the step, which it is not
-    weighing = Weighing(nn.CrossEntropyLoss(), lambda inputs, _: inputs["labels"].sum(1))
+    weighing = Weighing(nn.CrossEntropyLoss(), BatchOptions(weigh=lambda inputs, _: inputs["labels"].sum(1)))
     with pytest.raises(InputError, match=r"weigh\(None, target\) failed: TypeError.*give the labels as that"):
-        weighing.with_weights(None, LABELS, [], N)
+        weighing.goals(None, LABELS, N, is_cut=True)
 
 
 def test_what_is_no_function_weighs_nothing() -> None:
