@@ -7,6 +7,7 @@ from html import escape
 
 from rich.console import Console
 
+from placer.errors import InputError
 from placer.report.charts import STYLE, Chart, bars, columns, drawing
 from placer.report.cluster import cluster_table
 from placer.report.explain import proven, segment_texts
@@ -47,6 +48,9 @@ def html_report(subject: Profile | Placement | PlacementRequest | Cluster, profi
 
     Returns:
         One HTML document, which refers to nothing outside itself.
+
+    Raises:
+        InputError: the profile has another micro-batch size than the placement, so its times are not the placement's.
     """
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
@@ -85,6 +89,11 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
         names = dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value)
         sections.append(f"<h2>{escape(title)}</h2>{legend(list(names))}{drawing(title, *bars(rows, text))}")
     if profile is not None:
+        if profile.batch_size != placement.batch_size:
+            raise InputError(
+                f"the profile has micro-batches of {profile.batch_size}, the placement of {placement.batch_size}:"
+                f" give the profile of {count_text(placement.batch_size, 'sample')}"
+            )
         sections.append(_columns(placed_chart(placement, profile)))
     sections.append("<h2>Layers</h2>" + _table(["layer", "device"], list(placement.layer_devices.items())))
     return sections

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from placer.errors import InputError
 from placer.report.comparing import compare
 from placer.report.comparison_page import comparison_report
 from placer.report.page import html_report
@@ -70,6 +71,12 @@ def test_a_placement_shows_its_devices_and_where_layers_are(placed: Placement) -
     for shown in ("Placement of Net", "optimal: proven", "6.00 ms ◀ busiest", "5.0 KiB of 16.0 KiB", "cuda:0"):
         assert shown in page.text, shown
     assert "by device" not in page.text
+
+
+def test_a_profile_of_another_micro_batch_size_is_refused(make_profile: Make, placed: Placement) -> None:
+    # A placement chosen among several sizes was drawn with the times of another one.
+    with pytest.raises(InputError, match="the profile has micro-batches of 4, the placement of 1: give the profile of"):
+        html_report(placed, make_profile({"a": 1.0, "b": 2.0}, batch_size=4))
 
 
 def test_with_its_profile_a_placement_shows_its_layers_by_device(make_profile: Make, placed: Placement) -> None:
