@@ -142,9 +142,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     )
     app.state.service = service
     jobs.resume()
-    await service.profiling.resume()
     warming = asyncio.create_task(_warm_up(service))
     upkeep_tasks = [asyncio.create_task(mend_forever(store)), asyncio.create_task(watch_gpus(app.state.metrics))]
+    if store.database.shared:
+        upkeep_tasks.append(asyncio.create_task(service.profiling.resume()))
     if settings.register_url:
         upkeep_tasks.append(asyncio.create_task(register_forever(settings, service.cluster)))
     try:

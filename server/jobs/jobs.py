@@ -57,7 +57,8 @@ class Jobs:
         self._metrics = metrics
         self._task = SolveTask(solver)
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="placer-solve")
-        self._writers = ThreadPoolExecutor(_WRITERS if peers else 1, thread_name_prefix="placer-accept")
+        writers = _WRITERS if store.database.remote else 1
+        self._writers = ThreadPoolExecutor(writers, thread_name_prefix="placer-accept")
         self._running: dict[str, Job] = {}
         self._queued = FairQueue()
         self._unsolved: dict[str, Job] = {}  # stopped before a worker began; their end is being written down
@@ -111,18 +112,9 @@ class Jobs:
         return await asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
 
     def resume(self) -> None:
-        """Take up what an earlier start accepted and did not answer."""
-        if self._peers:  # takes them one by one, as there is room
+        """Take up what was accepted and not answered, one by one, as there is room; in memory nothing is left."""
+        if self._peers:
             self._peers.start(self)
-            return
-        if not self._store.database.alone:
-            log.warning("another service has the database open; what is left in it to be solved is that one's")
-            return
-        for left in self._store.backlog():
-            question = Question(left.id, left.objective, left.time_limit_s)  # type: ignore[arg-type]
-            job = Job(question, left.request, left.client, wanted=True, starts=left.starts)
-            log.info("solve %s was accepted before this start and goes on", left.id)
-            self._take(job)
 
     @property
     def away(self) -> str:
@@ -208,11 +200,6 @@ class Jobs:
         self._writers.shutdown(wait=True)
         if self._peers:
             await self._peers.close()
-            return
-        try:
-            self._store.forget_starts()
-        except StoreError as error:
-            log.error("the end could not be written down: %s", error)
 
     def _tell(self, job: Job) -> None:
         job.stopped, job.handed_on = True, False
