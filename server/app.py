@@ -73,6 +73,7 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # the redirect would go to whatever host the client names
     )
     app.state.settings = settings or Settings()
     app.state.solver = solver

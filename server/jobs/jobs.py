@@ -23,7 +23,18 @@ from ..store.replicas import Begun
 from ..store.store import Accepted, Store
 from ..workers.solving import Solver, SolveTask
 from ..workers.worker import Crashed, Died, Killed, OverMemory, Worker
-from .ends import Elsewhere, gap_of, how_it_ended, keep, nothing_found, problem_of, queue_full, stopping, told_of
+from .ends import (
+    Elsewhere,
+    gap_of,
+    how_it_ended,
+    keep,
+    nothing_found,
+    problem_of,
+    queue_full,
+    refuse_excess,
+    stopping,
+    told_of,
+)
 from .job import Job
 from .peers import Peers
 from .question import Question
@@ -85,13 +96,15 @@ class Jobs:
         """The job that answers the question: one that is on its way already, else a new one.
 
         Raises:
-            Problem: the queue is full, or the service is stopping.
+            Problem: the question asks for more than a solve may take here, the queue is full, or the service is
+                stopping.
         """
         job = self.find(question.id)
         if job is not None and job.state != "failed" and not job.stopped:
             return job
         if self._closing:
             raise stopping()
+        refuse_excess(question, self._settings)
         self._refuse_overflow(client)
         job = Job(question, payload, client)
         asked = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
@@ -242,7 +255,7 @@ class Jobs:
             self._task,
             job.payload,
             report,
-            limit_s=job.question.time_limit_s + settings.overrun_s,
+            limit_s=min(job.question.time_limit_s, settings.max_time_limit_s) + settings.overrun_s,
             grace_s=settings.stop_grace_s,
             memory_bytes=settings.worker_memory_bytes,
         )
