@@ -45,6 +45,9 @@ from .tasks import Tasks
 log = logging.getLogger("placer_server")
 
 MAX_RETRY_AFTER_S = 30
+RETURN_S = 1.0
+"""So soon a client that waits asks again after it was told that its solve goes on: a round trip and some."""
+
 FAILURES_KEPT = 1000
 _WRITERS = 4
 """Threads that write requests down, where the store takes several at a time."""
@@ -185,10 +188,19 @@ class Jobs:
         await job.finished.wait()
 
     def leave(self, job: Job) -> None:
-        """Nobody waits any more whom the answer was for alone: end the job, unless somebody wants it still."""
-        if not job.wanted and not job.waiting and not job.finished.is_set():
-            log.info("solve %s is stopped: its client went away", job.question.id)
-            self._tell(job)
+        """A client that waited went away: end the job, unless somebody else waits or wants it kept.
+
+        Clients wait in turns of some seconds. One that was just told to ask again is given the time for that. A job
+        that another replica has goes on, as others may wait for it there.
+        """
+        if job.wanted or job.waiting or job.finished.is_set() or (self._peers and self._peers.find(job.question.id)):
+            return
+        left_s = job.left_waiting_s + RETURN_S - time.monotonic()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self.leave, job)
+            return
+        log.info("solve %s is stopped: its client went away", job.question.id)
+        self._tell(job)
 
     def stop_all(self) -> None:
         """End every job with the best so far, and take no more; the next start goes on with those that are not done."""
