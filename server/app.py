@@ -188,14 +188,18 @@ def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
 
 
 async def _warm_up(service: Service) -> None:
-    """Run a worker that does nothing; the service is ready when it came back, and a small solve would."""
+    """Run a worker that does nothing; the service is ready when it came back, and a small solve would.
+
+    Readiness needs no key, so what the system says of a failure is in the log alone.
+    """
     worker = Worker(tell_taken_bytes, b"", lambda *_: None, limit_s=WARM_UP_S, grace_s=1.0)
     try:
         taken_bytes = await asyncio.to_thread(worker.run)
     except (Crashed, Killed, OSError) as error:
-        service.not_ready = f"no worker can be started: {error}"
-    else:
-        service.not_ready = _too_little_memory(service.settings.worker_memory_bytes, taken_bytes)
+        log.error("no worker can be started: %s", error)
+        service.not_ready = "no worker can be started; the service's log says why"
+        return
+    service.not_ready = _too_little_memory(service.settings.worker_memory_bytes, taken_bytes)
     if service.not_ready:
         log.error(service.not_ready)
 
