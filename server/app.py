@@ -9,37 +9,39 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
-from fastapi import FastAPI
-
 import placer
 from placer.errors import InputError, PlacerError
+from placer.extras import extra
 
-from . import serving
-from .api.handlers import handle_errors
-from .api.paths import include_routes
-from .api.service import Service
-from .jobs.jobs import Jobs
-from .jobs.peers import Peers
-from .judge.judge import Judge
-from .keys import Keys
-from .node.cluster import NodeCluster
-from .node.profiling import Profiling
-from .node.registering import register_forever
-from .observe.gpus import watch_gpus
-from .observe.metrics import Measured, Metrics
-from .openapi.document import describe
-from .settings import Settings
-from .shares import Shares
-from .store.database import StoreError
-from .store.replicas import Replicas
-from .store.store import Store
-from .store.upkeep import mend, mend_forever
-from .web.checker import Checker
-from .web.guard import Guard
-from .web.heads import Heads
-from .web.intake import Intake
-from .workers.solving import Solver, default_solver
-from .workers.worker import Crashed, Killed, Worker, prepare, tell_taken_bytes
+with extra("server"):
+    from fastapi import FastAPI
+
+    from . import serving
+    from .api.handlers import handle_errors
+    from .api.paths import include_routes
+    from .api.service import Service
+    from .jobs.jobs import Jobs
+    from .jobs.peers import Peers
+    from .judge.judge import Judge
+    from .keys import Keys
+    from .node.cluster import NodeCluster
+    from .node.profiling import Profiling
+    from .node.registering import register_forever
+    from .observe.gpus import watch_gpus
+    from .observe.metrics import Measured, Metrics
+    from .openapi.document import describe
+    from .settings import Settings
+    from .shares import Shares
+    from .store.database import StoreError
+    from .store.replicas import Replicas
+    from .store.store import Store
+    from .store.upkeep import mend, mend_forever
+    from .web.checker import Checker
+    from .web.guard import Guard
+    from .web.heads import Heads
+    from .web.intake import Intake
+    from .workers.solving import Solver, default_solver
+    from .workers.worker import Crashed, Killed, Worker, prepare, tell_taken_bytes
 
 log = logging.getLogger("placer_server")
 

@@ -15,15 +15,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-import uvicorn
-from fastapi import FastAPI
-
 from placer.errors import ServerError
+from placer.extras import extra
 
-from . import alive
-from .observe import logs
-from .settings import Settings, misspelt
-from .web.connection import Connection
+with extra("server"):
+    import uvicorn
+    from fastapi import FastAPI
+
+    from . import alive
+    from .observe import logs
+    from .settings import Settings, misspelt
+    from .web.connection import Connection
 
 log = logging.getLogger("placer_server")
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from placer import host_memory
 from placer.errors import InputError
+from placer.extras import extra
 from placer.schema.faults import wanted
+
+with extra("server"):
+    from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MAX_WAIT_S = 60.0
 """The longest that one request may ask to wait for an answer; clients that wait longer ask again."""
