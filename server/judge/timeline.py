@@ -38,7 +38,10 @@ def report_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
     """The task of ``/report``: a stored placement to the HTML file that ``placer show --html`` writes."""
     from placer.report.page import html_report
 
-    return _shown(payload, lambda request, placement: html_report(placement, profile_of(request, placement)))
+    def show(request: PlacementRequest, placement: Placement) -> str:
+        return html_report(placement, profile_of(request, placement) if placement.layer_devices else None)
+
+    return _shown(payload, show)
 
 
 def _shown(payload: bytes, show: Callable[[PlacementRequest, Placement], str]) -> bytes:
