@@ -4,7 +4,7 @@
                   └───▶ fail ────▶ failures
 
 What was accepted stays in ``jobs`` until it is answered, so that the next start, or another replica, finds what a crash
-left. How replicas share the jobs is in ``shared``.
+left. How services share the jobs is in ``replicas``.
 """
 
 from __future__ import annotations
