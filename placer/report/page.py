@@ -7,7 +7,6 @@ from html import escape
 
 from rich.console import Console
 
-from placer.errors import InputError
 from placer.report.charts import STYLE, Chart, bars, columns, drawing
 from placer.report.cluster import cluster_table
 from placer.report.explain import proven, segment_texts
@@ -44,13 +43,11 @@ def html_report(subject: Profile | Placement | PlacementRequest | Cluster, profi
 
     Args:
         subject: what to show; of a request its profile.
-        profile: the one that a placement was made from; then its layers are shown in their devices' colours.
+        profile: the one that a placement was made from; then its layers are shown in their devices' colours. Times of
+            another micro-batch size are not the placement's: they are left out, and the report says so.
 
     Returns:
         One HTML document, which refers to nothing outside itself.
-
-    Raises:
-        InputError: the profile has another micro-batch size than the placement, so its times are not the placement's.
     """
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
@@ -88,12 +85,12 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
     for title, rows, text in device_bars(placement):
         names = dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value)
         sections.append(f"<h2>{escape(title)}</h2>{legend(list(names))}{drawing(title, *bars(rows, text))}")
-    if profile is not None:
-        if profile.batch_size != placement.batch_size:
-            raise InputError(
-                f"the profile has micro-batches of {profile.batch_size}, the placement of {placement.batch_size}:"
-                f" give the profile of {count_text(placement.batch_size, 'sample')}"
-            )
+    if profile is not None and profile.batch_size != placement.batch_size:
+        sections.append(
+            f"<p>The layers' times are left out: the profile that was given has micro-batches of {profile.batch_size},"
+            f" and the placement has micro-batches of {placement.batch_size}.</p>"
+        )
+    elif profile is not None:
         sections.append(_columns(placed_chart(placement, profile)))
     sections.append("<h2>Layers</h2>" + _table(["layer", "device"], list(placement.layer_devices.items())))
     return sections
