@@ -33,9 +33,9 @@ def total_bytes(container_limit: Path = MOUNT / "memory.max") -> int:
 
 
 def _limit_files() -> Iterator[Path]:
-    """The files that may have a limit, whether they are there or not.
+    """Yield the files that may hold a limit, whether they exist or not.
 
-    In a container the paths of version 1 are those of the host, and only the mount's own folder is there.
+    In a container of version 1 the paths are the host's, and only the mount's own folder exists.
     """
     try:
         lines = OWN_CGROUPS.read_text().splitlines()
@@ -55,7 +55,7 @@ def _limit_files() -> Iterator[Path]:
 
 
 def _read(file: Path) -> int | None:
-    """The limit in a file; None if there is none. Version 1 writes the largest number of pages instead."""
+    """Return the limit in a file, or None. Version 1 writes a number near 2**63 for "no limit"."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):  # not there, or "max"

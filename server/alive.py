@@ -124,7 +124,7 @@ def _user() -> int:
 
 
 def _marks(environment: Mapping[str, str]) -> list[str]:
-    """Tell services of several environments apart, as those of one user on one machine."""
+    """Return what tells the services of one user apart: the environments in which they were started."""
     return [environment.get("PLACER_HOST", ""), environment.get("PLACER_PORT", "")]
 
 

@@ -20,7 +20,7 @@ from .upgrade import upgrade
 
 try:
     import fcntl
-except ImportError:  # Windows, where a start cannot tell that it is alone on a file, and waits for leases to end
+except ImportError:  # Windows: a start cannot see that no other service has the file open, and waits for leases to end
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
@@ -278,7 +278,7 @@ class _Turns:
 
 
 class _OpenFile:
-    """A sign to other services that this one has the database open; the system takes it away when that is killed.
+    """A lock that shows other services that this one has the database open; it ends with the process.
 
     Every service holds a shared lock on a file beside the database. The first of them gets the exclusive lock, so it
     knows that it is alone. It keeps that lock until ``share``: no other service starts meanwhile.
@@ -315,7 +315,7 @@ class _OpenFile:
         return True
 
     def close(self) -> None:
-        """Take the sign away."""
+        """Release the lock."""
         self._file.close()
 
 

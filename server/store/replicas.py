@@ -1,4 +1,4 @@
-"""How several services share the jobs of one store: who answers for which, and who lives.
+"""How several services share the jobs of one store: which service answers for which job, and which services live.
 
 Each replica counts up its own row of ``replicas``, as long as there are others to see it: one that is alone writes
 nothing while nothing happens. A replica whose count has not changed for ``lease_s`` by the watcher's own monotonic
