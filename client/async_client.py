@@ -66,7 +66,7 @@ class AsyncClient:
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers_of(key), transport=transport)
 
     async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
-        """See ``Client.place``."""
+        """See ``Client.place``; a cancelled task stops the solve on the service as Ctrl-C does."""
         return await self._carry_out(self._dialogue.place(request, wait))
 
     async def place_many(

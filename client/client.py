@@ -71,6 +71,9 @@ class Client:
     def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """Ask for a placement and wait for it. The same request asked again is answered at once.
 
+        Ctrl-C meanwhile stops the solve on the service, unless others wait for it too. Call ``submit`` for a solve that
+        goes on without you.
+
         Args:
             request: the question.
             wait: how long to wait, in seconds; until it is there if None.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -67,10 +67,23 @@ class Dialogue(Sender):
     """
 
     def place(self, request: PlacementRequest, wait: float | None) -> Exchange[Placement]:
-        """Ask, and ask again until the answer is there."""
+        """Ask, and ask again until the answer is there; the service stops the solve when this is broken off.
+
+        The service cannot tell a client that was stopped from one whose connection broke. So after a broken connection
+        the question is asked again, and this time the solve goes on whatever happens to the connection: else a solve
+        that is longer than some proxy's patience would never end.
+        """
         deadline = _Deadline(wait)
-        reply = yield from self.send(_waiting("POST", "/v1/placements", deadline, _body(request)))
-        return (yield from self._await_placement(reply, deadline))
+        body = _body(request)
+
+        def ask(accepted: bool) -> Call:
+            return _waiting("POST", "/v1/placements", deadline, body, accepted=accepted)
+
+        def stopping(call: Call) -> Call:
+            return replace(call, path=f"{call.path}&on_disconnect=stop", again=ask(call.accepted))
+
+        reply = yield from self.send(stopping(ask(accepted=False)))
+        return (yield from self._await_placement(reply, deadline, stopping))
 
     def submit(self, request: PlacementRequest) -> Exchange[Placement | Progress]:
         """Ask, and take what is there at once."""
@@ -281,12 +294,16 @@ class Dialogue(Sender):
         reply = yield from self.send(Call("POST", path, json.dumps(content).encode(), wait_s=LONGEST_POLL_S))
         return self.read(kind, reply)
 
-    def _await_placement(self, reply: httpx.Response, deadline: _Deadline) -> Exchange[Placement]:
+    def _await_placement(
+        self, reply: httpx.Response, deadline: _Deadline, changed: Callable[[Call], Call] = lambda call: call
+    ) -> Exchange[Placement]:
+        """Ask for the placement of a reply until it is there; each call is changed before it is sent."""
         while reply.status_code == 202:
             progress = self.read(Progress, reply)
             if deadline.left_s() <= 0:
                 raise _still_running(progress, deadline)
-            reply = yield from self.send(_waiting("GET", _path(progress.id), deadline, accepted=True))
+            call = _waiting("GET", _path(progress.id), deadline, accepted=True)
+            reply = yield from self.send(changed(call))
         return self.read(Placement, reply)
 
 

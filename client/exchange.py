@@ -56,6 +56,8 @@ class Call:
         until_s: by the monotonic clock; a service that asks to wait beyond that is not waited for.
         repeatable: whether asking twice is asking once. What is not is repeated only where nothing can have come of it.
         accepted: whether the service has said that it works on this; so if nobody answers, it is starting again.
+        again: what is sent instead once the connection has broken while the service could have been at work on this;
+            the same call if None.
     """
 
     method: str
@@ -65,6 +67,7 @@ class Call:
     until_s: float = math.inf
     repeatable: bool = True
     accepted: bool = False
+    again: Call | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ class Sender:
                 yield Pause(max(backoff_s(attempt), retry_after_s(outcome)))
             else:
                 raise errors.from_reply(outcome)
+            if call.again is not None and _broke(outcome):
+                call = call.again
         raise AssertionError("the last attempt returns or raises")
 
     def most_retries(self, away: bool) -> int:
@@ -154,6 +159,13 @@ def is_whole(reply: httpx.Response) -> bool:
     if not reply.headers.get("Content-Type", "").startswith("application/json"):
         return True
     return reply.content.rstrip().endswith((b"}", b"]"))
+
+
+def _broke(outcome: httpx.Response | httpx.RequestError) -> bool:
+    """Whether the service may have seen the connection end while it worked on a call, here or at a proxy."""
+    if isinstance(outcome, httpx.Response):
+        return outcome.status_code in RETRIED - REFUSED
+    return not isinstance(outcome, NOTHING_SENT)
 
 
 def _in_time(call: Call, reply: httpx.Response) -> bool:

@@ -18,20 +18,24 @@ from dataclasses import dataclass
 from typing import IO
 
 import httpx
-import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch.nn import functional
 
-from placer import testing
 from placer.errors import PlacerError, UnreachableError
-from placer.executor.dataflow import DataFlow
-from placer.profiler.profile import profile
+from placer.extras import extra
 from placer.report.explain import table
 from placer.schema import Cluster, Constraints, Placement, PlacementRequest, Profile
 from placer.units import bytes_text
-from placer.zoo import resnet18, resnet50, unet
 from placer_client.client import Client
+
+with extra("torch"):
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+
+    from placer import testing
+    from placer.executor.dataflow import DataFlow
+    from placer.profiler.profile import profile
+    from placer.zoo import resnet18, resnet50, unet
 
 STAND_INS = 4
 TOLERANCE = 1e-4

@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from placer.errors import InputError, kind_of
+from placer.extras import extra
 from placer.schema.faults import nearest
 from placer.units import bytes_text
+
+with extra("torch"):
+    import torch
+    from torch import Tensor, nn
 
 __all__ = ["load_function", "load_model", "parse_inputs"]
 

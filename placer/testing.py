@@ -17,17 +17,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
-
-from placer import devices
 from placer.errors import InputError, MixedDevicesError
-from placer.graph.nested import run_under
+from placer.extras import extra
+
+with extra("torch"):
+    import torch
+    from torch import Tensor
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    from placer import devices
+    from placer.graph.nested import run_under
 
 __all__ = ["MixedDevicesError", "logical_devices"]
 

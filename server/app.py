@@ -9,37 +9,39 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
-from fastapi import FastAPI
-
 import placer
 from placer.errors import InputError, PlacerError
+from placer.extras import extra
 
-from . import serving
-from .api.handlers import handle_errors
-from .api.paths import include_routes
-from .api.service import Service
-from .jobs.jobs import Jobs
-from .jobs.peers import Peers
-from .judge.judge import Judge
-from .keys import Keys
-from .node.cluster import NodeCluster
-from .node.profiling import Profiling
-from .node.registering import register_forever
-from .observe.gpus import watch_gpus
-from .observe.metrics import Measured, Metrics
-from .openapi.document import describe
-from .settings import Settings
-from .shares import Shares
-from .store.database import StoreError
-from .store.replicas import Replicas
-from .store.store import Store
-from .store.upkeep import mend, mend_forever
-from .web.checker import Checker
-from .web.guard import Guard
-from .web.heads import Heads
-from .web.intake import Intake
-from .workers.solving import Solver, default_solver
-from .workers.worker import Crashed, Killed, Worker, prepare, tell_taken_bytes
+with extra("server"):
+    from fastapi import FastAPI
+
+    from . import serving
+    from .api.handlers import handle_errors
+    from .api.paths import include_routes
+    from .api.service import Service
+    from .jobs.jobs import Jobs
+    from .jobs.peers import Peers
+    from .judge.judge import Judge
+    from .keys import Keys
+    from .node.cluster import NodeCluster
+    from .node.profiling import Profiling
+    from .node.registering import register_forever
+    from .observe.gpus import watch_gpus
+    from .observe.metrics import Measured, Metrics
+    from .openapi.document import describe
+    from .settings import Settings
+    from .shares import Shares
+    from .store.database import StoreError
+    from .store.replicas import Replicas
+    from .store.store import Store
+    from .store.upkeep import mend, mend_forever
+    from .web.checker import Checker
+    from .web.guard import Guard
+    from .web.heads import Heads
+    from .web.intake import Intake
+    from .workers.solving import Solver, default_solver
+    from .workers.worker import Crashed, Killed, Worker, prepare, tell_taken_bytes
 
 log = logging.getLogger("placer_server")
 
@@ -73,6 +75,7 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # the redirect would go to whatever host the client names
     )
     app.state.settings = settings or Settings()
     app.state.solver = solver
@@ -142,9 +145,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     )
     app.state.service = service
     jobs.resume()
-    await service.profiling.resume()
     warming = asyncio.create_task(_warm_up(service))
     upkeep_tasks = [asyncio.create_task(mend_forever(store)), asyncio.create_task(watch_gpus(app.state.metrics))]
+    if store.database.shared:
+        upkeep_tasks.append(asyncio.create_task(service.profiling.resume()))
     if settings.register_url:
         upkeep_tasks.append(asyncio.create_task(register_forever(settings, service.cluster)))
     try:
@@ -186,14 +190,18 @@ def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
 
 
 async def _warm_up(service: Service) -> None:
-    """Run a worker that does nothing; the service is ready when it came back, and a small solve would."""
+    """Run a worker that does nothing; the service is ready when it came back, and a small solve would.
+
+    Readiness needs no key, so what the system says of a failure is in the log alone.
+    """
     worker = Worker(tell_taken_bytes, b"", lambda *_: None, limit_s=WARM_UP_S, grace_s=1.0)
     try:
         taken_bytes = await asyncio.to_thread(worker.run)
     except (Crashed, Killed, OSError) as error:
-        service.not_ready = f"no worker can be started: {error}"
-    else:
-        service.not_ready = _too_little_memory(service.settings.worker_memory_bytes, taken_bytes)
+        log.error("no worker can be started: %s", error)
+        service.not_ready = "no worker can be started; the service's log says why"
+        return
+    service.not_ready = _too_little_memory(service.settings.worker_memory_bytes, taken_bytes)
     if service.not_ready:
         log.error(service.not_ready)
 

@@ -20,10 +20,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from placer.errors import InputError
 
-from .settings import Settings
+if TYPE_CHECKING:  # so that a key can be made where nothing is installed that a service needs
+    from .settings import Settings
 
 SCOPES = ("read", "solve", "metrics")
 """``read``: everything that is GET; ``solve``: POST and DELETE; ``metrics``: ``/metrics``."""

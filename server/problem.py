@@ -103,7 +103,7 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
         return _invalid(detail, [{"pointer": "#/profile", "detail": "is missing"}])
     found, more = field_faults(error, model, MAX_FAULTS)
     faults = [{"pointer": clip(_pointer(fault)), "detail": fault.text} for fault in found]
-    path = faults[0]["pointer"].removeprefix("#").removeprefix("/").replace("/", ".")
+    path = clip(".".join(clip(str(part), 80) for part in found[0].place))
     detail = f"{path}: {found[0].text}" if path else found[0].text
     return _invalid(f"{detail} (and {more} more)" if more else detail, faults)
 
@@ -119,4 +119,5 @@ def _invalid(detail: str, faults: list[dict[str, str]]) -> Problem:
 
 
 def _pointer(fault: FieldFault) -> str:
-    return "#" + "".join(f"/{clip(str(part), 80)}" for part in fault.place)
+    """The place as a JSON pointer (RFC 6901), in which "~" and "/" of names are written "~0" and "~1"."""
+    return "#" + "".join(f"/{clip(str(part), 80).replace('~', '~0').replace('/', '~1')}" for part in fault.place)

@@ -11,18 +11,21 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-import uvicorn
-from fastapi import FastAPI
-
 from placer.errors import ServerError
+from placer.extras import extra
 
-from .observe import logs
-from .settings import Settings, misspelt
-from .web.connection import Connection
+with extra("server"):
+    import uvicorn
+    from fastapi import FastAPI
+
+    from . import alive
+    from .observe import logs
+    from .settings import Settings, misspelt
+    from .web.connection import Connection
 
 log = logging.getLogger("placer_server")
 
@@ -119,11 +122,22 @@ def serve(app: FastAPI, settings: Settings) -> None:
     server = Server(app, settings)
     for hint in misspelt(os.environ):
         log.warning(hint)
-    with _listener(settings) as listener:
+    with _listener(settings) as listener, _found_by_health_checks(listener, server.config.is_ssl):
         _collect_seldom()
         server.run(sockets=[listener])
     if not server.started:
         raise server.not_started()
+
+
+@contextmanager
+def _found_by_health_checks(listener: socket.socket, tls: bool) -> Iterator[None]:
+    host, port = listener.getsockname()[:2]
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(alive.written_down(alive.Address(host, port, tls), os.environ))
+        except OSError as error:
+            log.info("the health check of a container asks at PLACER_HOST and PLACER_PORT alone: %s", error)
+        yield
 
 
 def _collect_seldom() -> None:

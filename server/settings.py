@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from placer import host_memory
 from placer.errors import InputError
+from placer.extras import extra
 from placer.schema.faults import wanted
+
+with extra("server"):
+    from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MAX_WAIT_S = 60.0
 """The longest that one request may ask to wait for an answer; clients that wait longer ask again."""
@@ -41,16 +45,8 @@ def _host_name() -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "node"
 
 
-def _machine_bytes() -> int:
-    """What this machine, or its container, has; 0, so no limit, where it does not say."""
-    try:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):  # Windows
-        return 0
-    try:
-        return min(physical, int(CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no container, or "max"
-        return physical
+def _cores() -> int:
+    return os.cpu_count() or 2
 
 
 class Settings(BaseSettings):
@@ -75,6 +71,8 @@ class Settings(BaseSettings):
         workers: solves that run at the same time, one process each.
         queue: solves that may wait for a worker; one more is answered with 429.
         client_share: how much of the queue one client may fill; clients take turns in it.
+        max_time_limit_s: the longest time limit that a request may give its solve.
+        max_solver_workers: the most cores that a request may have its solve use (the request's ``workers``).
         worker_memory_bytes: what a worker's process may take; no limit if 0.
         default_wait_s: how long a POST waits for its placement before it answers 202.
         overrun_s: how far a solve may overrun its own time limit before it is stopped.
@@ -104,16 +102,20 @@ class Settings(BaseSettings):
     max_body_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
     max_bodies_bytes: Annotated[int, Field(ge=1)] = 128 * 2**20
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    workers: Annotated[int, Field(ge=1, le=256)] = Field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2))
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(default_factory=lambda: max(1, _cores() // 2))
     queue: Annotated[int, Field(ge=0, le=100_000)] = 32
     client_share: Annotated[float, Field(gt=0, le=1)] = 0.75
+    max_time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 3600.0
+    max_solver_workers: Annotated[int, Field(ge=1, le=256)] = Field(default_factory=lambda: max(8, _cores()))
     worker_memory_bytes: Annotated[int, Field(ge=0)] = 4 * 2**30
     default_wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S)] = 10.0
     overrun_s: Annotated[float, Field(ge=0)] = 10.0
     stop_grace_s: Annotated[float, Field(ge=0)] = 2.0
     measure_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     profile_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    profile_memory_bytes: Annotated[int, Field(ge=0)] = Field(default_factory=lambda: _machine_bytes() // 2)
+    profile_memory_bytes: Annotated[int, Field(ge=0)] = Field(
+        default_factory=lambda: host_memory.total_bytes(CGROUP_LIMIT) // 2
+    )
     node_name: Annotated[str, Field(pattern=NODE_NAME.pattern)] = Field(default_factory=_host_name)
     register_url: Annotated[str, Field(pattern=r"^(https?://.+)?$")] = ""
     register_key: SecretStr = SecretStr("")

@@ -34,6 +34,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "How it solves": {
         "workers": "solves that run at the same time; default: half of the cores",
+        "max_time_limit_s": "the longest time limit that a request may give; default: 3600",
+        "max_solver_workers": "the most cores that a request may ask for; default: all, or 8 where there are fewer",
         "worker_memory_bytes": "what a worker may take; 0 for no limit; default: 4 GiB",
         "default_wait_s": "how long a POST waits before it is 202; default: 10",
         "overrun_s": "how far a solve may overrun its own time limit; default: 10",
@@ -78,6 +80,8 @@ def serve(
     body_timeout_s: Annotated[float | None, _option("body_timeout_s")] = None,
     queue: Annotated[int | None, _option("queue")] = None,
     workers: Annotated[int | None, _option("workers")] = None,
+    max_time_limit_s: Annotated[float | None, _option("max_time_limit_s")] = None,
+    max_solver_workers: Annotated[int | None, _option("max_solver_workers")] = None,
     worker_memory_bytes: Annotated[int | None, _option("worker_memory_bytes")] = None,
     default_wait_s: Annotated[float | None, _option("default_wait_s")] = None,
     overrun_s: Annotated[float | None, _option("overrun_s")] = None,

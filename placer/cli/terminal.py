@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from placer import errors
+from placer.extras import extra as extra
 
 err = Console(stderr=True)
 
@@ -36,16 +37,6 @@ def settle_streams() -> None:
     for stream, otherwise in ((sys.stdin, "strict"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors=otherwise)
-
-
-@contextmanager
-def extra(name: str) -> Iterator[None]:
-    """Tell which extra is missing when an import fails."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        missing = f"{error.name} is not installed: pip install 'torch-placer[{name}]'"
-        raise errors.MissingExtraError(missing) from error
 
 
 def spinner(text: str) -> Any:

@@ -8,17 +8,21 @@ from typing import Any
 
 import torch
 
+from placer import host_memory
 from placer.devices.names import RECORDING, synchronise
 from placer.devices.recording import recorder
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Free and total memory of the device, in bytes; a stand-in shares the machine's memory with all others."""
+    """Return the device's free and total memory, in bytes.
+
+    A stand-in shares the memory of the machine, or of the container, with all others.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
-    page = os.sysconf("SC_PAGE_SIZE")
-    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+    total = host_memory.total_bytes()
+    return min(total, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")), total
 
 
 def counts_bytes(device: torch.device) -> bool:

@@ -10,8 +10,11 @@ In every process::
 Read ``build.py`` first; ``line.py`` has the stages, ``ranks.py`` the processes, ``pipeline.py`` what a user holds.
 """
 
-from placer.distributed.build import build
-from placer.distributed.pipeline import Pipeline
-from placer.distributed.ranks import Process, Seat, seats
+from placer.extras import extra
+
+with extra("torch"):
+    from placer.distributed.build import build
+    from placer.distributed.pipeline import Pipeline
+    from placer.distributed.ranks import Process, Seat, seats
 
 __all__ = ["Pipeline", "Process", "Seat", "build", "seats"]

@@ -141,6 +141,8 @@ def _proven(placement: Placement) -> list[str]:
         lines.append(f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less meanwhile")
     if placement.step is not None:
         lines += _step(placement, placement.step)
+    else:
+        lines.append(f"batch       {_choice_text(placement)}")
     if placement.ties is not None:
         ties = placement.ties
         least = "none as good has less" if ties.proven else "the least that was found"

@@ -43,7 +43,8 @@ def html_report(subject: Profile | Placement | PlacementRequest | Cluster, profi
 
     Args:
         subject: what to show; of a request its profile.
-        profile: the one that a placement was made from; then its layers are shown in their devices' colours.
+        profile: the one that a placement was made from; then its layers are shown in their devices' colours. Times of
+            another micro-batch size are not the placement's: they are left out, and the report says so.
 
     Returns:
         One HTML document, which refers to nothing outside itself.
@@ -84,7 +85,12 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
     for title, rows, text in device_bars(placement):
         names = dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value)
         sections.append(f"<h2>{escape(title)}</h2>{legend(list(names))}{drawing(title, *bars(rows, text))}")
-    if profile is not None:
+    if profile is not None and profile.batch_size != placement.batch_size:
+        sections.append(
+            f"<p>The layers' times are left out: the profile that was given has micro-batches of {profile.batch_size},"
+            f" and the placement has micro-batches of {placement.batch_size}.</p>"
+        )
+    elif profile is not None:
         sections.append(_columns(placed_chart(placement, profile)))
     sections.append("<h2>Layers</h2>" + _table(["layer", "device"], list(placement.layer_devices.items())))
     return sections

@@ -88,7 +88,7 @@ def _named(event: str, process: int, thread: int, **arguments: Any) -> Event:
 def _slice(row: Row, process: int, thread: int) -> Event:
     return {
         "ph": "X",
-        "name": f"{row.kind} {row.micro_batch}",
+        "name": "optimizer" if row.kind == "optimizer" else f"{row.kind} {row.micro_batch}",
         "cat": row.kind,
         "pid": process,
         "tid": thread,

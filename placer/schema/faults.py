@@ -1,12 +1,17 @@
-"""What is wrong with values that a type does not take, in the user's words: the place, the value and the way out."""
+"""What is wrong with values that a type does not take, in the user's words: the place, the value and the way out.
+
+Pydantic locates an error by names and numbers, among them labels of its own: of the branches of a union, and ``[key]``
+for the key of a dictionary. Users may have chosen the same texts as names. So a location is read along the type: where
+the type has a union the next part is a label, and nowhere else.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import islice
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -23,11 +28,46 @@ Place = tuple[int | str, ...]
 """Names of fields and numbers of elements, from the outermost on."""
 
 
+_KEY = "[key]"
+"""Pydantic's last part of the location of a dictionary's key."""
+
+
 class FieldFault(NamedTuple):
     """A value that is not taken, or is missing."""
 
     place: Place
     text: str
+
+
+class _Location(NamedTuple):
+    """A location of pydantic's, read along the type.
+
+    Attributes:
+        place: the names and numbers in it.
+        labels: the positions of the labels of branches in it.
+        is_key: whether it is of a dictionary's key.
+        known: the names of the fields there, where it ends at a field that there is not.
+    """
+
+    place: Place = ()
+    labels: frozenset[int] = frozenset()
+    is_key: bool = False
+    known: tuple[str, ...] = ()
+
+    def below(self, part: int | str) -> _Location:
+        """Put a name or number in front."""
+        return self._replace(place=(part, *self.place), labels=frozenset(one + 1 for one in self.labels))
+
+    def behind_label(self) -> _Location:
+        """Put the label of a branch in front."""
+        return self._replace(labels=frozenset({0, *(one + 1 for one in self.labels)}))
+
+
+class _Error(NamedTuple):
+    """An error with its location."""
+
+    details: ErrorDetails
+    at: _Location
 
 
 def field_faults(error: ValidationError, model: type[BaseModel], most: int) -> tuple[list[FieldFault], int]:
@@ -38,10 +78,14 @@ def field_faults(error: ValidationError, model: type[BaseModel], most: int) -> t
         model: tells which fields there are.
         most: so many faults are described.
     """
-    errors = error.errors(include_url=False, include_context=False)
+    schema = model.__pydantic_core_schema__
+    errors = [
+        _Error(details, _located(schema, details["loc"], {}) or _Location(details["loc"]))
+        for details in error.errors(include_url=False, include_context=False)
+    ]
     errors = [one for one in errors if not _follows(one, errors)]
     errors.sort(key=_by_what_they_explain)
-    return [_described(one, model) for one in errors[:most]], len(errors) - 1
+    return [_described(one) for one in errors[:most]], len(errors) - 1
 
 
 def first_fault(error: ValidationError, model: type[BaseModel]) -> str:
@@ -67,7 +111,8 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 def wanted(message: str) -> str:
     """What a value should be, from pydantic's message: ``should be a valid integer``."""
-    text = message.removeprefix("Value error, ").removeprefix("Input ").replace("Tuple should", "should")
+    text = message.removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
+    text = text.replace("Tuple should", "should")
     return text.replace(" after validation", "").partition(", unable to parse")[0]
 
 
@@ -79,63 +124,85 @@ def clip(text: str, limit: int = MAX_TEXT) -> str:
     return f"{text[:head]} ... {text[-tail:] if tail else ''}"
 
 
-def _by_what_they_explain(error: ErrorDetails) -> int:
+def _by_what_they_explain(error: _Error) -> int:
     """A wrong version explains all the others, a misspelt name a missing one."""
-    if error["loc"] == ("schema_version",):
+    if error.at.place == ("schema_version",):
         return 0
-    return 1 if error["type"] == "extra_forbidden" else 2
+    return 1 if error.details["type"] == "extra_forbidden" else 2
 
 
-def _follows(error: ErrorDetails, errors: Sequence[ErrorDetails]) -> bool:
+def _follows(error: _Error, errors: Sequence[_Error]) -> bool:
     """Whether it only follows from another.
 
     A list is too short because its elements are faulty, or a value is taken further by another branch of a union.
     """
-    place = error["loc"]
-    if error["type"] == "too_short":
-        return any(other is not error and other["loc"][: len(place)] == place for other in errors)
-    if not place or not _is_branch(place[-1]):
+    loc = error.details["loc"]
+    others = [other.details["loc"] for other in errors if other is not error]
+    if error.details["type"] == "too_short":
+        return any(other[: len(loc)] == loc for other in others)
+    if len(loc) - 1 not in error.at.labels:
         return False
-    return any(len(other["loc"]) > len(place) and other["loc"][: len(place) - 1] == place[:-1] for other in errors)
+    return any(len(other) > len(loc) and other[: len(loc) - 1] == loc[:-1] for other in others)
 
 
-def _is_branch(part: int | str) -> bool:
-    """Whether it is pydantic's name of a branch of a union, which is no place."""
-    return str(part).startswith(("constrained-", "literal[", "function-"))
+def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) -> _Location | None:
+    """Read a location along a type; None if there is no such location in it.
+
+    Args:
+        schema: the type, as pydantic-core describes it.
+        loc: the location.
+        known: the types that others refer to, by reference.
+    """
+    kind = schema["type"]
+    if kind == "definitions":
+        return _located(schema["schema"], loc, {one["ref"]: one for one in schema["definitions"]})
+    if kind == "definition-ref":
+        return _located(known[schema["schema_ref"]], loc, known)
+    if kind == "union":  # a branch may be a pair of a type and its label
+        branches = [branch[0] if isinstance(branch, tuple) else branch for branch in schema["choices"]]
+        found = (_located(branch, loc[1:], known) for branch in branches) if loc else iter([_Location()])
+        inside = next((one for one in found if one is not None), None)
+        return inside.behind_label() if inside is not None and loc else inside
+    if "schema" in schema:  # a model, a default, a validator around a type, a type or null
+        return _located(schema["schema"], loc, known)
+    if not loc:
+        return _Location()
+    part, rest = loc[0], loc[1:]
+    if kind == "model-fields":
+        return _located_in_fields(schema["fields"], part, rest, known)
+    if kind == "dict":
+        inside = _located(schema["values_schema"], rest, known) if "values_schema" in schema else _Location(rest)
+        inside = _Location(is_key=True) if inside is None and rest == (_KEY,) else inside
+        return inside.below(part) if inside is not None else None
+    if kind in ("tuple", "list") and isinstance(part, int):
+        items = schema.get("items_schema", {"type": "any"})
+        item = items if isinstance(items, Mapping) else items[min(part, len(items) - 1)]
+        inside = _located(item, rest, known)
+        return inside.below(part) if inside is not None else None
+    return None
 
 
-def _described(error: ErrorDetails, model: type[BaseModel]) -> FieldFault:
-    kind, given, text = error["type"], error["input"], wanted(error["msg"])
-    place = tuple(part for part in error["loc"] if not _is_branch(part))
+def _located_in_fields(fields: Mapping[str, Any], part: int | str, rest: Place, known: Any) -> _Location | None:
+    if part in fields:
+        inside = _located(fields[str(part)]["schema"], rest, known)
+        return inside.below(part) if inside is not None else None
+    return _Location((part,), known=tuple(fields)) if not rest else None
+
+
+def _described(error: _Error) -> FieldFault:
+    details, place = error.details, error.at.place
+    kind, given, text = details["type"], details["input"], wanted(details["msg"])
     if kind == "missing":
         text = "is missing"
     elif kind == "json_invalid":
         text = f"should be JSON, not {clip(repr(given[:100]), 60)}: {text.removeprefix('Invalid JSON: ')}"
     elif kind == "extra_forbidden":
-        text = f"there is no such field{nearest(str(place[-1]), _fields_at(model, place[:-1]))}"
+        text = f"there is no such field{nearest(str(place[-1]), error.at.known)}"
     elif place and place[-1] == "schema_version" and kind == "literal_error":
         text = f"version {clip(repr(given), 40)} is not known here; this Placer reads version '1'"
     elif kind != "value_error" and isinstance(given, (str, int, float, bool, type(None))):
         text = f"{text}, not {clip(_shown(given), 60)}"
-    return FieldFault(place, clip(text))
-
-
-def _fields_at(model: type[BaseModel], place: Place) -> list[str]:
-    """The names of the fields at a place in a model."""
-    here: Any = model
-    for part in place:
-        found = _models(here.model_fields[part].annotation) if part in here.model_fields else [here]
-        if not found:
-            return []
-        here = found[0]
-    return list(here.model_fields)
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models in a type: of ``tuple[Layer, ...] | None``, Layer."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models(inner)]
+    return FieldFault(place, clip(f"its name {text}" if error.at.is_key else text))
 
 
 def _shown(given: str | int | float | bool | None) -> str:

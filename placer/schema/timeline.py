@@ -60,13 +60,15 @@ class DeviceTime(Wire):
 
     Attributes:
         device: its name.
-        busy_ms: it computes.
-        idle_ms: it waits: the bubble, from the start of the batch to its end.
+        busy_ms: it computes passes.
+        idle_ms: it waits, from the first pass of the batch to the last one on any device: the bubble.
+        optimizer_ms: its optimizer's step, after the last pass on any device.
     """
 
     device: Name
     busy_ms: Time
     idle_ms: Time
+    optimizer_ms: Time = 0.0
 
 
 class Timeline(Wire):
@@ -78,8 +80,11 @@ class Timeline(Wire):
         training: whether there are backward passes.
         chunks: micro-batches in a batch.
         shown_chunks: micro-batches in the batch that is simulated: fewer, where all are too many to be shown.
-        step_ms: from the first start to the last end; without the optimizer's step.
-        bubble: the share of the devices' time that is idle, from 0 to 1.
+        step_ms: from the start of the first pass to the end of the last optimizer's step. Of objective ``step`` it is
+            the placement's ``step.alone_ms``, unless fewer micro-batches are shown.
+        single_device_ms: the shown micro-batches one after another and the optimizer's step, on the best single device;
+            None if the placement names no such device.
+        bubble: the share of the devices' time that is idle while micro-batches run, from 0 to 1.
         devices: those that hold layers, in pipeline order.
         passes: by start.
         copies: by start.
@@ -92,6 +97,7 @@ class Timeline(Wire):
     chunks: Annotated[int, Field(ge=1)]
     shown_chunks: Annotated[int, Field(ge=1)]
     step_ms: Time
+    single_device_ms: Time | None = None
     bubble: Annotated[float, Field(ge=0, le=1)]
     devices: tuple[DeviceTime, ...]
     passes: tuple[TimelinePass, ...]

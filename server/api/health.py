@@ -14,6 +14,9 @@ from .service import Serving
 
 router = APIRouter()
 
+STORE_AWAY = "the store cannot be used at the moment; the service's log says why"
+"""Readiness needs no key, so it does not tell where the store is."""
+
 
 class Health(BaseModel):
     """Whether the service lives, or is ready.
@@ -36,7 +39,7 @@ async def get_health() -> Response:
 @router.get("/readyz", response_model=Health)
 async def get_readiness(service: Serving) -> Response:
     """Whether the service takes solves."""
-    if why := service.not_ready or service.jobs.away:
+    if why := service.not_ready or (STORE_AWAY if service.jobs.away else ""):
         raise Problem(503, "not-ready", "The service is not ready", why, headers={"Retry-After": "1"})
     return _health("ready")
 

@@ -85,6 +85,8 @@ async def _wait(request: Request, service: Service, job: Job, seconds: float, on
         gone.cancel()
     if left:
         service.jobs.leave(job)
+    else:
+        job.left_waiting_s = time.monotonic()
 
 
 async def _gone(request: Request) -> None:

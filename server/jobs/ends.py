@@ -9,10 +9,12 @@ import placer
 from placer.schema import Placement
 
 from ..problem import Problem, defect
+from ..settings import Settings
 from ..store.database import StoreError
 from ..store.store import Answer, Asked, Store
 from ..workers.worker import Crashed, Killed, Missing, Refused
 from .job import Job
+from .question import Question
 
 log = logging.getLogger("placer_server")
 
@@ -66,6 +68,26 @@ def stopping() -> Problem:
     """What is told of a job that comes too late."""
     detail = "the service is stopping; ask again in a moment"
     return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
+
+
+def refuse_excess(question: Question, settings: Settings) -> None:
+    """Refuse a question whose solve would hold a worker, or cores, for longer than this service allows.
+
+    It is refused, not solved within the bounds: its answer would not be the one that another service gives.
+
+    Raises:
+        Problem: it asks for more.
+    """
+    bounds = {"time_limit_s": settings.max_time_limit_s, "workers": settings.max_solver_workers}
+    variables = {"time_limit_s": "PLACER_MAX_TIME_LIMIT_S", "workers": "PLACER_MAX_SOLVER_WORKERS"}
+    faults = [
+        {"pointer": f"#/{name}", "detail": f"is {given:g}; this service allows at most {most:g} ({variables[name]})"}
+        for name, most in bounds.items()
+        if (given := getattr(question, name)) > most
+    ]
+    if faults:
+        detail = "; ".join(f"{fault['pointer'].removeprefix('#/')} {fault['detail']}" for fault in faults)
+        raise Problem(422, "over-limit", "The request asks for too much", f"{detail}: ask for less", faults)
 
 
 def queue_full(what: str, seconds: int) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ class Job:
         elsewhere: whether another replica answered it just before a worker here began.
         wanted: whether it goes on when nobody waits for it.
         waiting: how many wait for it.
+        left_waiting_s: when somebody who waited was last told that it goes on, by the monotonic clock.
         starts: how often a worker began with it.
         created_s: when it was asked, by the monotonic clock.
         started_s: when a worker took it, by the monotonic clock.
@@ -59,6 +61,7 @@ class Job:
     elsewhere: bool = False
     wanted: bool = False
     waiting: int = 0
+    left_waiting_s: float = -math.inf
     starts: int = 0
     created_s: float = field(default_factory=time.monotonic)
     started_s: float | None = None

@@ -23,7 +23,18 @@ from ..store.replicas import Begun
 from ..store.store import Accepted, Store
 from ..workers.solving import Solver, SolveTask
 from ..workers.worker import Crashed, Died, Killed, OverMemory, Worker
-from .ends import Elsewhere, gap_of, how_it_ended, keep, nothing_found, problem_of, queue_full, stopping, told_of
+from .ends import (
+    Elsewhere,
+    gap_of,
+    how_it_ended,
+    keep,
+    nothing_found,
+    problem_of,
+    queue_full,
+    refuse_excess,
+    stopping,
+    told_of,
+)
 from .job import Job
 from .peers import Peers
 from .question import Question
@@ -34,6 +45,9 @@ from .tasks import Tasks
 log = logging.getLogger("placer_server")
 
 MAX_RETRY_AFTER_S = 30
+RETURN_S = 1.0
+"""So soon a client that waits asks again after it was told that its solve goes on: a round trip and some."""
+
 FAILURES_KEPT = 1000
 _WRITERS = 4
 """Threads that write requests down, where the store takes several at a time."""
@@ -57,7 +71,8 @@ class Jobs:
         self._metrics = metrics
         self._task = SolveTask(solver)
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="placer-solve")
-        self._writers = ThreadPoolExecutor(_WRITERS if peers else 1, thread_name_prefix="placer-accept")
+        writers = _WRITERS if store.database.remote else 1
+        self._writers = ThreadPoolExecutor(writers, thread_name_prefix="placer-accept")
         self._running: dict[str, Job] = {}
         self._queued = FairQueue()
         self._unsolved: dict[str, Job] = {}  # stopped before a worker began; their end is being written down
@@ -84,13 +99,15 @@ class Jobs:
         """The job that answers the question: one that is on its way already, else a new one.
 
         Raises:
-            Problem: the queue is full, or the service is stopping.
+            Problem: the question asks for more than a solve may take here, the queue is full, or the service is
+                stopping.
         """
         job = self.find(question.id)
         if job is not None and job.state != "failed" and not job.stopped:
             return job
         if self._closing:
             raise stopping()
+        refuse_excess(question, self._settings)
         self._refuse_overflow(client)
         job = Job(question, payload, client)
         asked = Accepted(question.id, client, question.objective, question.time_limit_s, payload)
@@ -111,18 +128,9 @@ class Jobs:
         return await asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
 
     def resume(self) -> None:
-        """Take up what an earlier start accepted and did not answer."""
-        if self._peers:  # takes them one by one, as there is room
+        """Take up what was accepted and not answered, one by one, as there is room; in memory nothing is left."""
+        if self._peers:
             self._peers.start(self)
-            return
-        if not self._store.database.alone:
-            log.warning("another service has the database open; what is left in it to be solved is that one's")
-            return
-        for left in self._store.backlog():
-            question = Question(left.id, left.objective, left.time_limit_s)  # type: ignore[arg-type]
-            job = Job(question, left.request, left.client, wanted=True, starts=left.starts)
-            log.info("solve %s was accepted before this start and goes on", left.id)
-            self._take(job)
 
     @property
     def away(self) -> str:
@@ -180,10 +188,19 @@ class Jobs:
         await job.finished.wait()
 
     def leave(self, job: Job) -> None:
-        """Nobody waits any more whom the answer was for alone: end the job, unless somebody wants it still."""
-        if not job.wanted and not job.waiting and not job.finished.is_set():
-            log.info("solve %s is stopped: its client went away", job.question.id)
-            self._tell(job)
+        """A client that waited went away: end the job, unless somebody else waits or wants it kept.
+
+        Clients wait in turns of some seconds. One that was just told to ask again is given the time for that. A job
+        that another replica has goes on, as others may wait for it there.
+        """
+        if job.wanted or job.waiting or job.finished.is_set() or (self._peers and self._peers.find(job.question.id)):
+            return
+        left_s = job.left_waiting_s + RETURN_S - time.monotonic()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self.leave, job)
+            return
+        log.info("solve %s is stopped: its client went away", job.question.id)
+        self._tell(job)
 
     def stop_all(self) -> None:
         """End every job with the best so far, and take no more; the next start goes on with those that are not done."""
@@ -208,11 +225,6 @@ class Jobs:
         self._writers.shutdown(wait=True)
         if self._peers:
             await self._peers.close()
-            return
-        try:
-            self._store.forget_starts()
-        except StoreError as error:
-            log.error("the end could not be written down: %s", error)
 
     def _tell(self, job: Job) -> None:
         job.stopped, job.handed_on = True, False
@@ -255,7 +267,7 @@ class Jobs:
             self._task,
             job.payload,
             report,
-            limit_s=job.question.time_limit_s + settings.overrun_s,
+            limit_s=min(job.question.time_limit_s, settings.max_time_limit_s) + settings.overrun_s,
             grace_s=settings.stop_grace_s,
             memory_bytes=settings.worker_memory_bytes,
         )

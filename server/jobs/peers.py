@@ -73,7 +73,7 @@ class Peers:
         """The job of that id, if another replica has it; it is watched from now on."""
         if (job := self._watched.get(key)) is not None:
             return job
-        seen = await asyncio.to_thread(self.replicas.find, key)
+        seen = await self._store.ask(self.replicas.find, key)
         if seen is None:
             return None
         job = Job(Question(key, seen.objective, seen.time_limit_s), b"", wanted=True)  # type: ignore[arg-type]
@@ -120,7 +120,8 @@ class Peers:
         now = {job.question.id: (job.incumbent, job.bound) for job in solves.running()}
         new = {key: found for key, found in now.items() if self._told.get(key, (None, None)) != found}
         turn = await asyncio.to_thread(self.replicas.turn, new, asked, solves.room())
-        self._told = now
+        if turn.told:
+            self._told = now
         for key in turn.stops:
             solves.end(key)
         for left in turn.taken:

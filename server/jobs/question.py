@@ -15,8 +15,10 @@ class Question:
         id: the content hash.
         objective: what is made small.
         time_limit_s: the solver's time limit.
+        workers: cores that the solver may use.
     """
 
     id: str
     objective: Objective
     time_limit_s: float
+    workers: int = 1

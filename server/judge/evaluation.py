@@ -100,8 +100,9 @@ def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes
     except ValidationError as error:
         return invalid_body(error, CompareBody)
     request = body.request or _request_of(asking.stored)
-    maps = {stored.id: Placement.model_validate_json(stored.placement).layer_devices for stored in asking.stored}
-    return compare(request, {**maps, **body.maps}).model_dump_json().encode()
+    placements = {stored.id: Placement.model_validate_json(stored.placement) for stored in asking.stored}
+    maps = {name: placement.layer_devices for name, placement in placements.items()}
+    return compare(request, {**maps, **body.maps}, placements).model_dump_json().encode()
 
 
 def _request_of(stored: Sequence[Stored]) -> PlacementRequest:
@@ -116,13 +117,23 @@ def _best(request: PlacementRequest, stored: Sequence[Stored]) -> Placement | No
     return found[0] if found and found[0].objective_value is not None else None
 
 
-def compare(request: PlacementRequest, maps: Mapping[str, Map]) -> Comparison:
-    """Judge maps by one request and list where they differ."""
+def compare(
+    request: PlacementRequest, maps: Mapping[str, Map], placements: Mapping[str, Placement] | None = None
+) -> Comparison:
+    """Judge maps by one request and list where they differ.
+
+    Args:
+        request: the question.
+        maps: name -> layer -> device.
+        placements: by name, the placement that a map is from. Objective ``step`` judges that map with the placement's
+            micro-batches and schedule, where the request allows them; it judges other maps with the best choice.
+    """
     if len(maps) < 2:
         raise InputError(
             f"{len(maps)} map is given; a comparison needs two or more: ?id= of several placements, or maps in the body"
         )
-    evaluations = [judge(request, where) for where in maps.values()]
+    of = placements or {}
+    evaluations = [judge(request, where, chosen_by=of.get(name)) for name, where in maps.items()]
     values = [
         (one.objective_value, name)
         for name, one in zip(maps, evaluations, strict=True)
@@ -140,24 +151,28 @@ def compare(request: PlacementRequest, maps: Mapping[str, Map]) -> Comparison:
     )
 
 
-def judge(request: PlacementRequest, where: Map, best: Placement | None = None) -> Evaluation:
-    """What a map costs, and what is wrong with it.
+def judge(
+    request: PlacementRequest, where: Map, best: Placement | None = None, chosen_by: Placement | None = None
+) -> Evaluation:
+    """Return what a map costs, and what is wrong with it.
 
     Args:
         request: the question that it answers.
         where: layer -> device.
         best: the placement that is known for the request.
+        chosen_by: the placement that the map is from. Objective ``step`` takes over its micro-batches and schedule,
+            where the request allows them, and else the best for the map.
     """
     from placer.solver import costs
     from placer.solver.answer import device_loads, single_device
     from placer.solver.problem import Problem as Indexed
-    from placer.solver.step.choices import best_for
+    from placer.solver.step.choices import best_for, question_of
 
     faults = [*_names(request, where)]
     if faults:
         return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
     if request.objective == "step":
-        request = best_for(request, where)
+        request = (question_of(request, chosen_by) if chosen_by is not None else None) or best_for(request, where)
     problem = Indexed.from_request(request)
     faults += _rules(request, where)
     faults += _links(request, where)

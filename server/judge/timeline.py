@@ -1,4 +1,4 @@
-"""When each device works on which micro-batch, by the schedule that the solver reckons with."""
+"""What is shown of a stored placement: its timeline, a trace of that, and a report, by the placement's own schedule."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from placer.errors import InputError
-from placer.schema import DeviceTime, Placement, PlacementRequest, Timeline, TimelineCopy, TimelinePass
+from placer.schema import DeviceTime, Placement, PlacementRequest, Profile, Timeline, TimelineCopy, TimelinePass
 
 from ..workers.solving import read_request
 from ..workers.worker import Report
 from .evaluation import Asking
+
+if TYPE_CHECKING:
+    from placer.solver.problem import Problem as Indexed
 
 MOST_PASSES = 6000
 """A batch of more is shown by its first micro-batches: more can be neither drawn nor looked at."""
@@ -34,7 +38,10 @@ def report_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
     """The task of ``/report``: a stored placement to the HTML file that ``placer show --html`` writes."""
     from placer.report.page import html_report
 
-    return _shown(payload, lambda request, placement: html_report(placement, request.profile))
+    def show(request: PlacementRequest, placement: Placement) -> str:
+        return html_report(placement, profile_of(request, placement) if placement.layer_devices else None)
+
+    return _shown(payload, show)
 
 
 def _shown(payload: bytes, show: Callable[[PlacementRequest, Placement], str]) -> bytes:
@@ -44,25 +51,47 @@ def _shown(payload: bytes, show: Callable[[PlacementRequest, Placement], str]) -
     return show(read_request(stored.request), placement).encode()
 
 
+def profile_of(request: PlacementRequest, placement: Placement) -> Profile:
+    """Return the profile with the placement's micro-batch size, and the devices that the request places on.
+
+    Raises:
+        InputError: the request does not allow what the placement chose.
+    """
+    return _asked(request, placement).profile.model_copy(update={"cluster": request.placed_on})
+
+
+def _asked(request: PlacementRequest, placement: Placement) -> PlacementRequest:
+    """Return the question with the micro-batches and the schedule of the placement."""
+    from placer.solver.step.choices import question_of
+
+    asked = question_of(request, placement)
+    if asked is None:
+        raise InputError(
+            f"placement {placement.id} has {placement.chunks} micro-batches of {placement.batch_size} under"
+            f" {placement.schedule!r}, which its request does not allow; solve the request again"
+        )
+    return asked
+
+
 def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
-    """A batch of a placement, simulated pass by pass.
+    """Simulate a batch of a placement, pass by pass, in the order of the placement's own schedule.
 
     Args:
         request: the question that the placement answers.
         placement: with a map.
 
     Raises:
-        InputError: the placement has no map, or one that cannot run.
+        InputError: the placement has no map, one that cannot run, or a choice that the request does not allow.
     """
     from placer import schedule
     from placer.solver import costs, pipelines
     from placer.solver.problem import Problem
-    from placer.solver.step.choices import best_for
 
     where = placement.layer_devices
     if not where:
         raise InputError(f"placement {placement.id} is {placement.status}: it places nothing, so there is no timeline")
-    asked = best_for(request, where) if request.objective == "step" else request
+    asked = _asked(request, placement)
+    assert asked.schedule != "auto"  # only objective "step" allows it, and there the placement has chosen
     problem = Problem.from_request(asked)
     index = {device.name: number for number, device in enumerate(problem.devices)}
     assignment = [index[where[layer.name]] for layer in problem.layers]
@@ -78,20 +107,24 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
     has_room = None if result.plan is None else partial(_are_no_more, result.plan.in_flight)
     played = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room))
+    optimizer = pipeline.optimizer_by_device()
+    single = placement.single_device
     name = [problem.devices[place].name for place in pipeline.places]
     return Timeline(
         id=placement.id,
-        schedule=placement.schedule,
+        schedule=asked.schedule,
         training=problem.training,
         chunks=asked.chunks,
         shown_chunks=shown,
-        step_ms=played.step_ms,
+        step_ms=played.step_ms + max(optimizer.values(), default=0.0),
+        single_device_ms=None if single is None else _single_device_ms(problem, index[single.device], shown),
         bubble=min(1.0, max(0.0, played.bubble)),
         devices=tuple(
             DeviceTime(
                 device=problem.devices[place].name,
                 busy_ms=played.busy_ms[place],
                 idle_ms=max(0.0, played.idle_ms[place]),
+                optimizer_ms=optimizer.get(place, 0.0),
             )
             for place in dict.fromkeys(pipeline.places)
         ),
@@ -122,6 +155,16 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     )
 
 
+def _single_device_ms(problem: Indexed, device: int, chunks: int) -> float:
+    """Return how long so many micro-batches and the optimizer's step take on one device, in ms."""
+    from placer.solver import costs, pipelines
+
+    layers = range(len(problem.layers))
+    result = costs.evaluate(problem, [device] * len(layers))
+    assert result is not None  # nothing crosses
+    return chunks * result.compute_ms[device] + sum(pipelines.optimizer_ms(problem, layer, device) for layer in layers)
+
+
 def _are_no_more(most: Sequence[int], flight: Sequence[int]) -> bool:
     return all(one <= held for one, held in zip(flight, most, strict=True))
 
@@ -143,6 +186,12 @@ def trace(shown: Timeline) -> str:
             copy.end_ms,
         )
         for copy in shown.copies
+    ]
+    passes_end_ms = shown.step_ms - max(spent.optimizer_ms for spent in shown.devices)
+    rows += [
+        Row(spent.device, "optimizer", None, None, 0, passes_end_ms, passes_end_ms + spent.optimizer_ms)
+        for spent in shown.devices
+        if spent.optimizer_ms
     ]
     devices = [spent.device for spent in shown.devices]
     return json.dumps({"traceEvents": events({"predicted": rows}, devices), "displayTimeUnit": "ms"})

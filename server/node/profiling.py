@@ -97,12 +97,18 @@ class Profiling:
         return measuring
 
     async def resume(self) -> None:
-        """Take up what an earlier start on this node accepted and did not measure."""
-        if not self._store.database.alone:
-            return
-        for key, body in await asyncio.to_thread(self._store.graphs, self._settings.node_name):
-            log.info("graph %s was accepted before this start and goes on", key)
-            self._take(key, body)
+        """Take up what a service on this node accepted and will not measure any more, now and from time to time."""
+        while not self._closing:
+            try:
+                left = await asyncio.to_thread(self._store.take_graphs, self._settings.node_name)
+            except StoreError as error:
+                log.error("graphs that were left could not be looked for: %s", error)
+                left = []
+            for key, body in left:
+                if key not in self._open:
+                    log.info("graph %s was accepted by another start of the service and goes on", key)
+                    self._take(key, body)
+            await asyncio.sleep(self._settings.lease_s / 4)
 
     def _take(self, key: str, body: bytes) -> Measuring:
         self._ended.pop(key, None)

@@ -7,6 +7,7 @@ export class Problem extends Error {
   constructor(status, content) {
     super(content.detail || `the service answered ${status}`);
     this.status = status;
+    this.faults = content.errors || []; // {pointer, detail}, in the body that was sent
   }
 }
 

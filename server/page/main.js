@@ -2,10 +2,12 @@
 
 import { Problem, get, post, remove, solve, text, useKey } from "./api.js";
 import { amount, byId, element, percent } from "./dom.js";
-import { changed, clusterOf, knobsOf, mostDevices, questionOf } from "./question.js";
+import { changed, clusterOf, knobsOf, leastMemory, mostDevices, questionOf, trains } from "./question.js";
 import { show } from "./view.js";
 
 const PAUSE_MS = 250; // after the last change, before it solves again
+const KNOBS = ["devices", "memory", "chunks", "objective", "schedule", "limit"];
+const FIELDS = { chunks: "chunks", objective: "objective", schedule: "schedule", limit: "time_limit_s" }; // of a request
 
 const state = {
   question: null, // as loaded
@@ -16,6 +18,8 @@ const state = {
   kept: null, // {placement, request, timeline}
   moved: new Set(),
   solving: null, // AbortController
+  changing: null, // the timer after whose end it solves again
+  current: false, // whether the placement answers what the knobs say
   id: null, // of the solve under way
   cursor: null,
 };
@@ -24,10 +28,15 @@ function load(content, name) {
   state.question = questionOf(content);
   state.knobs = knobsOf(state.question);
   const { profile } = state.question;
-  byId("subject").textContent = `${profile.model || name}: ${profile.layers.length} layers, ${profile.training ? "training" : "inference"}`;
+  byId("subject").textContent = `${profile.model || name}: ${profile.layers.length} layers, ${trains(state.question) ? "training" : "inference"}`;
   byId("knobs").hidden = false;
   byId("devices").max = mostDevices(state.question);
-  for (const id of ["devices", "memory", "chunks", "objective", "schedule", "limit"]) stand(byId(id), state.knobs[id]);
+  byId("memory").min = leastMemory(state.question);
+  for (const id of KNOBS) {
+    stand(byId(id), state.knobs[id]);
+    unmark(byId(id));
+  }
+  offer();
   byId("explain").checked = state.knobs.explain;
   byId("pin-layer").replaceChildren(...profile.layers.map((layer) => element("option", {}, layer.name)));
   showPins();
@@ -42,13 +51,67 @@ function stand(knob, value) {
   knob.value = value;
 }
 
+/** Offer the choices that have a function: passes have an order in training alone, and only a whole batch chooses it. */
+function offer() {
+  const { question, knobs } = state;
+  byId("schedule").closest(".field").hidden = !trains(question);
+  const auto = byId("schedule").querySelector("option[value=auto]");
+  auto.hidden = auto.disabled = knobs.objective !== "step";
+  if (auto.disabled && knobs.schedule === "auto") choose("1f1b");
+}
+
+function choose(schedule) {
+  state.knobs.schedule = schedule;
+  byId("schedule").value = schedule;
+}
+
+/** Mark a knob if its value cannot be used, with what is wrong with it. */
+function check(knob) {
+  unmark(knob);
+  const wrong = knob.validationMessage || (knob.type === "number" && knob.value === "" ? "Enter a number." : "");
+  if (wrong) mark(knob, wrong);
+}
+
+/** Mark the knobs whose values the service refused. The next question may mend that by another knob. */
+function markRefused(error) {
+  for (const [id, field] of Object.entries(FIELDS)) {
+    const fault = (error.faults || []).find((one) => one.pointer === `#/${field}`);
+    const told = fault ? fault.detail : error.message.startsWith(`${field}: `) && error.message.slice(field.length + 2);
+    if (!told) continue;
+    mark(byId(id), told);
+    byId(id).dataset.refused = "";
+  }
+}
+
+function mark(knob, wrong) {
+  knob.setAttribute("aria-invalid", "true");
+  knob.setAttribute("aria-describedby", `${knob.id}-fault`);
+  knob.closest(".field").append(element("small", { class: "fault", id: `${knob.id}-fault` }, wrong));
+}
+
+function unmark(knob) {
+  delete knob.dataset.refused;
+  knob.removeAttribute("aria-invalid");
+  knob.removeAttribute("aria-describedby");
+  knob.closest(".field").querySelector(".fault")?.remove();
+}
+
+/** The placement on the page no longer answers what the knobs say. */
+function outdate() {
+  state.current = false;
+  state.solving?.abort();
+  byId("current").classList.add("old");
+}
+
 function showPins() {
   const { devices } = clusterOf(changed(state.question, state.knobs));
+  const there = new Set(devices.map((device) => device.name));
   const chosen = byId("pin-device").value;
   byId("pin-device").replaceChildren(...devices.map((device) => element("option", {}, device.name)));
   if (devices.some((device) => device.name === chosen)) byId("pin-device").value = chosen;
   byId("pins").replaceChildren(...Object.entries(state.knobs.pins).map(([layer, device]) => {
-    const button = element("button", { type: "button", "aria-label": `Unpin ${layer}` }, `${layer} on ${device} ✕`);
+    const gone = there.has(device) ? "" : ", which is not there";
+    const button = element("button", { type: "button", "aria-label": `Unpin ${layer}`, class: gone && "gone" }, `${layer} on ${device}${gone} ✕`);
     button.addEventListener("click", () => {
       delete state.knobs.pins[layer];
       showPins();
@@ -59,28 +122,54 @@ function showPins() {
 }
 
 async function ask() {
-  state.solving?.abort();
+  clearTimeout(state.changing);
+  outdate();
+  document.querySelectorAll("#knobs [data-refused]").forEach(unmark);
+  if (document.querySelector("#knobs [aria-invalid]")) {
+    say("Change the marked values: there is no answer for them.");
+    return;
+  }
   const solving = (state.solving = new AbortController());
   const request = changed(state.question, state.knobs);
+  byId("current").setAttribute("aria-busy", "true");
   say("Solving …");
   byId("error").hidden = true;
   try {
     const placement = await solve(request, (progress) => follow(progress, request), solving.signal);
     if (solving.signal.aborted) return;
-    Object.assign(state, { asked: request, placement, timeline: timelineOf(placement) });
+    Object.assign(state, { asked: request, placement, timeline: timelineOf(placement), current: true });
     say(ended(placement));
-    await compare();
+    await compare().catch(fail);
     draw();
   } catch (error) {
     if (error.name === "AbortError" || solving.signal.aborted) return;
     say("");
     fail(error);
+    markRefused(error);
   } finally {
     if (state.solving === solving) {
-      byId("stop").hidden = true;
+      byId("current").setAttribute("aria-busy", "false");
       state.id = null;
+      offerActions();
     }
   }
+}
+
+/** Show the buttons that have something to do. */
+function offerActions() {
+  const { placement, asked, kept, id } = state;
+  const places = Boolean(placement && placement.devices.length);
+  const shown = {
+    stop: Boolean(id),
+    keep: places && !(kept && kept.placement.id === placement.id),
+    forget: Boolean(kept),
+    "save-placement": Boolean(placement),
+    "save-request": Boolean(asked),
+    "save-trace": places,
+    "save-report": Boolean(placement),
+  };
+  for (const [button, has] of Object.entries(shown)) byId(button).hidden = !has;
+  byId("actions").hidden = !Object.values(shown).some(Boolean);
 }
 
 /** When each device works on what; null where the service cannot say. */
@@ -92,8 +181,7 @@ async function timelineOf(placement) {
 function follow(progress, request) {
   const { incumbent, bound, elapsed_s: seconds = 0, status } = progress;
   state.id = progress.id || null;
-  byId("actions").hidden = false;
-  byId("stop").hidden = !state.id;
+  offerActions();
   const found = incumbent === null || incumbent === undefined ? "nothing found yet" : `best ${amount(incumbent, request.objective)}`;
   const proven = bound ? `, bound ${amount(bound, request.objective)}` : "";
   const gap = incumbent && bound !== null && bound !== undefined ? `, gap ${percent((incumbent - bound) / incumbent)}` : "";
@@ -114,9 +202,9 @@ function draw() {
     byId("pin-device").focus();
   };
   const pinned = state.knobs.pins;
-  byId("actions").hidden = false;
+  offerActions();
+  byId("current").classList.toggle("old", !state.current);
   byId("kept").hidden = !kept;
-  byId("forget").hidden = !kept;
   if (kept) show(byId("kept"), kept.placement, kept.request, { title: "Kept", moved, pinned: {}, onPick, timeline: kept.timeline });
   else byId("kept").replaceChildren();
   show(byId("current"), placement, asked, { title: kept ? "Now" : asked.profile.model || "Placement", moved, pinned, onPick, timeline: state.timeline });
@@ -234,15 +322,20 @@ function listen() {
     clearTimeout(typing);
     typing = setTimeout(() => list(false), PAUSE_MS);
   });
-  let changing;
   byId("knobs").addEventListener("submit", (event) => event.preventDefault());
   byId("knobs").addEventListener("input", (event) => {
     const { id, value, type, checked } = event.target;
-    if (!(id in state.knobs) || !event.target.checkValidity() || value === "") return;
-    state.knobs[id] = type === "number" ? Number(value) : type === "checkbox" ? checked : value;
-    if (id === "devices") showPins();
-    clearTimeout(changing);
-    changing = setTimeout(ask, PAUSE_MS);
+    if (!(id in state.knobs)) return;
+    check(event.target);
+    outdate();
+    if (!event.target.hasAttribute("aria-invalid")) {
+      state.knobs[id] = type === "number" ? Number(value) : type === "checkbox" ? checked : value;
+      offer();
+      if (id === "objective" && value === "step") choose("auto");
+      if (id === "devices") showPins();
+    }
+    clearTimeout(state.changing);
+    state.changing = setTimeout(ask, PAUSE_MS);
   });
   byId("pin").addEventListener("click", () => {
     state.knobs.pins[byId("pin-layer").value] = byId("pin-device").value;

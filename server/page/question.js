@@ -1,15 +1,28 @@
 // The request that is asked, made from what was loaded and what the user changed.
 
 const GIB = 2 ** 30;
+// Micro-batches for each device, where a profile does not say how many: filling and draining a pipeline then costs at
+// most a fifth of its time (Huang et al., "GPipe", section 2.3, find four times as many as devices to be enough).
+const CHUNKS_PER_DEVICE = 4;
 
-/** A PlacementRequest from a file: a profile, or a request. */
+/** A PlacementRequest from a file: a profile, or a request, which stands as it is. */
 export function questionOf(content) {
-  if (content && Array.isArray(content.layers)) content = { profile: content };
+  if (content && Array.isArray(content.layers)) content = { profile: content, chunks: enoughChunks(content.cluster) };
   if (!content || !content.profile || !Array.isArray(content.profile.layers)) {
     throw new Error("this is neither a profile nor a placement request: a profile has 'layers', a request has 'profile'");
   }
   if (!(content.cluster || content.profile.cluster)) throw new Error("neither the request nor its profile has a cluster");
   return content;
+}
+
+function enoughChunks(cluster) {
+  const count = cluster && Array.isArray(cluster.devices) ? cluster.devices.length : 1;
+  return count > 1 ? CHUNKS_PER_DEVICE * count : 1;
+}
+
+/** Whether a training step is placed. */
+export function trains(question) {
+  return question.training ?? question.profile.training ?? false;
 }
 
 export function clusterOf(question) {
@@ -39,7 +52,7 @@ export function changed(question, knobs) {
   if (knobs.memory !== before.memory) {
     cluster.devices = cluster.devices.map((device) => ({
       ...device,
-      memory_bytes: Math.max(Math.round(knobs.memory * GIB), device.reserve_bytes || 0),
+      memory_bytes: Math.round(knobs.memory * GIB),
     }));
   }
   const names = new Set(cluster.devices.map((device) => device.name));
@@ -73,6 +86,11 @@ function fitting(asked, chunksChanged) {
     if (asked.schedule === "auto") asked.schedule = "1f1b";
   }
   return asked;
+}
+
+/** The least memory that a device can be given, in GiB: what libraries keep for themselves. */
+export function leastMemory(question) {
+  return Math.max(...clusterOf(question).devices.map((device) => device.reserve_bytes || 0)) / GIB;
 }
 
 /** The most devices that can be asked for: more than there are only where a link says how they would be joined. */

@@ -16,6 +16,7 @@ export function timelineChart(timeline) {
   const rows = new Map(timeline.devices.map((spent, index) => [spent.device, row(spent, index, timeline, drawing)]));
   for (const copy of timeline.copies) rows.get(copy.source).append(transfer(copy, scale));
   for (const pass of timeline.passes) rows.get(pass.device).append(...bar(pass, scale));
+  for (const spent of timeline.devices) rows.get(spent.device).append(...optimizer(spent, timeline, scale));
   drawing.append(axis(timeline, ROW * timeline.devices.length));
   const region = element("div", { class: "lanes", tabindex: 0, role: "region", "aria-label": "Timeline, scrolls when zoomed" }, drawing);
   const list = element("ul", {}, ...words(timeline).map((text) => element("li", {}, text)));
@@ -42,6 +43,14 @@ function bar(pass, scale) {
   return width < SHOWN ? [drawn] : [drawn, shape("text", { x: x + width / 2, y: 17, class: "number", "text-anchor": "middle" }, String(pass.micro_batch))];
 }
 
+/** The optimizer's step of a device, after the last pass on any. */
+function optimizer(spent, timeline, scale) {
+  if (!spent.optimizer_ms) return [];
+  const start = timeline.step_ms - Math.max(...timeline.devices.map((other) => other.optimizer_ms));
+  const told = `optimizer: ${milliseconds(start)} to ${milliseconds(start + spent.optimizer_ms)}`;
+  return [shape("rect", { class: "optimizer", x: LABEL + start * scale, y: 4, width: spent.optimizer_ms * scale, height: 18 }, shape("title", {}, told))];
+}
+
 function transfer(copy, scale) {
   const told = `${copy.carries} of micro-batch ${copy.micro_batch} to ${copy.target}: ${milliseconds(copy.start_ms)} to ${milliseconds(copy.end_ms)}`;
   return shape("rect", { class: "carry", x: LABEL + copy.start_ms * scale, y: 25, width: Math.max(0.5, (copy.end_ms - copy.start_ms) * scale), height: 5 },
@@ -57,12 +66,15 @@ function axis(timeline, top) {
 
 function summary(timeline) {
   const shown = timeline.shown_chunks < timeline.chunks ? `The first ${timeline.shown_chunks} of ${timeline.chunks} micro-batches: ` : "";
-  return element("p", { class: "why" }, `${shown}${milliseconds(timeline.step_ms)}, of which the devices are idle ${percent(timeline.bubble)} (the bubble).`);
+  const alone = timeline.single_device_ms ? ` The best single device takes ${milliseconds(timeline.single_device_ms)}.` : "";
+  return element("p", { class: "why" },
+    `${shown}${milliseconds(timeline.step_ms)}. While micro-batches run, the devices are idle ${percent(timeline.bubble)} of the time (the bubble).${alone}`);
 }
 
 function legend(timeline) {
   const kinds = ["forward", "backward", "weights"].filter((kind) => timeline.passes.some((pass) => pass.phase === kind));
-  const items = [...kinds.map((kind) => [`pass ${kind}`, kind]), ["carry", "sends"], ["idle", "idle"]];
+  const steps = timeline.devices.some((spent) => spent.optimizer_ms) ? [["optimizer", "optimizer"]] : [];
+  const items = [...kinds.map((kind) => [`pass ${kind}`, kind]), ...steps, ["carry", "sends"], ["idle", "idle"]];
   return element("ul", { class: "legend" }, ...items.map(([kind, text]) => element("li", {},
     shape("svg", { width: 12, height: 12, "aria-hidden": "true" }, shape("rect", { class: kind, width: 12, height: 12 })), text)));
 }
@@ -76,6 +88,7 @@ function zoom(drawing) {
 function words(timeline) {
   return timeline.devices.map((spent) => {
     const passes = timeline.passes.filter((pass) => pass.device === spent.device).length;
-    return `${spent.device}: ${passes} passes, busy ${milliseconds(spent.busy_ms)}, idle ${milliseconds(spent.idle_ms)}.`;
+    const optimizer = spent.optimizer_ms ? `, optimizer ${milliseconds(spent.optimizer_ms)}` : "";
+    return `${spent.device}: ${passes} passes, busy ${milliseconds(spent.busy_ms)}, idle ${milliseconds(spent.idle_ms)}${optimizer}.`;
   });
 }

@@ -1,13 +1,13 @@
 // One placement as an article: its figures, its devices, its layers.
 
 import { deviceBars, whatLimits } from "./bars.js";
-import { amount, bytes, element, percent } from "./dom.js";
+import { amount, bytes, element, milliseconds, percent } from "./dom.js";
 import { layerGraph } from "./graph.js";
 import { timelineChart } from "./timeline.js";
 
 /** Fill an article with a placement; options as for layerGraph, a title, and timeline: a promise of one, or of null. */
 export function show(article, placement, request, options) {
-  const parts = [element("h3", {}, options.title), facts(placement)];
+  const parts = [element("h3", {}, options.title), facts(placement, options.timeline)];
   if (placement.infeasible) {
     parts.push(element("p", { class: "why" }, element("strong", {}, "No placement is possible. "), placement.infeasible.reason));
     if (placement.infeasible.short_bytes) parts.push(element("p", {}, `${bytes(placement.infeasible.short_bytes)} are short.`));
@@ -48,14 +48,38 @@ function helps(placement) {
   return [element("h4", {}, "What would help"), element("ul", { class: "helps" }, ...items)];
 }
 
-function facts(placement) {
+/** Fill a place by what a timeline tells, once it is there. */
+function toldBy(timeline, tell) {
+  const place = element("span", { "aria-busy": "true" }, "…");
+  timeline.then((found) => {
+    place.textContent = found ? tell(found) : "none";
+    place.removeAttribute("aria-busy");
+  });
+  return place;
+}
+
+/** How much faster a whole batch is than on the best single device; that of one micro-batch would leave out the bubble. */
+function againstOneDevice(placement, timeline) {
+  const ratio = placement.objective === "step" ? placement.speedup : timeline.single_device_ms && timeline.single_device_ms / timeline.step_ms;
+  if (!ratio) return "none";
+  const small = placement.single_device && !placement.single_device.fits ? ", which is too small" : "";
+  return `${ratio.toFixed(2)} × as fast${small}`;
+}
+
+function batchOf(timeline) {
+  const shown = timeline.shown_chunks < timeline.chunks ? ` for the first ${timeline.shown_chunks}` : "";
+  return milliseconds(timeline.step_ms) + shown;
+}
+
+function facts(placement, timeline) {
   const kind = placement.objective;
   const rows = [
     ["Status", { optimal: "optimal, proven", feasible: "best found so far", infeasible: "infeasible", unknown: "none found in time" }[placement.status]],
     [{ throughput: "Bottleneck", step: "Whole batch", latency: "One sample", memory: "Largest use", devices: "Devices used" }[kind] || kind, amount(placement.objective_value, kind)],
     ["Proven bound", amount(placement.bound, kind)],
     ["Gap", placement.gap === null || placement.gap === undefined ? "none" : percent(placement.gap)],
-    ["Against one device", placement.speedup ? `${placement.speedup.toFixed(2)} ×` : "none"],
+    ...(kind === "step" ? [] : [["Whole batch", toldBy(timeline, batchOf)]]),
+    ["Against one device", toldBy(timeline, (found) => againstOneDevice(placement, found))],
     ["Micro-batches", `${placement.chunks}, ${placement.schedule}`],
     ["Solved in", `${(placement.solve_time_s || 0).toFixed(2)} s`],
   ];

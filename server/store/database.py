@@ -1,8 +1,9 @@
-"""Where the store's tables are: an SQLite file, or a PostgreSQL database that several replicas share."""
+"""Where the store's tables are: an SQLite file, or a PostgreSQL database. Several services may share either."""
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,12 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from placer.errors import InputError, MissingExtraError, ServerError
 
+from .tables import replicas
 from .upgrade import upgrade
 
 try:
     import fcntl
-except ImportError:  # Windows, where two services on one file are not told apart
+except ImportError:  # Windows: a start cannot see that no other service has the file open, and waits for leases to end
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
@@ -44,15 +46,15 @@ class Database(ABC):
     Attributes:
         name: of the store, without a password.
         durable: whether what is written outlives the process.
-        shared: whether other replicas may work on the same jobs.
-        alone: whether no other service has the file open; that one then sees to the jobs in it.
+        shared: whether other services may work on the same jobs.
+        remote: whether a statement waits for a network.
         dialect: ``sqlite`` or ``postgresql``.
     """
 
     name: str
     durable = True
-    shared = False
-    alone = True
+    shared = True
+    remote = False
     dialect: str
 
     def read(self, work: Work[T]) -> T:
@@ -126,12 +128,14 @@ class SqliteDatabase(Database):
     """One SQLite file with a write-ahead log, or ``:memory:``.
 
     One connection writes, one reads, so that it is never held up by a writer that waits for the disk, and one searches.
+    Several services may have the file open: they share its jobs as replicas do (see ``Replicas``). A start that finds
+    the file open nowhere knows without waiting for leases that every replica of before is gone.
     """
 
     dialect = "sqlite"
 
     def __init__(self, name: str) -> None:
-        self.durable = name != ":memory:"
+        self.durable = self.shared = name != ":memory:"
         if self.durable:
             name = str(Path(name).expanduser())
             Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -148,6 +152,7 @@ class SqliteDatabase(Database):
             raise StoreError(f"database {name!r} cannot be used: {_reason(error)}") from error
 
     def _open(self) -> None:
+        self._open_file = _OpenFile(self.name + ".lock") if self.durable else None
         self._writer = _Turns(self._engine.connect())
         # NORMAL: a commit outlives a killed process at once, and a power failure after the next checkpoint.
         # Large pages: requests are tens of kilobytes, and each page of a write has a price of its own.
@@ -155,18 +160,20 @@ class SqliteDatabase(Database):
             self._writer.connection.exec_driver_sql(f"PRAGMA {pragma}")
         with self._writing() as connection:
             upgrade(connection, self.name)
+            if self._open_file is not None and self._open_file.is_alone:
+                connection.execute(sa.delete(replicas))
+        if self._open_file is not None:
+            self._open_file.share()
         self._reader = _Turns(self._engine.connect()) if self.durable else self._writer
         self._searcher = _Turns(self._engine.connect()) if self.durable else self._writer
-        self._lock = _Lock(self.name + ".lock") if self.durable else None
-        self.alone = self._lock is None or self._lock.held
 
     def close(self) -> None:
         """Write everything to the file and let go of it."""
         for turns in (self._searcher, self._reader, self._writer):
             turns.connection.close()
         self._engine.dispose()
-        if self._lock is not None:
-            self._lock.close()
+        if self._open_file is not None:
+            self._open_file.close()
 
     def _reading(self) -> Any:
         return self._reader
@@ -197,7 +204,7 @@ class PostgresDatabase(Database):
     """
 
     dialect = "postgresql"
-    shared = True
+    remote = True
 
     def __init__(self, name: str) -> None:
         try:
@@ -270,19 +277,45 @@ class _Turns:
         self._lock.release()
 
 
-class _Lock:
-    """Held by one process at a time, and let go of by the system when that is killed."""
+class _OpenFile:
+    """A lock that shows other services that this one has the database open; it ends with the process.
+
+    Every service holds a shared lock on a file beside the database. The first of them gets the exclusive lock, so it
+    knows that it is alone. It keeps that lock until ``share``: no other service starts meanwhile.
+
+    Args:
+        path: of the file that is locked.
+
+    Raises:
+        StoreError: another service holds the exclusive lock for too long.
+    """
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "a")
-        self.held = True
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self.held = False
+        self.is_alone = self._locks(exclusive=True)
+        until_s = time.monotonic() + CONNECT_S
+        while not self.is_alone and not self._locks(exclusive=False):
+            if time.monotonic() > until_s:
+                self._file.close()
+                raise StoreError(f"{path!r} is locked by a service that does not share its database; stop that one")
+            time.sleep(0.05)
+
+    def share(self) -> None:
+        """Let other services start."""
+        self._locks(exclusive=False)
+
+    def _locks(self, exclusive: bool) -> bool:
+        """Try to lock the file; whether it is locked. Where the system has no such locks, none is exclusive."""
+        if fcntl is None:
+            return not exclusive
+        try:
+            fcntl.flock(self._file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
+        """Release the lock."""
         self._file.close()
 
 

@@ -1,8 +1,10 @@
-"""How several services share the jobs of one store: who answers for which, and who lives.
+"""How several services share the jobs of one store: which service answers for which job, and which services live.
 
-Each replica counts up its own row of ``replicas``. One whose count has not changed for ``lease_s`` by the watcher's own
-monotonic clock is dead, so clocks that differ or jump cost nothing. A job is free to take when its owner is none, dead,
-or has not begun with it; ``FOR UPDATE SKIP LOCKED`` gives it to one of those that reach for it.
+Each replica counts up its own row of ``replicas``, as long as there are others to see it: one that is alone writes
+nothing while nothing happens. A replica whose count has not changed for ``lease_s`` by the watcher's own monotonic
+clock is dead, so clocks that differ or jump cost nothing. A job is free to take when its owner is none, dead, or has
+not begun with it. Where several reach for it, one gets it: by ``FOR UPDATE SKIP LOCKED`` in PostgreSQL, and in SQLite
+because one transaction writes at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import placer
 
 from .database import Database
 from .store import JOB, Accepted
-from .tables import jobs, placements, replicas
+from .tables import graphs, jobs, placements, replicas
 
 Begun = Literal["mine", "taken", "answered"]
 
@@ -55,11 +57,13 @@ class Turn:
         taken: jobs that are now its own.
         stops: its own jobs that another replica was asked to end.
         seen: those it asked about that are on their way; the others have ended.
+        told: whether its progress was written down; it is not where no other replica would read it.
     """
 
     taken: Sequence[Accepted] = ()
     stops: Sequence[str] = ()
     seen: Mapping[str, Seen] = field(default_factory=dict)
+    told: bool = True
 
 
 class Replicas:
@@ -100,7 +104,17 @@ class Replicas:
             seen = connection.execute(sa.select(*SEEN).where(jobs.c.id.in_(watched))).all() if watched else []
             return Turn(taken, stops, {row.id: Seen(*row) for row in seen})
 
+        if not watched and self._database.read(lambda connection: self._is_alone(connection, room)):
+            return Turn(told=False)
         return self._database.write(work)
+
+    def _is_alone(self, connection: sa.Connection, room: int) -> bool:
+        """Whether no other replica is there, nor a job that this one could take."""
+        mine = sa.exists().where(replicas.c.id == self._owner)
+        others = sa.exists().where(replicas.c.id != self._owner)
+        left = sa.exists().where(jobs.c.owner.is_distinct_from(self._owner))
+        is_there, has_others, has_left = connection.execute(sa.select(mine, others, left)).one()
+        return bool(is_there and not has_others and not (has_left and room > 0))
 
     def _beat(self, connection: sa.Connection) -> None:
         mine = sa.update(replicas).where(replicas.c.id == self._owner).values(beats=replicas.c.beats + 1)
@@ -158,8 +172,12 @@ class Replicas:
         return connection.execute(query).first() is not None
 
     def find(self, key: str) -> Seen | None:
-        """How far a job is, wherever it is solved; None if there is none of that id."""
-        query = sa.select(*SEEN).where(jobs.c.id == key)
+        """How far a job of another replica is; None if none has a job of that id.
+
+        A row of this replica whose job is no longer in its memory has ended here. The row is only still there because
+        the next start goes on with the job, or because the end could not be written.
+        """
+        query = sa.select(*SEEN).where(jobs.c.id == key, jobs.c.owner.is_distinct_from(self._owner))
         row = self._database.read(lambda connection: connection.execute(query).one_or_none())
         return Seen(*row) if row else None
 
@@ -174,6 +192,7 @@ class Replicas:
         def work(connection: sa.Connection) -> None:
             mine = sa.update(jobs).where(jobs.c.owner == self._owner)
             connection.execute(mine.values(owner=None, running=False, starts=0))
+            connection.execute(sa.update(graphs).where(graphs.c.owner == self._owner).values(owner=None))
             connection.execute(sa.delete(replicas).where(replicas.c.id == self._owner))
 
         self._database.write(work)

@@ -4,7 +4,7 @@
                   └───▶ fail ────▶ failures
 
 What was accepted stays in ``jobs`` until it is answered, so that the next start, or another replica, finds what a crash
-left. How replicas share the jobs is in ``shared``.
+left. How services share the jobs is in ``replicas``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from .database import StoreError, open_database
 from .merit import is_worse
 from .recent import Recent
-from .tables import failures, graphs, jobs, measured, nodes, placements, profiles
+from .tables import failures, graphs, jobs, measured, nodes, placements, profiles, replicas
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -132,7 +132,7 @@ class Store:
 
     async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of the store from the event loop: here if it only reads a file, else in a thread."""
-        if self.database.shared:
+        if self.database.remote:
             return await asyncio.to_thread(call, *args, **kwargs)
         return call(*args, **kwargs)
 
@@ -218,8 +218,11 @@ class Store:
         """
         values = {"id": job.id, "client": job.client, "objective": job.objective, "time_limit_s": job.time_limit_s}
         row = {**values, "request": job.request, "owner": self._owner}
-        new = self.database.write_one(lambda connection: connection.execute(self._accept, row).rowcount == 1)
-        return new or not self.database.shared
+        if self.database.write_one(lambda connection: connection.execute(self._accept, row).rowcount == 1):
+            return True
+        query = sa.select(jobs.c.owner).where(jobs.c.id == job.id)
+        owner = self.database.read(lambda connection: connection.scalar(query))
+        return owner == self._owner  # its own row is still there where the end of an earlier solve was not written
 
     def started(self, key: str, starts: int) -> None:
         """Write down that a worker begins with a job, so that one which takes the service down is not tried forever."""
@@ -244,11 +247,6 @@ class Store:
         query = sa.select(*JOB).order_by(jobs.c.row)
         return [Accepted(*row) for row in self.database.read(lambda connection: connection.execute(query).all())]
 
-    def forget_starts(self) -> None:
-        """A service that ends in order takes no job down with it; one of several calls ``Replicas.leave``."""
-        freed = sa.update(jobs).values(starts=0, running=False)
-        self.database.write(lambda connection: connection.execute(freed))
-
     def profile(self, key: str) -> bytes | None:
         """A profile as JSON by its content hash, or None if no placement of it is kept."""
         row = self._one(_PROFILE, key)
@@ -257,7 +255,26 @@ class Store:
     def accept_graph(self, key: str, node: str, body: bytes) -> None:
         """Write down a graph before its client is told that it was accepted."""
         new = self._insert(graphs).inline().on_conflict_do_nothing(index_elements=["id", "node"])
-        self.database.write_one(lambda connection: connection.execute(new, {"id": key, "node": node, "body": body}))
+        row = {"id": key, "node": node, "owner": self._owner, "body": body}
+        self.database.write_one(lambda connection: connection.execute(new, row))
+
+    def take_graphs(self, node: str) -> list[tuple[str, bytes]]:
+        """Take over the graphs that no living service on a node measures; their ids and bodies, the oldest first."""
+        free = sa.or_(graphs.c.owner.is_(None), graphs.c.owner.not_in(sa.select(replicas.c.id)))
+        mine = graphs.c.owner.is_not_distinct_from(self._owner)
+        left = sa.and_(graphs.c.node == node, free, ~mine)
+        query = sa.select(graphs.c.row, graphs.c.id, graphs.c.body).where(left).order_by(graphs.c.row)
+
+        def take(connection: sa.Connection) -> list[tuple[str, bytes]]:
+            found = connection.execute(query.with_for_update(skip_locked=True)).all()
+            taken = sa.update(graphs).where(graphs.c.row.in_([row.row for row in found]))
+            connection.execute(taken.values(owner=self._owner))
+            return [(row.id, row.body) for row in found]
+
+        there = sa.select(graphs.c.row).where(left).limit(1)
+        if self.database.read(lambda connection: connection.execute(there).first()) is None:
+            return []
+        return self.database.write(take)
 
     def graphs(self, node: str) -> list[tuple[str, bytes]]:
         """The ids and bodies of what a node accepted and did not measure, in the order in which they came."""

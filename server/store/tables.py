@@ -19,7 +19,7 @@ from sqlalchemy import (
     text,
 )
 
-HEAD = "0005"
+HEAD = "0006"
 """The revision that these tables are; in SQLite, ``PRAGMA user_version`` is its number too."""
 
 METADATA = MetaData()
@@ -104,6 +104,7 @@ graphs = Table(  # accepted, and not measured yet
     Column("row", ORDER, primary_key=True),
     Column("id", Text, nullable=False),
     Column("node", Text, nullable=False),  # whose devices it is for
+    Column("owner", Text),  # the service that measures it; none, or one that is not in replicas: free to take
     Column("body", LargeBinary, nullable=False),
     UniqueConstraint("id", "node"),
 )

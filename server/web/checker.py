@@ -124,7 +124,7 @@ def check(body: bytes) -> Question:
         request = read_json(PlacementRequest, body, strict=True)
     except ValidationError as error:
         raise invalid_body(error) from None
-    return Question(request.content_hash(), request.objective, request.time_limit_s)
+    return Question(request.content_hash(), request.objective, request.time_limit_s, request.workers)
 
 
 def _refuse_many(body: bytes) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from placer.errors import ServerError
+from placer_server import alive
 from placer_server.app import background
+from placer_server.keys import make
 from placer_server.settings import Settings
 
 DOCKER = Path(__file__).parents[2] / "docker"
@@ -65,6 +71,69 @@ def test_the_health_check_speaks_tls_where_the_service_does(health, tmp_path):
     settings = Settings(port=0, database=":memory:", tls_cert=str(cert), tls_key=str(key), log_level="error")
     with background(settings) as url:
         assert health(url, PLACER_TLS_CERT=str(cert)) == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.3", "::1", "localhost"])
+def test_the_health_check_asks_at_the_services_host(health, host):
+    # It asked 127.0.0.1, whatever PLACER_HOST said.
+    settings = Settings(host=host, port=0, database=":memory:", log_level="error")
+    try:
+        with background(settings) as url:
+            assert health(url, PLACER_HOST=host) == 0
+    except ServerError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.3", "0.0.0.0", "::"])
+def test_the_health_check_finds_a_service_whose_options_say_where_it_listens(health, tmp_path, host):
+    """Docker gives the check the environment of the container, and not the options of its command."""
+    keys = tmp_path / "keys"
+    keys.write_text(make("someone")[1])
+    environment = {"PLACER_HOST": "0.0.0.0", "PLACER_PORT": "1", "PLACER_KEYS_FILE": str(keys), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-P", "-m", "placer", "serve", "--host", host, "--port", str(free_port(host))]
+    command += ["--database", ":memory:", "--log-level", "error"]
+    with subprocess.Popen(command, env={**os.environ, **environment}) as serving:
+        try:
+            deadline = time.monotonic() + 30
+            while health("http://0.0.0.0:1", **environment) != 0:
+                assert serving.poll() is None and time.monotonic() < deadline
+            os.kill(serving.pid, signal.SIGSTOP)  # it holds its port, and answers nobody
+            assert health("http://0.0.0.0:1", **environment) != 0
+            os.kill(serving.pid, signal.SIGCONT)
+            assert health("http://0.0.0.0:1", **environment) == 0
+            assert health("http://0.0.0.0:1", **environment | {"PLACER_PORT": "2"}) != 0  # another one's environment
+        finally:
+            serving.send_signal(signal.SIGCONT)
+            serving.send_signal(signal.SIGTERM)
+    assert serving.returncode == 0
+    assert health("http://0.0.0.0:1", **environment) != 0
+    assert [*tmp_path.glob("placer-service-*")] == []
+
+
+def test_what_a_killed_service_wrote_down_is_not_believed_and_taken_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(alive, "_prefix", lambda: f"{tmp_path}/placer-service-")
+    address = alive.Address("127.0.0.1", 1, False)
+    with alive.written_down(address, {}):
+        (file,) = tmp_path.iterdir()
+        assert alive._written_down({}) == address
+        assert alive._written_down({"PLACER_PORT": "9"}) is None
+        with subprocess.Popen(["true"]) as ended:
+            pass
+        dead = tmp_path / f"placer-service-{ended.pid}.json"
+        dead.write_text(file.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {ended.pid}'))
+        os.utime(dead, (2**31, 2**31))  # the newest
+        assert alive._written_down({}) == address
+    with alive.written_down(address, {}):
+        assert not dead.exists()
+
+
+def free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, 0), family=family) as free:
+            return int(free.getsockname()[1])
+    except OSError as error:
+        pytest.skip(f"this machine has no {host}: {error}")
 
 
 def test_the_image_has_every_folder_that_its_build_copies():

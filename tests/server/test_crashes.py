@@ -144,7 +144,9 @@ def test_a_second_service_on_a_database_leaves_the_first_ones_jobs_alone(serve, 
     database = str(tmp_path / "p.db")
     first = serve(solvers.until_stopped, database=database)
     where = first.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
-    assert serve(database=database).get(where).status_code == 404
+    second = serve(database=database)
+    assert (second.get(where).status_code, second.get(where, params={"wait": 1}).json()["status"]) == (202, "running")
+    assert first.delete(where).json()["objective_value"] == 7.0
 
 
 @pytest.mark.parametrize("seed", [0, 1], ids=["running", "queued"])

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
 from postgres_server import PostgresServer, find_binaries
 
+from placer_server.app import create_app
+from placer_server.keys import make
+from placer_server.settings import Settings
 from placer_server.store import upkeep
 from placer_server.store.database import StoreError
 from placer_server.store.store import Accepted, Answer, Store
@@ -87,6 +91,7 @@ def test_while_postgres_is_away_requests_are_503_and_after_it_what_was_accepted_
     assert (away.status_code, away.json()["type"]) == (503, "urn:placer:problem:store-away")
     assert away.headers["Retry-After"] == "2"
     wait_until(lambda: client.get("/readyz").status_code == 503)
+    assert_says_nothing_of_the_store(client, "127.0.0.1", str(own_postgres.port), "placer@")
     assert client.get("/healthz").status_code == 200
 
     own_postgres.start()
@@ -95,6 +100,46 @@ def test_while_postgres_is_away_requests_are_503_and_after_it_what_was_accepted_
     assert (reply.status_code, reply.json()["status"]) == (200, "optimal")
     wait_until(lambda: client.app.state.service.store.unwritten == 0)
     assert client.post("/v1/placements?wait=30", json={**body, "seed": 1}).status_code == 200
+
+
+def assert_says_nothing_of_the_store(client, *words):
+    """The database's address was in the reason for which the service was not ready."""
+    for path in ("/", "/healthz", "/readyz", "/openapi.json", "/page/main.js", "/v1/placements"):
+        reply = client.get(path)
+        told = f"{reply.text} {dict(reply.headers)}"
+        assert not [word for word in words if word in told and path not in ("/openapi.json", "/page/main.js")], told
+
+
+def test_callers_without_a_key_are_not_told_where_the_store_is(serve, tmp_path, wait_until, monkeypatch, service_log):
+    key_file = tmp_path / "keys"
+    key_file.write_text(make("someone")[1])
+    database = str(tmp_path / "secret-folder" / "p.db")
+    client = serve(database=database, keys_file=str(key_file))
+
+    def away(*_):
+        raise StoreError(f"database {database!r} cannot be used: unable to open database file")
+
+    monkeypatch.setattr(client.app.state.service.store.database, "read", away)
+    wait_until(lambda: client.get("/readyz").status_code == 503)
+    assert (
+        client.get("/readyz").json()["detail"] == "the store cannot be used at the moment; the service's log says why"
+    )
+    assert_says_nothing_of_the_store(client, "secret-folder", "p.db")
+    assert "secret-folder" in service_log.text  # the operator is told
+
+
+def test_callers_without_a_key_are_not_told_what_the_system_says(monkeypatch, service_log):
+    def broken(*_, **__):
+        raise OSError(2, "No such file or directory", "/opt/secret-folder/python")
+
+    monkeypatch.setattr("placer_server.app.Worker.run", broken)
+    app = create_app(Settings(database=":memory:"))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        reply = client.get("/readyz")
+        while "first worker" in reply.text:
+            reply = client.get("/readyz")
+    assert (reply.status_code, "secret-folder" in reply.text) == (503, False)
+    assert "secret-folder" in service_log.text
 
 
 def test_an_answer_that_was_found_while_postgres_was_away_is_written_when_it_is_back(

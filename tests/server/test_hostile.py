@@ -71,3 +71,18 @@ def test_every_request_is_answered_in_form(client, method, path, id, query, head
         assert reply.headers["Content-Type"] == "application/problem+json"
         assert len(reply.content) <= MAX_BYTES
         assert method == "HEAD" or reply.json()["status"] == reply.status_code
+
+
+def test_no_path_is_redirected_to_the_host_that_the_client_names(client):
+    """``GET /v1/placements/`` was a redirect to the same path without the slash, on whatever host was named."""
+    paths = {
+        path.replace("{id}", "0" * 32).replace("{name}", "node") for path in client.get("/openapi.json").json()["paths"]
+    }
+    paths |= {"/openapi.json", "/page/main.js", "/nothing"}
+    for path in sorted(paths):
+        for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
+            for host in ("127.0.0.1", "evil.example"):
+                reply = client.request(method, f"{path}/", headers={"Host": host}, follow_redirects=False)
+                assert not reply.has_redirect_location and reply.status_code >= 400, (method, path, host)
+                assert "evil.example" not in json.dumps(dict(reply.headers)), (method, path)
+    assert client.get("/v1/placements").status_code == 200

@@ -125,6 +125,17 @@ def test_a_fault_is_not_counted_twice(request_body):
     assert "more" not in caught.value.detail
 
 
+@pytest.mark.parametrize("path", [POST, f"{POST}:batch", f"{POST}:evaluate", f"{POST}:compare", "/v1/profiles"])
+@pytest.mark.parametrize("name", ["constrained-", "function-", "literal[", "[key]", "nullable[int]", "a/b~c"])
+def test_no_name_in_a_body_is_taken_for_a_name_of_the_validator(serve, path, name):
+    # It was 500: a name that begins so was left out of the place, and nothing was left of that.
+    reply = serve().post(path, json={name: None})
+    assert problem_of(reply)["status"] == 422
+    pointer = name.replace("~", "~0").replace("/", "~1")
+    assert f"#/{pointer}" in [fault["pointer"] for fault in reply.json()["errors"]]
+    assert f"{name}: there is no such field" in reply.json()["detail"]
+
+
 def test_a_body_over_the_limit_is_413_and_names_the_setting(serve):
     reply = serve(max_body_bytes=1000).post(POST, content=b" " * 1001, headers=JSON)
     assert problem_of(reply)["status"] == 413

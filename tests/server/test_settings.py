@@ -42,6 +42,25 @@ def test_a_graph_may_take_half_of_what_the_container_has(tmp_path, monkeypatch):
     assert Settings().profile_memory_bytes > 2**20
 
 
+def test_a_graph_may_take_half_of_what_a_container_of_cgroup_version_1_has(tmp_path, monkeypatch):
+    # It was half of the machine's memory, for which the system killed the whole container.
+    from placer import host_memory
+
+    monkeypatch.setattr(host_memory, "MOUNT", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("4:memory:/docker/abc\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("2097152\n")
+    assert Settings().profile_memory_bytes == 2**20
+
+
+def test_by_default_a_solve_may_take_an_hour_and_the_cores_of_a_request_are_bounded(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert (Settings().max_time_limit_s, Settings().max_solver_workers) == (3600, 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert Settings().max_solver_workers == 64
+
+
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from placer.schema import Infeasibility, Link, PlacementRequest, Profile, Schedule, StepChoice
+from placer.schema import Infeasibility, Link, Placement, PlacementRequest, Profile, Schedule, StepChoice
 from placer.solver import costs
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
@@ -106,6 +106,28 @@ def question(
         "explain": False,
     }
     return request.model_copy(update=fixed)
+
+
+def question_of(request: PlacementRequest, placement: Placement) -> PlacementRequest | None:
+    """Return the question with everything but the map chosen as in a placement.
+
+    ``best_for`` is no substitute: the search may have stopped before it tried the placement's map under other choices,
+    one of which may be shorter.
+
+    Args:
+        request: the question that the placement answers.
+        placement: its micro-batches, schedule and contiguity are the choice. Only objective ``step`` leaves one.
+
+    Returns:
+        The question, or None if the request does not allow this choice.
+    """
+    if request.objective != "step":
+        return request
+    choice = (placement.batch_size, placement.chunks, placement.schedule, placement.contiguous)
+    for asked in questions(request):
+        if choice == (asked.profile.batch_size, asked.chunks, asked.schedule, asked.constraints.contiguous):
+            return asked
+    return None
 
 
 def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRequest:

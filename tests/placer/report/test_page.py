@@ -72,6 +72,15 @@ def test_a_placement_shows_its_devices_and_where_layers_are(placed: Placement) -
     assert "by device" not in page.text
 
 
+def test_times_of_another_micro_batch_size_are_left_out_and_the_report_says_so(
+    make_profile: Make, placed: Placement
+) -> None:
+    # A placement chosen among several sizes was drawn with the times of another one.
+    text = _Reader(html_report(placed, make_profile({"a": 1.0, "b": 2.0}, batch_size=4))).text
+    assert "the profile that was given has micro-batches of 4, and the placement has micro-batches of 1" in text
+    assert "by device" not in text
+
+
 def test_with_its_profile_a_placement_shows_its_layers_by_device(make_profile: Make, placed: Placement) -> None:
     profile = make_profile({"a": 1.0, "b": 2.0})
     assert "Time by layer, by device" in _Reader(html_report(placed, profile)).text

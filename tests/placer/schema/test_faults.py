@@ -10,7 +10,10 @@ from pydantic import BaseModel, ValidationError
 
 import placer
 from placer.errors import InputError
+from placer.report.timeline import Measurement
 from placer.schema import Device, Layer, Link, PlacementRequest, Profile
+from placer.schema.base import read_json
+from placer.schema.faults import FieldFault, field_faults
 
 LAYERS = [{"name": "a", "forward_ms": {"t": 1.0}}]
 DEVICES = [{"name": "d", "type": "t", "memory_bytes": 9}]
@@ -87,6 +90,102 @@ def test_what_is_read_is_told_as_a_program_is_and_every_place_is_in_the_cause(re
 def test_of_one_bad_layer_that_alone_is_told(read: Any) -> None:
     with pytest.raises(InputError, match=r"^Profile\.layers\.0\.name: is missing$"):
         read(Profile, {"layers": [{"forward_ms": {"t": 1.0}}]})
+
+
+LABELS = (
+    "constrained-",
+    "constrained-str",
+    "function-",
+    "function-after[in_order(), dict[constrained-str,literal['never','auto','always']]]",
+    "literal[",
+    "literal['never','auto','always']",
+    "dict[constrained-str,str]",
+    "nullable[int]",
+    "[key]",
+    "int",
+    "str",
+    "0",
+    "schema_versio",
+    "a/b",
+    "",
+)
+"""What pydantic calls branches of unions and keys, or could."""
+
+
+def replaced(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """The content with a value put at a path."""
+    if not path:
+        return value
+    first, *rest = path
+    if isinstance(content, list):
+        return [replaced(one, tuple(rest), value) if number == first else one for number, one in enumerate(content)]
+    return {**content, first: replaced(content.get(first, {}), tuple(rest), value)}
+
+
+WHOLE = {"profile": PROFILE, "cluster": {"devices": DEVICES}, "constraints": {}}
+OBJECTS = [
+    (),
+    ("profile",),
+    ("profile", "layers", 0),
+    ("profile", "cluster"),
+    ("cluster", "devices", 0),
+    ("constraints",),
+]
+DICTIONARIES = [
+    (("constraints", "pinned"), 3),
+    (("constraints", "forbidden"), "d"),
+    (("constraints", "recompute"), "sometimes"),
+    (("profile", "layers", 0, "forward_ms"), -1.0),
+    (("profile", "layers", 0, "backward_ms"), "soon"),
+]
+
+
+@pytest.mark.parametrize("name", LABELS)
+@pytest.mark.parametrize("where", OBJECTS, ids=str)
+def test_an_unknown_field_is_named_whatever_it_is_called(name: str, where: tuple[Any, ...]) -> None:
+    # One that began like a branch of a union was an IndexError, and 500 of the service.
+    content = replaced(WHOLE, (*where, name), None)
+    with pytest.raises(ValidationError) as refused:
+        read_json(PlacementRequest, json.dumps(content))
+    (first, *_), _ = field_faults(refused.value, PlacementRequest, 9)
+    assert first.place == (*where, name) and first.text.startswith("there is no such field")
+    with pytest.raises(InputError, match="there is no such field"):
+        PlacementRequest.model_validate(content)
+
+
+@pytest.mark.parametrize("name", [name for name in LABELS if name])
+@pytest.mark.parametrize(("where", "value"), DICTIONARIES, ids=str)
+def test_a_wrong_value_of_a_dictionary_is_named_whatever_its_key_is(
+    name: str, where: tuple[Any, ...], value: Any
+) -> None:
+    content = replaced(WHOLE, (*where, name), value)
+    with pytest.raises(ValidationError) as refused:
+        read_json(PlacementRequest, json.dumps(content))
+    (first, *rest), _ = field_faults(refused.value, PlacementRequest, 9)
+    assert first.place == (*where, name) and first.text.startswith("should be")
+    assert {fault.place for fault in rest} <= {where}
+
+
+@pytest.mark.parametrize(("where", "value"), DICTIONARIES, ids=str)
+def test_a_key_that_is_no_name_is_told_as_such(where: tuple[Any, ...], value: Any) -> None:
+    good = {"pinned": "d", "forbidden": ["d"], "recompute": "never"}.get(where[-1], 1.0)
+    with pytest.raises(ValidationError) as refused:
+        read_json(PlacementRequest, json.dumps(replaced(WHOLE, (*where, ""), good)))
+    faults, _ = field_faults(refused.value, PlacementRequest, 9)
+    assert FieldFault((*where, ""), "its name should have at least 1 character, not ''") in faults
+
+
+@pytest.mark.parametrize("value", [[1], {}, None])
+def test_a_value_that_no_branch_of_a_union_takes_is_told_without_the_branches(value: Any) -> None:
+    # The place was Profile.granularity.int.
+    with pytest.raises(InputError, match=r"^Profile\.granularity: should be a valid integer"):
+        Profile.model_validate({**PROFILE, "granularity": value})
+
+
+def test_a_measurement_is_told_by_its_rows() -> None:
+    text = json.dumps({"title": "t", "devices": [], "measured": [["cuda:0", "forward", 0, None, "x", 0.0, 1.0]]})
+    with pytest.raises(InputError, match=r"^Measurement\.measured\.0\.(4|micro_batch): should be a valid integer"):
+        Measurement.from_json(text)
 
 
 def test_what_is_no_json_or_no_dictionary_is_told_as_such() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import httpx
 import pytest
+import solvers_for_tests
 from browser import CHROMIUM, DRIVER, browsing
 
 import placer_server
@@ -83,7 +85,8 @@ def test_a_profile_is_dropped_and_its_placement_shown(page):
         json.dumps(profile),
     )
     page.until("document.querySelectorAll('#current .node').length === 4")
-    request = PlacementRequest.model_validate({"profile": profile})
+    request = PlacementRequest.model_validate({"profile": profile, "chunks": 8})  # four for each device
+    assert page.run("return document.querySelector('#chunks').value") == "8"
     stored = httpx.get(f"{page.url}/v1/placements/{request.content_hash()}").json()
     rows = "[...document.querySelectorAll('#current tbody tr')]"
     placed = page.run(f"return {rows}.map(row => [...row.cells].map(cell => cell.textContent))")
@@ -257,6 +260,227 @@ def test_what_would_help_is_found_out_when_asked(page):
     stored = httpx.get(f"{page.url}/v1/placements/{request.content_hash()}").json()
     assert page.text("#current .why") == f"Limited by {stored['limits']['what']}."
     assert page.run("return document.querySelectorAll('#current .helps li').length") == len(stored["limits"]["helps"])
+
+
+def timeline_of(page, request):
+    key = PlacementRequest.model_validate(request).content_hash()
+    return httpx.get(f"{page.url}/v1/placements/{key}/timeline").json()
+
+
+def fact(page, name):
+    """What stands below one of the headings of the answer, once it is there."""
+    found = "[...document.querySelectorAll('#current .facts div')].find(e => e.firstChild.textContent === %s)"
+    return page.until(f"{found % json.dumps(name)}?.querySelector('dd:not(:has([aria-busy]))')?.textContent")
+
+
+def drop(page, content):
+    page.run(
+        "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'request.json'));"
+        "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}))",
+        json.dumps(content),
+    )
+
+
+def is_current(page):
+    """Wait for the answer to what the knobs say, its timeline included."""
+    page.until("document.querySelector('#current:not(.old)[aria-busy=false] .facts')")
+    return fact(page, "Against one device")
+
+
+def shown_buttons(page):
+    return page.run(
+        "return [...document.querySelectorAll('#actions button')].filter(e => e.checkVisibility()).map(e => e.id)"
+    )
+
+
+def trained(**changes):
+    """The example, whose optimizer takes 1 ms a layer."""
+    request = examples.requests()["throughput"]["value"] | changes
+    layers = [layer | {"optimizer_ms": {"gpu": 1.0}} for layer in request["profile"]["layers"]]
+    return request | {"profile": request["profile"] | {"layers": layers}}
+
+
+@needs_chromium
+@pytest.mark.parametrize("chunks", [1, 2, 16])
+@pytest.mark.parametrize("objective", ["throughput", "latency", "memory"])
+def test_the_headline_compares_a_batch_with_one_device(page, chunks, objective):
+    # It compared the bottleneck: "2.00 x" stood above the timeline of one micro-batch, which two devices do no sooner.
+    request = trained(chunks=chunks, objective=objective)
+    drop(page, request)
+    page.until("document.querySelectorAll('#current .node').length === 4")
+    shown = timeline_of(page, request)
+    alone_ms = chunks * 15 + 4  # 5 ms forwards and 10 ms backwards, and an optimizer of 4 ms
+    assert shown["single_device_ms"] == pytest.approx(alone_ms)
+    assert fact(page, "Against one device") == f"{alone_ms / shown['step_ms']:.2f} \N{MULTIPLICATION SIGN} as fast"
+    if chunks == 1 and objective == "throughput":
+        assert alone_ms / shown["step_ms"] < 1.2
+    assert fact(page, "Whole batch") == f"{shown['step_ms']:.4g} ms"
+
+
+@needs_chromium
+def test_of_a_whole_batch_the_headline_is_the_placements_own(page):
+    request = trained(objective="step", schedule="auto", chunks=8)
+    drop(page, request)
+    page.until("document.querySelectorAll('#current .node').length === 4")
+    key = PlacementRequest.model_validate(request).content_hash()
+    placement = httpx.get(f"{page.url}/v1/placements/{key}").json()
+    assert fact(page, "Against one device") == f"{placement['speedup']:.2f} \N{MULTIPLICATION SIGN} as fast"
+    assert fact(page, "Whole batch") == f"{placement['objective_value']:.4g} ms"
+
+
+@needs_chromium
+def test_a_single_device_that_is_too_small_is_told_in_the_headline(page):
+    request = examples.requests()["throughput"]["value"] | {"chunks": 4}
+    devices = [device | {"memory_bytes": 8 * 2**30} for device in request["cluster"]["devices"]]
+    drop(page, request | {"cluster": request["cluster"] | {"devices": devices}})
+    assert fact(page, "Against one device").endswith("\N{MULTIPLICATION SIGN} as fast, which is too small")
+
+
+@needs_chromium
+def test_the_optimizer_is_drawn_after_the_last_pass(page):
+    request = trained(chunks=4)
+    drop(page, request)
+    page.until("document.querySelectorAll('#current .lanes .optimizer').length === 2")
+    shown = timeline_of(page, request)
+    bars = page.run(
+        "return ['pass', 'optimizer'].map(kind => [...document.querySelectorAll(`#current .lanes .${kind}`)]"
+        ".map(e => [+e.getAttribute('x'), +e.getAttribute('x') + +e.getAttribute('width')]))"
+    )
+    assert min(start for start, _ in bars[1]) == pytest.approx(max(end for _, end in bars[0]), abs=0.01)
+    longest = max(spent["optimizer_ms"] for spent in shown["devices"])
+    width = max(end - start for start, end in bars[1])
+    assert width / (max(end for _, end in bars[1]) - min(start for start, _ in bars[0])) == pytest.approx(
+        longest / shown["step_ms"], abs=1e-3
+    )
+
+
+@needs_chromium
+def test_buttons_without_a_function_are_not_shown(page):
+    # The rule of their layout showed them whatever their attribute said, and before there was a placement to save.
+    assert shown_buttons(page) == []
+    ask_example(page)
+    saves = ["save-placement", "save-request", "save-trace", "save-report"]
+    is_current(page)
+    assert shown_buttons(page) == ["keep", *saves]
+    page.click("#keep")
+    page.until("!document.querySelector('#forget').hidden")
+    assert shown_buttons(page) == ["forget", *saves]  # the same placement cannot be kept again
+    page.set("#devices", 1)
+    page.until("document.querySelector('#moves').textContent.includes('2 of 4 layers')")
+    assert shown_buttons(page) == ["keep", "forget", *saves]
+    page.click("#forget")
+    page.set("#memory", 0.1)
+    page.until("document.querySelector('#progress').textContent.includes('no placement')")
+    assert shown_buttons(page) == ["save-placement", "save-request", "save-report"]  # nothing to keep, and no timeline
+    page.run(
+        "window.saved = []; const make = URL.createObjectURL;"
+        "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return make(blob); }"
+    )
+    page.click("#save-report")
+    page.until("saved.length === 1")
+    assert "no placement is possible" in page.run("return saved[0]")
+
+
+@needs_chromium
+def test_schedules_are_offered_where_they_have_a_function(page):
+    ask_example(page)
+    option = "document.querySelector('#schedule option[value=auto]')"
+    assert page.run(f"return {option}.disabled && {option}.hidden")
+    page.set("#objective", "step")
+    page.until("document.querySelector('#schedule').value === 'auto'")
+    assert not page.run(f"return {option}.disabled")
+    page.set("#objective", "latency")
+    page.until("document.querySelector('#schedule').value === '1f1b'")
+    drop(page, examples.requests()["latency"]["value"])  # inference, whose passes have one order
+    page.until("document.querySelector('#subject').textContent.includes('inference')")
+    is_current(page)
+    assert not page.run("return document.querySelector('#schedule').checkVisibility()")
+
+
+@needs_chromium
+@pytest.mark.parametrize(
+    ("knob", "value"), [("#devices", "0"), ("#devices", "1.5"), ("#memory", "-1"), ("#chunks", "0"), ("#limit", "")]
+)
+def test_a_what_if_value_that_cannot_be_is_marked_and_not_asked_for(page, knob, value):
+    # It was passed over without a word, and the answer on the page was another question's.
+    ask_example(page)
+    is_current(page)
+    before = page.run(f"return document.querySelector('{knob}').value")
+    asked = httpx.get(f"{page.url}/v1/placements").json()["placements"]
+    page.set(knob, value)
+    assert page.run(f"return document.querySelector('{knob}').getAttribute('aria-invalid')") == "true"
+    told = page.run(
+        f"return document.getElementById(document.querySelector('{knob}').getAttribute('aria-describedby')).textContent"
+    )
+    assert told and page.run("return document.querySelector('#current').classList.contains('old')")
+    page.until("document.querySelector('#progress').textContent.includes('Change the marked values')")
+    page.set("#objective", "latency")  # another change does not ask for it either
+    time.sleep(0.6)
+    assert page.run("return document.querySelector('#current').classList.contains('old')")
+    assert httpx.get(f"{page.url}/v1/placements").json()["placements"] == asked
+    page.set("#objective", "throughput")
+    page.set(knob, before)
+    assert is_current(page)
+    assert page.run("return document.querySelectorAll('#knobs [aria-invalid], #knobs .fault').length") == 0
+
+
+@needs_chromium
+def test_memory_below_what_libraries_keep_is_marked(page):
+    # It was raised to that without a word.
+    request = examples.requests()["throughput"]["value"]
+    devices = [device | {"reserve_bytes": 2**30} for device in request["cluster"]["devices"]]
+    drop(page, request | {"cluster": request["cluster"] | {"devices": devices}})
+    is_current(page)
+    page.set("#memory", 0.5)
+    assert "1" in page.text("#memory-fault")
+
+
+@needs_chromium
+def test_a_value_that_the_service_refuses_is_marked_until_the_next_question(page):
+    ask_example(page)
+    is_current(page)
+    page.set("#limit", 4000)
+    page.until("document.querySelector('#limit').getAttribute('aria-invalid') === 'true'")
+    assert "at most 3600" in page.text("#limit-fault")
+    assert page.run("return document.querySelector('#current').classList.contains('old')")
+    page.set("#limit", 5)
+    assert is_current(page)
+    assert page.run("return document.querySelectorAll('#knobs [aria-invalid]').length") == 0
+
+
+@needs_chromium
+def test_a_pin_to_a_device_that_is_no_longer_there_is_marked(page):
+    drop(page, examples.requests()["throughput"]["value"] | {"constraints": {"pinned": {"head": "cuda:1"}}})
+    is_current(page)
+    page.set("#devices", 1)
+    page.until("document.querySelector('#pins .gone')?.textContent.includes('cuda:1, which is not there')")
+    page.set("#devices", 2)
+    page.until("!document.querySelector('#pins .gone')")
+
+
+@needs_chromium
+def test_an_old_answer_is_dimmed_while_a_new_one_is_solved(browser, tmp_path):
+    settings = Settings(port=0, database=":memory:", workers=1, log_level="error")
+    request = examples.requests()["throughput"]["value"]
+    request["profile"]["model"] = str(tmp_path / "notes")
+    with background(settings, solver=solvers_for_tests.noted) as url:  # a solve takes 0.3 s
+        browser.open(url)
+        browser.run("sessionStorage.clear()")
+        drop(browser, request)
+        browser.until("document.querySelector('#stop').checkVisibility()")
+        assert shown_buttons(browser) == ["stop"]  # there is nothing else to be done yet
+        is_current(browser)
+        opacity = "+getComputedStyle(document.querySelector('#current .facts')).opacity"
+        assert browser.run(f"return {opacity}") == 1
+        browser.set("#chunks", 9)
+        assert browser.run(f"return {opacity}") < 0.7  # at once
+        browser.until("document.querySelector('#current[aria-busy=true].old')")
+        is_current(browser)
+        assert browser.run(f"return {opacity}") == 1
+        assert "stop" not in shown_buttons(browser)
+        fact(browser, "Whole batch")  # nothing is asked of the service any more
+        browser.open("about:blank")
+        browser.log()
 
 
 @needs_chromium

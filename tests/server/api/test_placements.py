@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,6 +32,54 @@ def test_a_solve_that_takes_longer_than_wait_is_202_with_a_location_that_answers
     assert reply.status_code == 202
     assert reply.json()["status"] in ("queued", "running")
     assert client.get(reply.headers["Location"]).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "told"),
+    [
+        (
+            {},
+            {"time_limit_s": 86_400},
+            "time_limit_s is 86400; this service allows at most 3600 (PLACER_MAX_TIME_LIMIT_S)",
+        ),
+        ({"max_time_limit_s": 5}, {"time_limit_s": 5.5}, "time_limit_s is 5.5; this service allows at most 5 "),
+        ({"max_solver_workers": 4}, {"workers": 5}, "workers is 5; this service allows at most 4 (PLACER_MAX_SOLVER_"),
+        ({"max_solver_workers": 1}, {"workers": 256, "time_limit_s": 86_400}, "; workers is 256; this service allows"),
+    ],
+)
+def test_no_client_holds_a_worker_or_cores_longer_than_the_service_allows(
+    serve, solvers, request_body, settings, asked, told
+):
+    # A client held a worker for a day.
+    client = serve(solvers.until_stopped, **settings)
+    body = request_body(**asked)
+    reply = client.post("/v1/placements?wait=0", json=body)
+    assert (reply.status_code, reply.json()["type"]) == (422, "urn:placer:problem:over-limit")
+    assert told in reply.json()["detail"]
+    assert {fault["pointer"] for fault in reply.json()["errors"]} == {f"#/{name}" for name in asked}
+    batched = client.post("/v1/placements:batch?wait=0", json={"shared": body, "requests": [{}]}).json()["answers"]
+    assert (batched[0]["status"], batched[0]["problem"]["detail"]) == (422, reply.json()["detail"])
+    assert client.get(f"/v1/placements/{PlacementRequest.model_validate(body).content_hash()}").status_code == 404
+
+
+def test_what_the_service_just_allows_is_solved(serve, request_body):
+    client = serve(max_time_limit_s=5, max_solver_workers=4)
+    assert client.post("/v1/placements", json=request_body(time_limit_s=5, workers=4)).status_code == 200
+
+
+def test_an_answer_that_is_there_costs_no_solve_and_is_given_whatever_is_allowed(serve, request_body, tmp_path):
+    body = request_body(time_limit_s=60)
+    first = serve(database=str(tmp_path / "p.db")).post("/v1/placements", json=body)
+    stricter = serve(database=str(tmp_path / "p.db"), max_time_limit_s=1)
+    assert stricter.post("/v1/placements", json=body).content == first.content
+
+
+def test_a_job_that_was_accepted_under_looser_limits_is_stopped_at_those_of_now(start, request_body, tmp_path):
+    first = start("until_stopped")
+    where = first.client.post("/v1/placements?wait=0", json=request_body(time_limit_s=50)).headers["Location"]
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    again = start("until_stopped", max_time_limit_s=0.2, overrun_s=0.1)
+    assert again.client.get(where, params={"wait": 30}).json()["objective_value"] == 7.0
 
 
 def test_a_running_solve_tells_its_incumbent_and_bound(serve, solvers, request_body, wait_until):

@@ -1,0 +1,133 @@
+"""Where an optional package is not installed, whoever begins something that needs it is told what to install.
+
+Each program runs without the packages of an extra: an import of one fails as if it had never been installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+BASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+MODULES = {"nvidia-ml-py": "pynvml", "prometheus-client": "prometheus_client", "pydantic-settings": "pydantic_settings"}
+
+WITHOUT = """
+import importlib.abc, runpy, sys
+missing = {missing!r}
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {MODULES.get(Requirement(one).name, Requirement(one).name) for one in requirements}
+
+
+def run_without(extra: str, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A program where nothing of an extra is installed, nor what that installs; with what the base installs."""
+    missing = names(EXTRAS[extra]) - names(BASE) | ({"starlette"} if extra == "server" else set())
+    command = [sys.executable, "-P", "-c", WITHOUT.format(missing=missing) + code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "import placer.zoo",
+        "from placer.zoo import resnet50",
+        "from placer.zoo.unet import unet",
+        "import placer.testing",
+        "import placer.distributed",
+        "import placer.graph",
+        "import placer.demo",
+        "import placer.model_spec",
+        "from placer.executor.dataflow import DataFlow",
+        "import placer; placer.DataFlow",
+        "import placer; placer.profile",
+        "import placer; placer.capture",
+        "import placer; placer.refine",
+        "import placer; placer.gather_profile",
+        "import placer; placer.testing",
+        "import placer; placer.distributed",
+        "import placer; placer.suggest(object(), None)",
+    ],
+)
+def test_without_torch_the_error_names_the_extra(entry: str, tmp_path: Path) -> None:
+    # placer.zoo, and what else was not had by way of the package, ended in a ModuleNotFoundError.
+    result = run_without("torch", entry, tmp_path)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("placer.errors.MissingExtraError: ") and "pip install 'torch-placer[torch]'" in last
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "import placer_server.app",
+        "from placer_server.app import background, create_app, run",
+        "from placer_server.settings import Settings",
+        "import placer_server.serving",
+    ],
+)
+def test_without_the_servers_packages_the_error_names_the_extra(entry: str, tmp_path: Path) -> None:
+    result = run_without("server", entry, tmp_path)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("placer.errors.MissingExtraError: ") and "pip install 'torch-placer[server]'" in last
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments"),
+    [
+        ("server", ["serve"]),
+        ("torch", ["demo"]),
+        ("torch", ["profile", "placer.zoo:resnet18", "--input", "1x3x8x8"]),
+        ("torch", ["suggest", "placer.zoo:resnet18", "--input", "1x3x8x8"]),
+        ("torch", ["measure", "placer.zoo:resnet18", "placement.json", "--input", "1x3x8x8"]),
+        ("torch", ["refine", "placer.zoo:resnet18", "placement.json", "--input", "1x3x8x8", "--profile", "p.json"]),
+        ("torch", ["profile", "--gather", "placer.zoo:resnet18", "--input", "1x3x8x8"]),
+    ],
+    ids=str,
+)
+def test_a_command_ends_with_one_line_that_names_the_extra(extra: str, arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "placement.json").write_text('{"status": "optimal", "objective": "throughput"}')
+    (tmp_path / "p.json").write_text('{"layers": [{"name": "a", "forward_ms": {"cpu": 1}}]}')
+    code = f"from placer.cli import main; main({arguments!r})"
+    result = run_without(extra, code, tmp_path)
+    (line,) = result.stderr.strip().splitlines()
+    assert result.returncode == 1
+    assert line.startswith("error: ") and f"pip install 'torch-placer[{extra}]'" in line
+
+
+def test_a_key_is_made_where_nothing_is_installed_that_a_service_needs(tmp_path: Path) -> None:
+    # It was a ModuleNotFoundError: the settings were imported for a type alone.
+    code = "sys.argv = ['keys', 'ci', 'read']; runpy.run_module('placer_server.keys', run_name='__main__')"
+    result = run_without("server", code, tmp_path)
+    assert result.returncode == 0 and result.stdout.startswith("ci read "), result.stderr
+
+
+def test_the_health_check_needs_nothing_that_is_not_pythons_own(tmp_path: Path) -> None:
+    code = "runpy.run_module('placer_server.alive', run_name='__main__')"
+    result = run_without("server", f"import os; os.environ['PLACER_PORT'] = '1'; {code}", tmp_path)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_what_needs_no_extra_works_without_any(tmp_path: Path) -> None:
+    code = "import placer, placer_client, placer.report.page; placer.solve; placer.merge_profiles; print('done')"
+    for extra in ("torch", "server", "postgres"):
+        assert run_without(extra, code, tmp_path).stdout == "done\n"
+
+
+def test_a_database_whose_driver_is_missing_is_told_with_the_extra(tmp_path: Path) -> None:
+    code = "from placer_server.store.database import open_database; open_database('postgresql://a@127.0.0.1:1/b')"
+    result = run_without("postgres", code, tmp_path)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("placer.errors.MissingExtraError: ") and "pip install 'torch-placer[postgres]'" in last
