@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.executor.closeness import Closeness, shown
+from placer.executor.training.weights import has_hooks
 from placer.graph import chance
 from placer.graph.batch_layout import Call, Part
 from placer.graph.comparable import Draws, evaluated
@@ -72,16 +73,14 @@ def _difference(module: nn.Module, part: Part, trained: Sequence[Tensor], eager:
     names = [name for name, parameter in module.named_parameters() if any(parameter is one for one in trained)]
     for name, one, other in zip(names, gradients, other_gradients, strict=bool(trained)):
         if not closeness(other, one):
-            return (
-                f"its graph gives other gradients than the model: that of {name!r} has norm and sum {shown(one, other)}"
-            )
+            norms = f"{float(other[0]):.6g} instead of {float(one[0]):.6g}"
+            return f"its graph gives another gradient than the model: that of {name!r} has a norm of {norms}"
     return ""
 
 
 def _trains(module: nn.Module) -> bool:
     """Return whether gradients are compared: in training, and unless hooks of the user would run."""
-    hooked = any(one._backward_hooks or one._post_accumulate_grad_hooks for one in module.parameters())
-    return module.training and not hooked
+    return module.training and not any(map(has_hooks, module.parameters()))
 
 
 def _few(exported: Exported, part: Part) -> Part:

@@ -98,9 +98,9 @@ def _parameters(func: Any) -> tuple[tuple[str, ...], ...]:
     elif inspect.isfunction(func):
         names = [tuple(inspect.signature(func).parameters)]
     else:
-        packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
-        overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
-        names = [_names(getattr(packet, overload)) for overload in overloads]
+        packet: Any = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+        is_packet = isinstance(packet, torch._ops.OpOverloadPacket)
+        names = [_names(getattr(packet, overload)) for overload in (packet.overloads() if is_packet else ())]
     return tuple(one for one in names if not _FLAGS.keys().isdisjoint(one))
 
 

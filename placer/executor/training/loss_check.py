@@ -43,6 +43,10 @@ class LossChecks:
         is_cut = self._loss_fn.options.verify and len(batch.sizes) > 1
         return is_cut and _kind(batch) not in self._known
 
+    def leave_out(self, batch: Batch) -> None:
+        """Compare no batch of this kind."""
+        self._known[_kind(batch)] = Joining.of(self._loss_fn.options)
+
     def known(self, batch: Batch) -> Joining:
         """Return how further values of the loss are joined."""
         return self._known.get(_kind(batch)) or Joining.of(self._loss_fn.options)

@@ -37,6 +37,7 @@ from placer.graph.losses import LossFunction, refuse_arrays, refuse_no_number, r
 from placer.graph.structure import detached_nest, flatten
 from placer.schema import BatchOptions
 from placer.schema.batch_options import Weigh
+from placer.warned import warn
 
 
 class Flow(Placed, Protocol):
@@ -155,8 +156,21 @@ class TrainStep:
 
     def _computed(self, batch: Batch, keep: Keep, outputs: bool) -> Any:
         """Return what the step returns; gradients are in place then, and gone where it fails."""
+        if not self._checks.wants(batch):
+            return self._attempted(batch, keep, outputs, is_compared=False)
+        try:
+            return self._attempted(batch, keep, outputs, is_compared=True)
+        except torch.OutOfMemoryError as error:
+            if any(map(keep, self.flow.module.parameters())):  # gradients of earlier steps waited, and are gone
+                raise
+            why = str(error)
+        self._checks.leave_out(batch)
+        devices.release_cache()
+        warn(f"the loss of micro-batches was not compared with that of the whole batch, for want of memory: {why}")
+        return self._attempted(batch, keep, outputs, is_compared=False)
+
+    def _attempted(self, batch: Batch, keep: Keep, outputs: bool, is_compared: bool) -> Any:
         pipeline = None
-        is_compared = self._checks.wants(batch)
         try:
             pipeline = self._pipelines.ready(batch, outputs, is_compared)
             self._others.look(pipeline)

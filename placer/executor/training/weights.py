@@ -122,7 +122,7 @@ class Weights:
         """The name of a parameter on which the user has hooks, which run when its gradient is made; None if of none."""
         if not any(chain.from_iterable(map(_HOOKS, self.parameters.values()))):
             return None
-        return next((name for name, parameter in self.parameters.items() if _has_hooks(parameter)), None)
+        return next((name for name, parameter in self.parameters.items() if has_hooks(parameter)), None)
 
     @cached_property
     def _as_made(self) -> tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[int]]:
@@ -237,5 +237,5 @@ class Weights:
             self.parameters[name].grad = None
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
+def has_hooks(parameter: nn.Parameter) -> bool:
     return any(not isinstance(hook, devices.Onlooker) for hooks in _HOOKS(parameter) for hook in (hooks or {}).values())

@@ -57,13 +57,13 @@ def test_steps_of_many_lengths_are_recorded_when_a_length_comes_back(schedule: O
     if recompute:
         flow.recompute = ["cuda:0"]
     step = flow.train_step(loss_fn, ours, schedule)
-    came: set[int] = set()
+    came: set[int] = set()  # the first batch is compared before its passes are recorded
     for length in (16, 9, 9, 12, 16, 9, 5, 12, 12, 5):
         loss = step(inputs[:, :length], target[:, :length], chunks=CHUNKS)
         expected = _unsplit_step(whole, theirs, loss_fn, inputs[:, :length].cuda(0), target[:, :length].cuda(0))
         torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
         recorded = {stage.is_recorded for stage in step.pipelines[-1].stages}
-        assert recorded == {not came or length in came}
+        assert recorded == {length in came}
         came.add(length)
     assert step.not_recorded_because == {}
     _assert_same_state(model, whole)
