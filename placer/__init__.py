@@ -3,7 +3,7 @@
     profile  ->  solve  ->  serve  ->  apply
     (torch)      (OR-Tools)  (FastAPI)   (torch)
 
-Public names are resolved when first used, so that importing placer imports neither torch nor OR-Tools.
+All public names but the errors are resolved when first used, so importing placer imports neither torch nor OR-Tools.
 """
 
 from __future__ import annotations
@@ -12,7 +12,22 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from placer.errors import MissingExtraError, PlacerError
+from placer.errors import (
+    CaptureError,
+    InfeasibleError,
+    InputError,
+    MissingExtraError,
+    MixedDevicesError,
+    PlacementError,
+    PlacerError,
+    ProfileError,
+    ProfilingError,
+    ServerError,
+    SolveLimitError,
+    StageError,
+    TimeoutExceeded,
+    UnreachableError,
+)
 
 if TYPE_CHECKING:
     from placer import distributed as distributed
@@ -47,14 +62,27 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchOptions",
+    "CaptureError",
     "Cluster",
     "Constraints",
     "DataFlow",
+    "InfeasibleError",
+    "InputError",
+    "MissingExtraError",
+    "MixedDevicesError",
     "Placement",
+    "PlacementError",
     "PlacementRequest",
     "PlacerError",
     "Profile",
+    "ProfileError",
+    "ProfilingError",
     "Refinement",
+    "ServerError",
+    "SolveLimitError",
+    "StageError",
+    "TimeoutExceeded",
+    "UnreachableError",
     "capture",
     "distributed",
     "gather_profile",
