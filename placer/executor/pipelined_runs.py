@@ -17,7 +17,7 @@ from placer.executor.measure import MeasuredFlow, measure_step, measure_stream
 from placer.executor.state.apply import bring_state
 from placer.executor.training.pipeline import Order
 from placer.executor.training.step import Flow, TrainStep
-from placer.executor.training.update import Update
+from placer.executor.training.update import Optimizers, Update
 from placer.graph.batch_layout import layout_of, refuse_no_options
 from placer.graph.given import refuse_more_chunks, refuse_no_chunks
 from placer.graph.losses import LossFunction
@@ -44,7 +44,7 @@ class PipelinedRuns(nn.Module):
     def train_step(
         self,
         loss_fn: LossFunction,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         schedule: Order | None = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
@@ -60,8 +60,9 @@ class PipelinedRuns(nn.Module):
                 otherwise; or that and a dict of further values, ``(loss, {"accuracy": accuracy})``. It becomes a part
                 of the passes when they are made: what changes from step to step, such as a weight, has to be in the
                 target. For a loss that does something else from now on, make another step.
-            optimizer: any of torch's, stepped after every batch; None to leave that to the caller, who finds the
-                gradients in place. Its state moves with the parameters, wherever the flow moves these.
+            optimizer: any of torch's whose ``step`` needs no closure, stepped after every batch, or a list of them,
+                stepped in its order; None to leave that to the caller, who finds the gradients in place. Their state
+                moves with the parameters, wherever the flow moves these.
             schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
                 gradients apart, while a device would wait. Where a device holds several segments, ``"interleaved"``
                 runs them in turn, and all others are fill-drain.
@@ -89,8 +90,12 @@ class PipelinedRuns(nn.Module):
         order = self.schedule if schedule is None else schedule
         return TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile), batch_options, weigh)
 
-    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Keep what an optimizer has for parameters where these are, from now on; None is none."""
+    def follow(self, optimizer: Any) -> None:
+        """Keep an optimizer's state on the devices of its parameters, from now on.
+
+        Args:
+            optimizer: one that is not torch's, and so has no known state, is left alone.
+        """
         if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in self._optimizers:
             bring_state(optimizer)
             self._optimizers.add(optimizer)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-import torch
 from torch import nn
 
 from placer.errors import InputError, kind_of
@@ -56,17 +56,53 @@ def refuse_half_a_loss(loss_fn: Any, target: Any) -> None:
         raise InputError(f"{there} is given without {missing}; give both to have the loss measured, or none")
 
 
-def refuse_lbfgs(optimizer: type) -> None:
-    """Refuse the class of an optimizer that no layers on several devices can have.
+def optimizers_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers of an argument that is one optimizer, a list of them, or None.
+
+    Args:
+        optimizer: what a user gave; None makes an empty list.
 
     Raises:
-        InputError: it is LBFGS, or made of it.
+        InputError: the list is empty, or names an optimizer twice.
     """
-    if issubclass(optimizer, torch.optim.LBFGS):
+    if not isinstance(optimizer, list | tuple):
+        return [] if optimizer is None else [optimizer]
+    if not optimizer:
+        raise InputError(f"optimizer is {optimizer!r}, an empty list; leave it out to step the optimizer yourself")
+    if len({id(one) for one in optimizer}) < len(optimizer):
+        raise InputError("the list of optimizers has one of them twice, which would be stepped twice; give each once")
+    return list(optimizer)
+
+
+def refuse_closures(optimizer: Any) -> None:
+    """Refuse an optimizer whose ``step`` cannot be called without a closure, as that of LBFGS.
+
+    Args:
+        optimizer: an optimizer or the class of one.
+
+    Raises:
+        InputError: its ``step`` has an argument without a default.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    # Of the class: a scheduler of learning rates puts a function of another signature on the optimizer itself.
+    step = inspect.getattr_static(kind, "step", None)
+    if not callable(step):
+        return
+    try:
+        wanted = [*inspect.signature(step).parameters.values()][1:]  # without self
+    except (TypeError, ValueError):  # a function of C has no signature
+        return
+    needed = next((one for one in wanted if one.default is one.empty and one.kind not in _ANY_NUMBER), None)
+    if needed is not None:
         raise InputError(
-            "LBFGS evaluates the loss several times a step, over all parameters in one vector on one device; "
-            "give an optimizer that steps by gradients alone, such as AdamW"
+            f"{kind.__name__} evaluates the loss several times a step, by a closure that its step() needs "
+            f"({needed.name!r}); a training step evaluates it once. Give an optimizer whose step() needs no "
+            "argument, such as AdamW"
         )
+
+
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+"""The kinds of parameters, ``*args`` and ``**kwargs``, that may be left out."""
 
 
 def refuse_no_chunks(chunks: Any) -> None:
@@ -104,8 +140,9 @@ def refuse_no_flags(**flags: Any) -> None:
 
 
 __all__ = [
+    "optimizers_of",
+    "refuse_closures",
     "refuse_half_a_loss",
-    "refuse_lbfgs",
     "refuse_more_chunks",
     "refuse_no_chunks",
     "refuse_no_flags",

@@ -104,6 +104,9 @@ def optimizer_facts(optimizer: OptimizerLike) -> Any:
         ]
         of_kind = optimizer_facts(type(optimizer))
         return None if of_kind is None else [of_kind, groups]
+    if isinstance(optimizer, list | tuple):
+        facts = [optimizer_facts(one) for one in optimizer]
+        return None if None in facts else ["list", *facts]
     if isinstance(optimizer, partial):
         inner = optimizer_facts(optimizer.func)
         options = {name: _option(value) for name, value in optimizer.keywords.items()}

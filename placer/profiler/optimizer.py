@@ -14,12 +14,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from placer.errors import InputError, ProfilingError
-from placer.graph.given import refuse_lbfgs
+from placer.graph.given import optimizers_of, refuse_closures
 from placer.graph.layers import tensor_bytes
 from placer.profiler.storages import StorageLog
 
-OptimizerLike = str | type[Optimizer] | Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
-"""A name of a class in ``torch.optim``, a class, an optimizer, or what makes one from a list of parameters."""
+OptimizerLike = (
+    str | type[Optimizer] | Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Optimizer] | None
+)
+"""A name of a class in ``torch.optim``, a class, one or several optimizers, or a function that makes one from a list of
+parameters."""
 
 _SMALL, _LARGE = 2, 3  # sizes at which a dimension is tried; the state of any size in between or beyond follows
 _FEW, _TRIED = 4, 4096  # parameters, and elements of each, with which temporaries are counted
@@ -27,7 +30,76 @@ _MAX_DIMENSIONS = 5  # 2 ** 5 trial steps; further dimensions are folded into th
 
 
 class OptimizerState:
-    """The bytes of optimizer state by parameter.
+    """The bytes of optimizer state by parameter, and the optimizer's step.
+
+    Args:
+        optimizer: one, or a list of those that step the model together. Of a list, each steps the parameters that it
+            holds, and no other parameter is stepped. A single one counts for all parameters of the model.
+
+    Attributes:
+        name: of the optimizer's class, or of each in a list, joined by ``+``; None without an optimizer.
+    """
+
+    def __init__(self, optimizer: OptimizerLike) -> None:
+        self._parts = [_OneOptimizer(one) for one in _listed(optimizer)]
+        self._is_list = isinstance(optimizer, list | tuple)
+        self.name = "+".join(part.name for part in self._parts if part.name is not None) or None
+
+    def bytes(self, parameter: Tensor) -> int:
+        """The bytes of state that the optimizers keep for this parameter; 0 where it needs no gradient.
+
+        Raises:
+            ProfilingError: an optimizer's step failed.
+        """
+        return sum(part.bytes(parameter) for part in self._parts_of(parameter))
+
+    def step(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> Callable[[], None]:
+        """What steps the optimizers on copies of the model's parameters.
+
+        Args:
+            parameters: the model's own; each copy is stepped with the options of its parameter.
+            copies: of those, in their order, which have gradients when the step is called.
+        """
+        shares: dict[_OneOptimizer, tuple[list[Tensor], list[Tensor]]] = {}
+        for parameter, copied in zip(parameters, copies, strict=True):
+            for part in self._parts_of(parameter):
+                own, twins = shares.setdefault(part, ([], []))
+                own.append(parameter)
+                twins.append(copied)
+        steps = [part.step(own, twins) for part, (own, twins) in shares.items()]
+
+        def run() -> None:
+            for step in steps:
+                step()
+
+        return run
+
+    def step_share(self, parameters: Sequence[Tensor]) -> float:
+        """What a step on a GPU makes and frees again, in bytes per byte of the parameters.
+
+        There torch's optimizers step all parameters of a device together, unless their options say otherwise, and hold
+        temporaries as large as all of them. The share is found as the state is: by a real step, on small tensors.
+        Optimizers of a list step one after another, so the largest temporaries count.
+
+        Args:
+            parameters: the trained ones; of those of one optimizer, the options of the largest count, and its type.
+
+        Returns:
+            0 where parameters are stepped one by one, or in place by one kernel, or that cannot be told.
+        """
+        total = sum(map(tensor_bytes, parameters))
+        shares = [0.0]
+        for part in self._parts:
+            own = [parameter for parameter in parameters if part in self._parts_of(parameter)]
+            shares.append(part.step_share(own) * sum(map(tensor_bytes, own)) / max(total, 1))
+        return max(shares)
+
+    def _parts_of(self, parameter: Tensor) -> list[_OneOptimizer]:
+        return [part for part in self._parts if not self._is_list or part.holds(parameter)]
+
+
+class _OneOptimizer:
+    """The state and the step of one optimizer.
 
     State is what every tensor in ``optimizer.state[parameter]`` holds after one step. Its size is taken to be linear in
     each dimension of the parameter, which covers element-wise state (Adam), factored state (Adafactor) and constants.
@@ -40,24 +112,19 @@ class OptimizerState:
         self.name, self._options, self._make = _factory(optimizer)
         self._tried: dict[tuple[Any, ...], int] = {}
 
-    def bytes(self, parameter: Tensor) -> int:
-        """The bytes of state that the optimizer keeps for this parameter; 0 where it needs no gradient.
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether this is an optimizer that was made with this parameter."""
+        return id(parameter) in self._options
 
-        Raises:
-            ProfilingError: the optimizer's step failed.
-        """
+    def bytes(self, parameter: Tensor) -> int:
+        """As of ``OptimizerState``."""
         if self.name is None or not parameter.requires_grad or parameter.numel() == 0:
             return 0
         options = self._options.get(id(parameter), {})
         return self._at(_folded(parameter.shape), parameter.dtype, options)
 
     def step(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> Callable[[], None]:
-        """What steps this optimizer on copies of the model's parameters.
-
-        Args:
-            parameters: the model's own; each copy is stepped with the options of its parameter.
-            copies: of those, in their order, which have gradients when the step is called.
-        """
+        """As of ``OptimizerState``."""
         groups: dict[str, tuple[dict[str, Any], list[Tensor]]] = {}
         for parameter, copied in zip(parameters, copies, strict=True):
             options = self._options.get(id(parameter), {})
@@ -71,17 +138,7 @@ class OptimizerState:
         return run
 
     def step_share(self, parameters: Sequence[Tensor]) -> float:
-        """What the step on a GPU makes and frees again, in bytes per byte of the parameters that it steps.
-
-        There torch's optimizers step all parameters of a device together, unless their options say otherwise, and hold
-        temporaries as large as all of them. It is found as the state is: by a real step, on small tensors.
-
-        Args:
-            parameters: the trained ones; the options of the largest count, and its type.
-
-        Returns:
-            0 where parameters are stepped one by one, or in place by one kernel, or that cannot be told.
-        """
+        """As of ``OptimizerState``."""
         largest = max(parameters, key=tensor_bytes, default=None)
         if self.name is None or largest is None:
             return 0.0
@@ -153,6 +210,23 @@ class OptimizerState:
         ) from failure
 
 
+def _listed(optimizer: OptimizerLike) -> list[Any]:
+    """Return the optimizers of a list, or the only one.
+
+    Raises:
+        InputError: the list is empty, or has something else in it.
+    """
+    if not isinstance(optimizer, list | tuple):
+        return [optimizer]
+    for one in optimizers_of(optimizer):
+        if not isinstance(one, Optimizer):
+            raise InputError(
+                f"the list of optimizers has {one!r:.80}; give optimizers that were made with parameters, which say "
+                "what each of them steps, or one name or class for all parameters"
+            )
+    return list(optimizer)
+
+
 def _factory(
     optimizer: OptimizerLike,
 ) -> tuple[str | None, dict[int, dict[str, Any]], Callable[..., Optimizer]]:
@@ -162,7 +236,7 @@ def _factory(
     if isinstance(optimizer, str):
         optimizer = _by_name(optimizer)
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    refuse_lbfgs(kind)
+    refuse_closures(kind)
     if isinstance(optimizer, Optimizer):
         return type(optimizer).__name__, _options(optimizer), _accepting(type(optimizer))
     if isinstance(optimizer, type):

@@ -54,8 +54,8 @@ class Flow(Placed, Protocol):
     def not_captured_because(self) -> str:
         """Why the model runs through hooks; empty where it does not."""
 
-    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Keep what an optimizer has for parameters where these are, from now on."""
+    def follow(self, optimizer: Any) -> None:
+        """Keep an optimizer's state on the devices of its parameters, from now on."""
 
     def cut(
         self, call: Call, options: BatchOptions, sizes_of: Callable[[int], list[int]], weigh: Weights
@@ -143,7 +143,8 @@ class TrainStep:
         refuse_no_flags(outputs=outputs)
         with nothing_held(), self.flow.lock:
             batch = self._taken(inputs, target, chunks)
-            self.flow.follow(self.update.optimizer)
+            for optimizer in self.update.optimizers:
+                self.flow.follow(optimizer)
             keep, self.flow.gradients_wait = kept(self.flow, self.flow.gradients_wait), False
             result = self._computed(batch, keep, outputs)
             self.flow.gradients_wait = not update

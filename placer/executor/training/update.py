@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from placer.errors import InputError, kind_of
-from placer.graph.given import refuse_lbfgs
+from placer.errors import InputError, PlacerError, kind_of
+from placer.graph.given import optimizers_of, refuse_closures
 
 _OF_SCALERS = ("scale", "unscale_", "step", "update", "is_enabled")
 """What is asked of a gradient scaler."""
+
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+"""What a training step steps: one optimizer, a list of them, or None."""
 
 
 @dataclass
@@ -24,33 +28,38 @@ class Update:
     """The end of a training step, on whatever devices the parameters are.
 
     Args:
-        optimizer: is stepped; None to leave that to the caller.
+        optimizer: is stepped, or each one of a list, in its order; None to leave that to the caller.
         scaler: a ``torch.amp.GradScaler``: gradients are of the scaled loss, and a gradient that is infinite on any
-            device lets the optimizer skip the step on all of them.
+            device lets its optimizer skip the step on all of them. Each optimizer of a list decides for itself, as in
+            a loop that calls ``scaler.step`` for each.
         max_norm: the gradients' norm, over all parameters, is clipped to it.
 
     Attributes:
+        optimizers: those that are stepped.
         norm: of the gradients of the latest batch before they were clipped; None where they are not.
 
     Raises:
-        InputError: the optimizer cannot work over several devices, a scaler has no optimizer, or ``max_norm`` is no
+        InputError: an optimizer cannot work over several devices, a scaler has no optimizer, or ``max_norm`` is not a
             positive number.
     """
 
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizers = None
     scaler: Any = None
     max_norm: float | None = None
     norm: Tensor | None = None
+    optimizers: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._refuse_no_optimizer()
-        refuse_lbfgs(type(self.optimizer))
-        if isinstance(self.optimizer, torch.optim.SparseAdam):
-            raise InputError(
-                "SparseAdam takes sparse gradients, and those of a training step are dense; give another optimizer, "
-                "such as SGD or Adagrad, or call the flow, loss.backward() and optimizer.step() yourself"
-            )
-        if self.scaler is not None and self.optimizer is None:
+        self.optimizers = optimizers_of(self.optimizer)
+        for optimizer in self.optimizers:
+            _refuse_no_optimizer(optimizer)
+            refuse_closures(optimizer)
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                raise InputError(
+                    "SparseAdam takes sparse gradients, and those of a training step are dense; give another "
+                    "optimizer, such as SGD or Adagrad, or call the flow, loss.backward() and optimizer.step() yourself"
+                )
+        if self.scaler is not None and not self.optimizers:
             raise InputError("a scaler skips and unscales the optimizer's steps: give train_step the optimizer too")
         if self.scaler is not None and not all(callable(getattr(self.scaler, name, None)) for name in _OF_SCALERS):
             raise InputError(f"scaler is {self.scaler!r}; give a torch.amp.GradScaler, or leave it out")
@@ -58,32 +67,18 @@ class Update:
         if self.max_norm is not None and not (number and self.max_norm > 0 and math.isfinite(self.max_norm)):
             raise InputError(f"max_norm={self.max_norm!r}: give a positive number, or leave it out")
 
-    def _refuse_no_optimizer(self) -> None:
-        given: Any = self.optimizer
-        if isinstance(given, type):
-            wanted = f"{given.__name__}(flow.parameters(), ...)"
-            raise InputError(f"optimizer is the class {given.__name__}; give an instance, such as {wanted}")
-        if isinstance(given, LRScheduler):
-            raise InputError(
-                f"optimizer is {kind_of(given)}, which steps no parameters; give the optimizer that it "
-                "was made for, and step the scheduler yourself"
-            )
-        if given is not None and not callable(getattr(given, "step", None)):
-            raise InputError(f"optimizer is {given!r}; give a torch.optim.Optimizer")
-
     @property
     def count(self) -> int:
-        """How many parameters the optimizer steps; every step asks, so none is looked at."""
+        """How many parameters the optimizers step; every step asks, so it looks at none."""
         return sum(len(group["params"]) for group in self._groups)
 
     def parameters(self) -> list[Tensor]:
-        """What the optimizer steps; none where there is none, or it does not say so."""
+        """The parameters that the optimizers step, as far as they say so in ``param_groups``."""
         return [parameter for group in self._groups for parameter in group["params"]]
 
     @property
-    def _groups(self) -> Sequence[Mapping[str, Any]]:
-        groups: Sequence[Mapping[str, Any]] = getattr(self.optimizer, "param_groups", ())
-        return groups
+    def _groups(self) -> list[Mapping[str, Any]]:
+        return [group for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
 
     def scale(self, device: torch.device) -> Tensor | None:
         """What the loss is multiplied by before its gradient is taken; None for 1.
@@ -114,22 +109,53 @@ class Update:
             raise
 
     def _step(self, module: nn.Module) -> None:
-        if self.scaler is not None:
-            self._clip(module)
-            with _overflow_counted_once(self.optimizer):
-                self.scaler.step(self.optimizer)
-            self.scaler.update()
-            return
         self._clip(module)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        for optimizer in self.optimizers:
+            with _closures_named(optimizer):
+                if self.scaler is None:
+                    optimizer.step()
+                    continue
+                with _overflow_counted_once(optimizer):
+                    self.scaler.step(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
 
     def _clip(self, module: nn.Module) -> None:
         if self.max_norm is None:
             return
         if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
         self.norm = nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
+
+
+def _refuse_no_optimizer(given: Any) -> None:
+    """Raise an InputError for what cannot be stepped."""
+    if isinstance(given, type):
+        wanted = f"{given.__name__}(flow.parameters(), ...)"
+        raise InputError(f"optimizer is the class {given.__name__}; give an instance, such as {wanted}")
+    if isinstance(given, LRScheduler):
+        raise InputError(
+            f"optimizer is {kind_of(given)}, which steps no parameters; give the optimizer that it "
+            "was made for, and step the scheduler yourself"
+        )
+    if not callable(getattr(given, "step", None)):
+        raise InputError(f"optimizer is {given!r}; give a torch.optim.Optimizer, or a list of them")
+
+
+@contextmanager
+def _closures_named(optimizer: Any) -> Iterator[None]:
+    """Name an optimizer that does not do without a closure, though its ``step`` has a default for it."""
+    try:
+        yield
+    except Exception as error:
+        called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
+        if not called_none and (isinstance(error, PlacerError) or "closure" not in str(error).lower()):
+            raise
+        raise InputError(
+            f"{type(optimizer).__name__}.step() failed without a closure ({type(error).__name__}: {error}); a training "
+            "step evaluates the loss once, so give an optimizer that steps by gradients alone, such as AdamW"
+        ) from error
 
 
 @contextmanager

@@ -54,6 +54,45 @@ def test_each_parameter_has_the_options_of_its_group() -> None:
     assert (state.bytes(with_momentum), state.bytes(without)) == (with_momentum.nbytes, 0)
 
 
+def test_of_a_list_each_optimizer_counts_for_the_parameters_that_it_holds() -> None:
+    matrix, vector, free = (nn.Parameter(torch.randn(*shape)) for shape in ((5, 7), (5,), (3,)))
+    pair = [torch.optim.Adam([matrix]), torch.optim.SGD([vector], lr=0.1, momentum=0.9)]
+    state = OptimizerState(pair)
+    assert state.name == "Adam+SGD"
+    assert [state.bytes(one) for one in (matrix, vector, free)] == [2 * matrix.nbytes + 4, vector.nbytes, 0]
+    alone = [
+        _real_bytes(type(one)([held], **options), [held])
+        for one, held, options in ((pair[0], matrix, {}), (pair[1], vector, {"lr": 0.1, "momentum": 0.9}))
+    ]
+    assert [state.bytes(matrix), state.bytes(vector)] == alone
+
+
+def test_a_list_of_optimizers_is_stepped_in_full() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    pair = [torch.optim.SGD(parameters[:1], lr=0.5), torch.optim.SGD(parameters[1:2], lr=0.25)]
+    copies = [nn.Parameter(torch.ones(3)) for _ in parameters]
+    for copied in copies:
+        copied.grad = torch.ones(3)
+    OptimizerState(pair).step(parameters, copies)()
+    assert [float(copied[0].detach()) for copied in copies] == [0.5, 0.75, 1.0]
+
+
+def test_temporaries_of_a_list_are_the_largest_of_one_optimizer() -> None:
+    large, small = nn.Parameter(torch.randn(30, 30)), nn.Parameter(torch.randn(10, 10))
+    for of_large, of_small, share in (
+        (torch.optim.Adam, torch.optim.SGD, 0.9),
+        (torch.optim.SGD, torch.optim.Adam, 0.1),
+    ):
+        state = OptimizerState([of_large([large], lr=0.1), of_small([small], lr=0.1)])
+        assert state.step_share([large, small]) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("given", [[], ["adam"], [torch.optim.Adam]])
+def test_a_list_of_what_is_no_optimizer_is_refused(given: Any) -> None:
+    with pytest.raises(InputError, match="list"):
+        OptimizerState(given)
+
+
 def test_an_optimizer_of_the_users_own_is_run_too() -> None:
     class Keeper(Optimizer):
         def __init__(self, parameters: list[nn.Parameter], copies: int) -> None:

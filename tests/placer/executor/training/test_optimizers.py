@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 
-from placer import DataFlow
+from placer import DataFlow, InputError, devices
 from placer.executor.training.pipeline import Order
+from placer.profiler.optimizer import OptimizerState
 from placer.testing import logical_devices
 
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -191,3 +194,156 @@ def test_parameters_without_a_gradient_are_left_alone_by_the_optimizer(schedule:
     for (name, mine), its in zip(model.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().cpu(), its.detach(), atol=1e-10, rtol=1e-10, msg=name)
         assert (mine.grad is None) == (its.grad is None), name
+
+
+class _SharpnessAware(torch.optim.SGD):
+    """Steps twice over a closure that it must be given."""
+
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        return closure()
+
+
+class _ByKeyword(torch.optim.SGD):
+    def step(self, *, evaluate: Callable[[], float]) -> None:  # type: ignore[override]
+        evaluate()
+
+
+class _ThinksItHasADefault(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "this optimizer requires a closure"
+
+
+class _CallsNone(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return closure()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, _SharpnessAware, _ByKeyword])
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_optimizer_whose_step_needs_a_closure_is_refused_by_name(kind: Any, listed: bool) -> None:
+    model, _ = _models()
+    optimizer = kind(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts another function in the place of step
+    given = [torch.optim.SGD(model.parameters(), lr=0.1), optimizer] if listed else optimizer
+    with pytest.raises(InputError, match=rf"{kind.__name__} evaluates the loss several times.*AdamW"):
+        DataFlow(model).train_step(functional.mse_loss, given)
+    with pytest.raises(InputError, match=kind.__name__):
+        OptimizerState(kind)
+
+
+@pytest.mark.parametrize("kind", [_ThinksItHasADefault, _CallsNone])
+def test_an_optimizer_that_fails_without_a_closure_is_refused_by_name_when_it_is_stepped(kind: Any) -> None:
+    model, _ = _models()
+    with logical_devices(2):
+        step = _placed(model).train_step(functional.mse_loss, kind(model.parameters(), lr=0.1))
+        with pytest.raises(InputError, match=rf"{kind.__name__}.step\(\) failed without a closure"):
+            step(*_batch())
+
+
+def test_an_optimizer_may_take_any_number_of_arguments() -> None:
+    class Free(torch.optim.SGD):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().step(*args, **kwargs)
+
+    model, _ = _models()
+    before = model[0].weight.detach().clone()
+    with logical_devices(2):
+        _placed(model).train_step(functional.mse_loss, Free(model.parameters(), lr=0.1))(*_batch())
+    assert not torch.equal(model[0].weight.detach().cpu(), before)
+
+
+def _pair(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    """Two unlike optimizers, each with parameters on both devices."""
+    groups = _groups(model)
+    return [torch.optim.AdamW(groups[0]["params"], lr=0.05), torch.optim.SGD(groups[1]["params"], lr=0.1, **options)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_list_of_optimizers_steps_as_they_do_one_by_one(schedule: Order, max_norm: float | None) -> None:
+    model, whole = _models()
+    inputs, target = _batch()
+    theirs = _pair(whole, momentum=0.9)
+    with logical_devices(2):
+        ours = _pair(model, momentum=0.9)
+        flow = _placed(model)
+        step = flow.train_step(functional.mse_loss, ours, schedule, max_norm=max_norm)
+        for number in range(4):
+            step(inputs, target, chunks=4, update=number != 1)  # gradients of the second wait for the third
+            if number == 2:  # the state of both moves along
+                flow.layer_gpus.update({"0": 1, "4": 0})
+                flow.update_flow()
+        for optimizer in ours:
+            for parameter, kept in optimizer.state.items():
+                at = {devices.location(value) for name, value in kept.items() if name != "step"}
+                assert at == {devices.location(parameter)}
+    for number in range(4):
+        if number != 2:
+            for optimizer in theirs:
+                optimizer.zero_grad()
+        functional.mse_loss(whole(inputs), target).backward()
+        if number != 1:
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+            for optimizer in theirs:
+                optimizer.step()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-10, rtol=1e-10)
+    saved = [optimizer.state_dict()["state"] for optimizer in (*ours, *theirs)]
+    for mine, its in zip(saved[:2], saved[2:], strict=True):
+        for kept, known in zip(mine.values(), its.values(), strict=True):
+            for name, value in kept.items():
+                torch.testing.assert_close(value.cpu(), known[name], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_each_optimizer_of_a_list_skips_its_own_overflow(overflow: bool) -> None:
+    """As in torch's example of several optimizers: each decides by its own gradients, and the scale is updated once."""
+    model, whole = _models()
+    inputs, target = _batch()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+
+    def infinite(gradient: Tensor) -> Tensor:
+        return gradient * float("inf") if overflow else gradient
+
+    model[4].weight.register_hook(infinite)
+    whole[4].weight.register_hook(infinite)
+    theirs, before = _pair(whole), [parameter.detach().clone() for parameter in whole.parameters()]
+    with logical_devices(2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the hook: micro-batches run one after another
+        ours = _pair(model)
+        _placed(model).train_step(functional.mse_loss, ours, scaler=scalers[0])(inputs, target, chunks=2)
+    scalers[1].scale(functional.mse_loss(whole(inputs), target)).backward()
+    for optimizer in theirs:
+        scalers[1].step(optimizer)
+    scalers[1].update()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-10, rtol=1e-10)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    moved = [not torch.equal(one.detach(), other) for one, other in zip(whole.parameters(), before, strict=True)]
+    assert moved == [not overflow, True] * 3  # weights by the first optimizer, biases by the second
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda one: [], r"optimizer is \[\], an empty list"),
+        (lambda one: [one, one], "one of them twice"),
+        (lambda one: [one, 3], "optimizer is 3; give a torch.optim.Optimizer"),
+        (lambda one: [one, type(one)], "the class SGD"),
+    ],
+)
+def test_a_list_that_cannot_be_stepped_is_refused(wrong: Any, told: str) -> None:
+    model, _ = _models()
+    given = wrong(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(InputError, match=told):
+        DataFlow(model).train_step(functional.mse_loss, given)
+    with pytest.raises(InputError, match="optimizer"):
+        DataFlow(model).update_flow(optimizer=given)
+
+
+def test_a_model_that_no_optimizer_of_a_list_holds_is_refused() -> None:
+    (model, other), _ = _models(), None
+    given = [torch.optim.SGD(other[0].parameters(), lr=0.1), torch.optim.SGD(other[2].parameters(), lr=0.1)]
+    with pytest.raises(InputError, match="holds no parameter of this Sequential"):
+        DataFlow(model).train_step(functional.mse_loss, given)
