@@ -55,7 +55,7 @@ from placer.devices.recording import (
     side_by_side,
     warm_libraries,
 )
-from placer.devices.routes import HOST, detour, has_detour, straight, take_detours
+from placer.devices.routes import HOST, detour, detours, has_detour, set_detours, straight, take_detours
 from placer.devices.stand_ins import Onlooker, Registry, answering, observed, registries, stand_ins, unobserved
 from placer.devices.transfers import Shipment, copy_s, host_buffer
 
@@ -87,6 +87,7 @@ __all__ = [
     "current",
     "default_kind",
     "detour",
+    "detours",
     "fill",
     "fitting_rooms",
     "fragmented_bytes",
@@ -119,6 +120,7 @@ __all__ = [
     "require",
     "resolve",
     "same",
+    "set_detours",
     "shared_lane",
     "side_by_side",
     "speed_facts",

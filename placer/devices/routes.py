@@ -40,6 +40,22 @@ def take_detours(links: Iterable[tuple[str, str]]) -> None:
             continue
 
 
+def detours() -> frozenset[tuple[torch.device, torch.device]]:
+    """Return the links over which copies go through the host's memory."""
+    return frozenset(_detours)
+
+
+def set_detours(links: Iterable[tuple[torch.device, torch.device]]) -> None:
+    """Let copies over these links, and over no others, go through the host's memory.
+
+    Args:
+        links: as ``detours()`` returned them.
+    """
+    wanted = set(links)
+    _detours.intersection_update(wanted)
+    _detours.update(wanted)
+
+
 def straight(source: torch.device, target: torch.device) -> None:
     """From now on, let it go straight again."""
     _detours.discard((source, target))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from threading import Lock, RLock
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -32,11 +32,12 @@ from placer.executor.ordering import stage_by_stage
 from placer.executor.placed_calls import PlacedCalls
 from placer.executor.program import Capture, Program
 from placer.executor.segments import Segment, StateLookup, segments
-from placer.executor.state.apply import Home, move_state, settle
+from placer.executor.state.apply import Home, Whereabouts, bring_state, move_state, settle
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.clones import Clones, state_lookup
+from placer.executor.training.update import Optimizers
 from placer.graph.batch_layout import DEFAULT, Call, Part
-from placer.graph.given import refuse_no_flags, refuse_no_module
+from placer.graph.given import optimizers_of, refuse_no_flags, refuse_no_module
 from placer.graph.granularity import Granularity, as_named
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import flatten_inputs
@@ -141,44 +142,90 @@ class DataFlow(PlacedCalls):
         self,
         placement: Placement | Mapping[str, Any] | None = None,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
     ) -> None:
         """Move the layers to where ``layer_gpus`` says; after this the flow runs them there.
 
+        After an error everything is as before the call: the model and its optimizers, the map and the other settings.
+
         Args:
-            placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the schedule, ``recompute``
-                and ``in_flight`` first.
-            optimizer: one that already holds state for the parameters; its state moves with them, now and later, as
-                that of the optimizers of training steps does.
+            placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the schedule, ``recompute``,
+                ``in_flight``, and the links over which copies go through the host's memory. None leaves them as they
+                are.
+            optimizer: one that already holds state for the parameters, or a list of them; its state moves with them,
+                now and later, as the state of the optimizers of training steps does.
 
         Raises:
             PlacementError: the placement has no layers, or names layers or devices that are not there, or there is no
-                room. Nothing has moved then.
-            InputError: ``optimizer`` is none, or the flow is applied at the moment.
+                room.
+            InputError: ``optimizer`` is not an optimizer, or the flow is applied at the moment.
         """
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(f"optimizer is {optimizer!r}; give the torch.optim.Optimizer whose state is to move")
-        if placement is not None:
-            self._adopt(_placement(placement))
-        if not isinstance(self.layer_gpus, Mapping):
-            raise PlacementError(f"layer_gpus is {self.layer_gpus!r}; give a map of layer names to devices")
-        places = {name: self._device(place) for name, place in self.layer_gpus.items()}
-        refuse_unknown_layers(self.module, places, list(self._default_map()))
-        assignment = Assignment(places, self.output_device)
-        self._granularity = as_named(self._granularity, places)
-        self._devices = list(dict.fromkeys([*self._devices, *places.values()]))
-        self.device_ids = [device.index for device in self._devices]
+        given = optimizers_of(optimizer)
+        for one in given:
+            if not isinstance(one, torch.optim.Optimizer):
+                raise InputError(f"optimizer is {one!r}; give the torch.optim.Optimizer whose state is to move")
         with self.lock:
+            settings, detours = self._settings_of(placement)
             self._hooks.refuse_standing()
-            if self._clones is None:
-                if optimizer is not None:
-                    self._optimizers.discard(optimizer)  # so that what it was given meanwhile is brought, too
-                    self.follow(optimizer)
-                move_state(self.module, assignment.of_state, self._optimizers)
-                if self.clear_cache:
-                    devices.release_cache()
-            self._assignment = assignment
-            self._forget_plans()
+            optimizers = WeakSet([*self._optimizers, *given])
+            before, routes = Whereabouts(self.module, optimizers), devices.detours()
+            covered = [] if self._clones is None else self._clones.places
+            try:
+                self._streams.clear()
+                self._bring(settings["_assignment"], optimizers, given)
+                settings |= {"_optimizers": optimizers, **self._no_plans()}
+                devices.take_detours(detours)
+                self.__dict__.update(settings)
+            except BaseException:
+                devices.set_detours(routes)
+                if self._clones is not None:
+                    self._clones.keep_only(covered)
+                before.restore()
+                raise
+
+    def _settings_of(self, placement: Placement | Mapping[str, Any] | None) -> tuple[dict[str, Any], list[Any]]:
+        """Return the attributes that the flow is to have, and the links that bytes are not to go over straight.
+
+        Args:
+            placement: None keeps ``layer_gpus`` and what belongs to it.
+
+        Raises:
+            PlacementError: layers or devices are not there.
+        """
+        settings: dict[str, Any] = {"layer_gpus": self.layer_gpus, "_granularity": self._granularity}
+        detours: list[Any] = []
+        if placement is not None:
+            found = _placement(placement)
+            settings |= self._adopted(found)
+            detours = list(found.through_host)
+        layer_gpus = settings["layer_gpus"]
+        if not isinstance(layer_gpus, Mapping):
+            raise PlacementError(f"layer_gpus is {layer_gpus!r}; give a map of layer names to devices")
+        places = {name: self._device(place) for name, place in layer_gpus.items()}
+        refuse_unknown_layers(self.module, places, list(self._default_map()))
+        used = list(dict.fromkeys([*self._devices, *places.values()]))
+        return settings | {
+            "_granularity": as_named(settings["_granularity"], places),
+            "_devices": used,
+            "device_ids": [device.index for device in used],
+            "_assignment": Assignment(places, self.output_device),
+        }, detours
+
+    def _bring(
+        self,
+        assignment: Assignment,
+        optimizers: Collection[torch.optim.Optimizer],
+        given: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Move the model's state, and the optimizers', to where a map says; with clones, copy it to devices without."""
+        if self._clones is not None:
+            self._clones.cover(assignment.devices)
+            return
+        move_state(self.module, assignment.of_state, optimizers)
+        for optimizer in given:
+            bring_state(optimizer)
+        if self.clear_cache:
+            devices.release_cache()
 
     def undo(self) -> None:
         """Bring every parameter, gradient, buffer and flag back to where it was before the flow was made.
@@ -189,8 +236,8 @@ class DataFlow(PlacedCalls):
         with self.lock:
             self._hooks.refuse_standing()
             self._home.restore(self.module, self._optimizers)
-            self._assignment = None
-            self._forget_plans()
+            self._streams.clear()
+            self.__dict__.update({"_assignment": None, **self._no_plans()})
         self._granularity = "fine" if self.fine_grained else "submodule"
         self.layer_gpus = self._default_map()
         self.chunks = 1
@@ -315,12 +362,14 @@ class DataFlow(PlacedCalls):
             self._plans[capture] = (graph, with_checkpoints(parts, capture.exported.checkpoints))
         return self._plans[capture]
 
-    def _forget_plans(self) -> None:
-        self._plans.clear()
-        self._settled.clear()
-        self._places = self._places_now()
-        self._streams.clear()
-        self._repeated = RepeatedCalls(self._streams)
+    def _no_plans(self) -> dict[str, Any]:
+        """Return the attributes of a flow whose state has just been moved, and that has not run since."""
+        return {
+            "_plans": {},
+            "_settled": set(),
+            "_places": self._places_now(),
+            "_repeated": RepeatedCalls(self._streams),
+        }
 
     def _refresh_clones(self) -> None:
         if self._clones is not None:
@@ -330,20 +379,24 @@ class DataFlow(PlacedCalls):
                 self._planned_with = self._clones.times_copied
                 self._plans.clear()
 
-    def _adopt(self, placement: Placement) -> None:
+    def _adopted(self, placement: Placement) -> dict[str, Any]:
+        """Return the attributes that a placement sets."""
         places = {name: self._device(place) for name, place in placement.layer_devices.items()}
         refuse_unknown_layers(self.module, places, list(self._default_map()))
         one_kind = len({place.type for place in (*self._devices, *places.values())}) == 1
-        self.layer_gpus = OrderedDict((name, place.index if one_kind else str(place)) for name, place in places.items())
-        self._granularity = tuple(places)
-        self.chunks = placement.chunks
-        if placement.batch_options != DEFAULT:  # else what was declared here stays
-            self.batch_options = placement.batch_options
-        self.schedule = placement.schedule
-        self.recompute = list(placement.recompute)
         interleaved = placement.training and placement.schedule == "interleaved"
-        self.in_flight = placement.step.in_flight if interleaved and placement.step is not None else ()
-        devices.take_detours(placement.through_host)
+        return {
+            "layer_gpus": OrderedDict(
+                (name, place.index if one_kind else str(place)) for name, place in places.items()
+            ),
+            "_granularity": tuple(places),
+            "chunks": placement.chunks,
+            # What was declared here stays where the placement declares nothing.
+            "batch_options": self.batch_options if placement.batch_options == DEFAULT else placement.batch_options,
+            "schedule": placement.schedule,
+            "recompute": list(placement.recompute),
+            "in_flight": placement.step.in_flight if interleaved and placement.step is not None else (),
+        }
 
     def _device(self, place: DeviceLike) -> torch.device:
         """A device as this flow names it: a bare index means the flow's own kind."""

@@ -116,12 +116,16 @@ def nothing_held() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        _clear_frames(error)
+        clear_frames(error)
         raise
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Forget the local variables of the calls that an error passed through, and of their callers, that are over."""
+def clear_frames(error: BaseException | None) -> None:
+    """Forget the local variables of the calls that an error passed through, and of their callers, that are over.
+
+    Args:
+        error: its causes are included; None does nothing.
+    """
     while error is not None:
         for call, _ in traceback.walk_tb(error.__traceback__):
             frame: FrameType | None = call

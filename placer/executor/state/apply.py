@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from placer import devices
 from placer.errors import PlacementError
+from placer.executor.faults import clear_frames
 from placer.graph.layers import LayerGraph, named_state
 from placer.units import bytes_text
 
@@ -43,6 +45,37 @@ def _surroundings(name: str) -> Iterator[str]:
         yield name
 
 
+class Whereabouts:
+    """The device of every tensor of a model and of its optimizers, to bring them back to after a failure.
+
+    Args:
+        module: the model.
+        optimizers: those that may hold state for its parameters.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Collection[torch.optim.Optimizer] = ()) -> None:
+        self._module = module
+        self._optimizers = list(optimizers)
+        self._places = [(tensor, devices.location(tensor)) for tensor in named_state(module).values()]
+        self._of_optimizers = [
+            (state, {name: devices.location(value) for name, value in state.items() if isinstance(value, Tensor)})
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+        ]
+
+    def restore(self) -> None:
+        """Move back what has moved since."""
+        moved = [(tensor, place) for tensor, place in self._places if not _is_at(tensor, place)]
+        for tensor, place in reversed(moved):  # the device that was filled last is emptied first
+            relocate(tensor, place, self._optimizers)
+        for state, places in self._of_optimizers:
+            state.update(
+                {name: devices.copy(state[name], at) for name, at in places.items() if not _is_at(state[name], at)}
+            )
+        if moved:
+            _compact_rnn_weights(self._module)
+
+
 def move_state(
     module: nn.Module,
     place_of: Callable[[str], torch.device | None],
@@ -58,27 +91,35 @@ def move_state(
     Raises:
         PlacementError: a tensor has no data, or a device has no room for it.
     """
-    moved: list[tuple[Tensor, torch.device]] = []
-    for name, tensor in named_state(module).items():
-        target, source = place_of(name), devices.location(tensor)
-        if target is None or devices.same(source, target):
-            continue
-        try:
-            _refuse_without_data(name, tensor)
-            relocate(tensor, target, optimizers)
-        except Exception as error:
-            for done, back in reversed(moved):
-                relocate(done, back, optimizers)
-            if isinstance(error, torch.OutOfMemoryError):
-                size = bytes_text(tensor.numel() * tensor.element_size())
-                raise PlacementError(
-                    f"no room on {target} for {name!r} ({size}); the model was put back. "
-                    "Place fewer layers there, or give the placement a lower memory limit for it"
-                ) from error
-            raise
-        moved.append((tensor, source))
-    if moved:
-        _compact_rnn_weights(module)
+    before = Whereabouts(module, optimizers)
+    try:
+        has_moved = False
+        for name, tensor in named_state(module).items():
+            target = place_of(name)
+            if target is not None and not _is_at(tensor, target):
+                _refuse_without_data(name, tensor)
+                _relocate_named(name, tensor, target, optimizers)
+                has_moved = True
+        if has_moved:
+            _compact_rnn_weights(module)
+    except BaseException:
+        before.restore()
+        raise
+
+
+def _relocate_named(
+    name: str, tensor: Tensor, target: torch.device, optimizers: Collection[torch.optim.Optimizer]
+) -> None:
+    """Move one tensor; where its device is full, raise an error that names both."""
+    try:
+        relocate(tensor, target, optimizers)
+    except torch.OutOfMemoryError as error:
+        clear_frames(error)  # they hold the copies for which there was room
+        size = bytes_text(tensor.numel() * tensor.element_size())
+        raise PlacementError(
+            f"no room on {target} for {name!r} ({size}); the model was put back. "
+            "Place fewer layers there, or give the placement a lower memory limit for it"
+        ) from error
 
 
 def settle(
@@ -106,18 +147,45 @@ def settle(
 
 @torch.inference_mode(False)  # inside it, what is made could not be trained later
 def relocate(tensor: Tensor, target: torch.device, optimizers: Collection[torch.optim.Optimizer] = ()) -> None:
-    """Move one tensor's data, its gradient and the optimizers' state for it; the object stays the same."""
+    """Move one tensor's data, its gradient and the optimizers' state for it; the object stays the same.
+
+    After an error all of them are as before.
+    """
     gradient = tensor.grad if tensor.is_leaf else None
-    data = devices.copy(tensor, target)
-    moved_gradient = None if gradient is None else devices.copy(gradient, target)
-    moved_state = [(each, _moved_optimizer_state(tensor, target, each)) for each in optimizers if tensor in each.state]
-    if gradient is not None:
-        tensor.grad = None
-    tensor.data = data
-    if moved_gradient is not None:
-        tensor.grad = moved_gradient
-    for optimizer, state in moved_state:
-        optimizer.state[tensor].update(state)
+    moved = _Contents(
+        devices.copy(tensor, target),
+        None if gradient is None else devices.copy(gradient, target),
+        [
+            (each.state[tensor], _moved_optimizer_state(tensor, target, each))
+            for each in optimizers
+            if tensor in each.state
+        ],
+    )
+    before = _Contents(tensor.data, gradient, [(state, dict(state)) for state, _ in moved.states])
+    try:
+        moved.fill(tensor)
+    except BaseException:
+        before.fill(tensor)
+        raise
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a tensor holds, its gradient, and the optimizers' state for it with what that is to hold."""
+
+    data: Tensor
+    gradient: Tensor | None
+    states: list[tuple[dict[str, Any], dict[str, Any]]]
+
+    def fill(self, tensor: Tensor) -> None:
+        """Let the tensor hold all of this."""
+        if tensor.is_leaf:
+            tensor.grad = None  # one on another device than the data is refused
+        tensor.data = self.data
+        if self.gradient is not None:
+            tensor.grad = self.gradient
+        for state, contents in self.states:
+            state.update(contents)
 
 
 @torch.inference_mode(False)
@@ -142,6 +210,10 @@ def _moved_optimizer_state(tensor: Tensor, target: torch.device, optimizer: torc
         and (key != "step" or on_device)
         and not devices.same(devices.location(value), target)
     }
+
+
+def _is_at(tensor: Tensor, place: torch.device) -> bool:
+    return devices.same(devices.location(tensor), place)
 
 
 def _refuse_without_data(name: str, tensor: Tensor) -> None:

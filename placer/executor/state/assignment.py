@@ -45,6 +45,11 @@ class Assignment:
                     path = path.rpartition(".")[0]
                     self._inner.setdefault(path, device)
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that the map names, and the one where everything else goes."""
+        return list(dict.fromkeys([*self._exact.values(), self._default]))
+
     def of_path(self, path: str) -> torch.device | None:
         """The device of a module path, or None where the map says nothing of it."""
         here = path

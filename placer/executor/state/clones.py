@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,10 @@ class Clones:
 
     def __init__(self, module: nn.Module, places: Sequence[torch.device]) -> None:
         self._module = module
-        self._places = list(places)
         self._census: Census | None = None
         self._state: dict[str, Tensor] = {}
         self._written: list[int] = []
-        self._copies: dict[torch.device, dict[str, Tensor]] = {}
+        self._copies: dict[torch.device, dict[str, Tensor]] = {place: {} for place in places}
         self.times_copied = 0
         self.refresh()
 
@@ -46,12 +45,32 @@ class Clones:
         written = writes([*self._state.values()])
         if written == self._written:
             return
-        self._written = written
+        self._copies = {place: self._copied_to(place) for place in self._copies}
+        self._written = written  # only now: after a failure the next call copies again
         self.times_copied += 1
-        with torch.no_grad():
-            self._copies = {
-                place: {name: _twin(tensor, place) for name, tensor in self._state.items()} for place in self._places
-            }
+
+    def cover(self, places: Iterable[torch.device]) -> None:
+        """Copy the state to devices on which there is none yet; after an error there are no more copies than before.
+
+        Args:
+            places: the devices that a map names.
+        """
+        self.refresh()
+        self._copies |= {place: self._copied_to(place) for place in places if place not in self._copies}
+
+    @property
+    def places(self) -> list[torch.device]:
+        """The devices that have copies."""
+        return list(self._copies)
+
+    def keep_only(self, places: Collection[torch.device]) -> None:
+        """Let go of the copies on all devices but these."""
+        self._copies = {place: copies for place, copies in self._copies.items() if place in places}
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _copied_to(self, place: torch.device) -> dict[str, Tensor]:
+        return {name: _twin(tensor, place) for name, tensor in self._state.items()}
 
     def refuse_training(self) -> None:
         """Raise an InputError where the model would be trained: clones would not be."""
@@ -64,10 +83,7 @@ class Clones:
 
     def get(self, name: str, place: torch.device) -> Tensor:
         """The copy of a parameter or buffer on a device."""
-        if place not in self._copies:
-            self._places.append(place)
-            self._written = []
-            self.refresh()
+        self.cover([place])
         return self._copies[place][name]
 
 
