@@ -86,7 +86,8 @@ def suggest(
             solved in this process.
         devices: to place on: a count, a list of devices, or None for all that are available.
         training: whether a training step or inference is placed; a given profile of inference is placed as such.
-        optimizer: whose state takes memory, in training: a name from ``torch.optim``, a class, an optimizer, or None.
+        optimizer: whose state takes memory, in training: a name from ``torch.optim``, a class, an optimizer, a list of
+            optimizers, or None.
         granularity: how the model is cut into layers: ``auto``, ``submodule``, ``fine``, a depth, or a function.
         objective: what is made small: ``throughput``, the bottleneck; ``step``, the time of a whole batch; ``latency``,
             one sample's time; ``memory``, the largest use; or ``devices``, how many keep within ``bottleneck_ms``.

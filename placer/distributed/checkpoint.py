@@ -26,6 +26,7 @@ from placer.distributed import optimizer_state
 from placer.distributed.parcels import as_bytes
 from placer.distributed.together import together
 from placer.errors import InputError, kind_of
+from placer.graph.given import optimizers_of
 
 _OPTIMIZER = "optimizer."
 
@@ -88,7 +89,7 @@ def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> No
 def save(
     module: nn.Module,
     path: str | PathLike[str],
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Write what all processes hold.
@@ -98,8 +99,8 @@ def save(
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     with together(group, "write its part of the checkpoint"):
-        if optimizer is not None:  # a process without parameters may have none
-            state["optimizer"] = optimizer_state.flat(module, optimizer)
+        for each in optimizers_of(optimizer):  # none, perhaps, of a process without parameters
+            state.setdefault("optimizer", {}).update(optimizer_state.flat(module, each))
     with _explained("written", path):
         state_dict_saver.save(_filled(state), checkpoint_id=path, process_group=group)
 
@@ -107,7 +108,7 @@ def save(
 def load(
     module: nn.Module,
     path: str | PathLike[str],
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Read what this process holds.
@@ -118,14 +119,15 @@ def load(
     state: dict[str, Any] = {"model": module.state_dict()}
     with _explained("read", path):
         with together(group, "read its part of the checkpoint"):
-            if optimizer is not None:
-                there = FileSystemReader(path).read_metadata().state_dict_metadata
-                kept = {key.removeprefix(_OPTIMIZER): item for key, item in there.items() if key.startswith(_OPTIMIZER)}
-                state["optimizer"] = optimizer_state.places(module, optimizer, kept)
+            optimizers = optimizers_of(optimizer)
+            there = FileSystemReader(path).read_metadata().state_dict_metadata if optimizers else {}
+            kept = {key.removeprefix(_OPTIMIZER): item for key, item in there.items() if key.startswith(_OPTIMIZER)}
+            for each in optimizers:
+                state.setdefault("optimizer", {}).update(optimizer_state.places(module, each, kept))
         state_dict_loader.load(_filled(state), checkpoint_id=path, process_group=group)
     module.load_state_dict(state["model"])
-    if optimizer is not None:
-        optimizer_state.put(module, optimizer, state["optimizer"])
+    for each in optimizers:
+        optimizer_state.put(module, each, state["optimizer"])
 
 
 def _filled(state: dict[str, Any]) -> dict[str, Any]:

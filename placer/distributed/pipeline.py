@@ -239,24 +239,32 @@ class Pipeline:
         checkpoint.take(self.module, state, self._names.saved)
         self._weights.empty = False
 
-    def save(self, path: str | PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+    def save(
+        self,
+        path: str | PathLike[str],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    ) -> None:
         """Write a checkpoint that any number of processes, or the unsplit model, can load. Every process must call it.
 
         Args:
             path: of a folder that all processes see.
-            optimizer: of this process's parameters, whose state is saved too.
+            optimizer: one or several of this process's parameters, whose state is saved too.
 
         Raises:
             InputError: it cannot be written there.
         """
         checkpoint.save(self.module, path, optimizer, self._group)
 
-    def load(self, path: str | PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+    def load(
+        self,
+        path: str | PathLike[str],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    ) -> None:
         """Read a checkpoint that ``save`` wrote, on however many processes. Every process must call it.
 
         Args:
             path: of the folder.
-            optimizer: of this process's parameters, whose state is read too.
+            optimizer: one or several of this process's parameters, whose state is read too.
 
         Raises:
             InputError: it cannot be read, or is of another model or optimizer.

@@ -104,8 +104,8 @@ def profile(
         example_inputs: of one micro-batch: one argument, a tuple of positional or a dict of keyword arguments.
         devices: a count, a list of devices, or None for all that are available. Each type of device is measured once.
         training: whether to measure a training step; the model is profiled in training mode, else in evaluation mode.
-        optimizer: whose state counts, in training: a name from ``torch.optim``, a class, an optimizer, a function of a
-            list of parameters that makes one, or None.
+        optimizer: whose state counts, in training: a name from ``torch.optim``, a class, an optimizer, a list of
+            optimizers, a function of a list of parameters that makes one, or None.
         granularity: how the model is cut into layers, see ``capture``.
         progress: whether to show a bar on stderr: where it is a terminal, ``"always"``, or not.
         repeats: how often each pass is timed at most; medians are kept.

@@ -31,6 +31,15 @@ def optimizer_of(pipeline: Pipeline, kind: str) -> torch.optim.Optimizer:
     return OPTIMIZERS[kind]([{"params": list(pipeline.parameters())}])
 
 
+def optimizers_of(pipeline: Pipeline, kinds: str) -> list[torch.optim.Optimizer]:
+    """The optimizer of a kind; of two kinds (``"adamw+sgd"``) one for matrices, and one for the other parameters."""
+    first, _, second = kinds.partition("+")
+    if not second:
+        return [optimizer_of(pipeline, first)]
+    halves = [[one for one in pipeline.parameters() if (one.dim() > 1) is matrices] for matrices in (True, False)]
+    return [OPTIMIZERS[kind]([{"params": half}]) for kind, half in zip((first, second), halves, strict=True)]
+
+
 def members(places: Mapping[str, str]) -> dist.ProcessGroup | None:
     """The group of as many processes as there are devices; None in the others."""
     ranks = list(range(len(set(places.values()))))
@@ -84,27 +93,29 @@ def resumed(make: Make, places: Mapping[str, str], others: Mapping[str, str], ki
     found: list[list[float]] = [[], []]
     if group is not None:
         pipeline, inputs, target, _ = built(make, places, 2, group)
-        optimizer = optimizer_of(pipeline, kind)
-        _steps(pipeline, optimizer, inputs, target)
-        pipeline.save(path, optimizer)
-        found[0] = _steps(pipeline, optimizer, inputs, target)
+        optimizers = optimizers_of(pipeline, kind)
+        _steps(pipeline, optimizers, inputs, target)
+        pipeline.save(path, optimizers)
+        found[0] = _steps(pipeline, optimizers, inputs, target)
     dist.barrier()
     if second is not None:
         pipeline, inputs, target, _ = built(make, others, 2, second)
         for parameter in pipeline.parameters():
             nn.init.constant_(parameter, 0.5)
-        optimizer = optimizer_of(pipeline, kind)
-        pipeline.load(path, optimizer)
-        found[1] = _steps(pipeline, optimizer, inputs, target)
+        optimizers = optimizers_of(pipeline, kind)
+        pipeline.load(path, optimizers)
+        found[1] = _steps(pipeline, optimizers, inputs, target)
     return found
 
 
-def _steps(pipeline: Pipeline, optimizer: torch.optim.Optimizer, inputs: Any, target: Any) -> list[float]:
+def _steps(pipeline: Pipeline, optimizers: list[torch.optim.Optimizer], inputs: Any, target: Any) -> list[float]:
     losses = []
     for _ in range(2):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss = pipeline.step(inputs, target)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         losses += [] if loss is None else [loss.item()]
     return losses
 
@@ -311,11 +322,11 @@ def evaluated_elsewhere(
     model, inputs, target, loss_fn = make()
     example = micro_batches(inputs, 2)[0]
     trainer = distributed.build(model.train(), places, example, loss_fn, chunks=2, group=group)
-    optimizer = optimizer_of(trainer, "sgd")
+    optimizers = optimizers_of(trainer, "sgd")
     made: list[Tensor] = []
     for _ in range(2):
         model.train()
-        _steps(trainer, optimizer, inputs, target)
+        _steps(trainer, optimizers, inputs, target)
         judge = distributed.build(model.eval(), others, example, chunks=2, group=group)
         result = judge(inputs)
         made += [] if result is None else [result]
