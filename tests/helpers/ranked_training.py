@@ -15,7 +15,7 @@ from ranked import Make, built, gradients, micro_batches, unsplit_pass
 from refused import told
 from torch import Tensor, nn
 
-from placer import distributed
+from placer import DataFlow, distributed
 from placer.distributed import Pipeline
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
@@ -355,3 +355,21 @@ def clipped_norm(make: Make, places: Mapping[str, str], max_norm: float) -> dict
     pipeline.step(inputs, target)
     norm = pipeline.clip_grad_norm_(max_norm).item()
     return {"norm": norm, "gradients": gradients(pipeline)}
+
+
+def of_wrapped_flow(make: Make) -> tuple[str, dict[str, Tensor]]:
+    """What a training step of a flow inside DistributedDataParallel says, and the gradients by a call of that.
+
+    Each process has its share of the batch.
+    """
+    torch.manual_seed(0)
+    model, inputs, target, loss_fn = make()
+    mine = [tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (inputs, target)]
+    flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+    for index, name in enumerate(flow.layer_gpus):
+        flow.layer_gpus[name] = 2 * index // len(flow.layer_gpus)
+    flow.update_flow()
+    wrapped = nn.parallel.DistributedDataParallel(flow)
+    refusal = told(lambda: flow.train_step(loss_fn))
+    loss_fn(wrapped(mine[0]), mine[1]).backward()
+    return refusal, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -20,6 +20,7 @@ from placer.executor.micro_batches import MicroBatches
 from placer.executor.pipeline import micro_batch_sizes, to_device
 from placer.executor.state.statistics import refuse_uncaptured
 from placer.executor.training.batch import Batch
+from placer.executor.training.data_parallel import refuse_data_parallel
 from placer.executor.training.input_gradients import detached, hand_out
 from placer.executor.training.kept import Kept
 from placer.executor.training.loss_check import LossChecks
@@ -79,8 +80,8 @@ class TrainStep:
         weigh: ``BatchOptions.weigh``, where it is given apart.
 
     Raises:
-        InputError: the loss is no function, or has parameters of its own; the schedule is not known; or the optimizer
-            is of another model.
+        InputError: the loss is no function, or has parameters of its own; the schedule is not known; the optimizer
+            is of another model; or DistributedDataParallel is around the model or in it.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class TrainStep:
         refuse_no_options(options)
         if schedule not in SCHEDULES:
             raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
+        refuse_data_parallel(flow.module)
         self._others = Others(update, flow.module)
         self.flow = flow
         self.loss_fn = Weighing(loss_fn, merged(options, weigh))
@@ -280,6 +282,7 @@ class TrainStep:
         if not flow.module.training:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
         room_of(flow.in_flight)
+        refuse_data_parallel(flow.module)
 
     @torch.enable_grad()
     def _through_hooks(self, batch: Batch, keep: Keep, outputs: bool) -> tuple[Tensor, list[Any]]:

@@ -1,0 +1,74 @@
+"""DistributedDataParallel around a model, or in it: gradients of a training step would never reach it.
+
+It adds up the gradients of all processes by hooks of C++ on the parameters' gradients. The passes of a training step
+are recorded over aliases of the parameters, which have no such hooks: each process would go on with its own gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from placer.errors import InputError
+
+_SEEN, _CLEARED = "placer has seen it", "placer has found no DistributedDataParallel that holds it"
+"""What is noted on a gradient accumulator."""
+
+
+def refuse_data_parallel(module: nn.Module) -> None:
+    """Refuse a model of whose parameters DistributedDataParallel holds some.
+
+    Nothing leads from a model to what wraps it, so all objects of the process are looked through. That takes a tenth
+    of a second, and is done only while something holds the gradient accumulator of the first trained parameter, as
+    DistributedDataParallel does: once for each accumulator.
+
+    Args:
+        module: the model.
+
+    Raises:
+        InputError: there is one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):  # without, there can be none
+        return
+    if any(isinstance(child, DistributedDataParallel) for child in module.modules()):
+        raise _refusal()
+    trained = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
+    if trained is None or not _is_held(trained):
+        return
+    notes = get_gradient_edge(trained).node.metadata
+    if _CLEARED not in notes:
+        own = {id(parameter) for parameter in module.parameters()}
+        if any(_holds(other, own) for other in gc.get_objects()):
+            raise _refusal()
+        notes[_CLEARED] = True
+
+
+def _refusal() -> InputError:
+    return InputError(
+        "DistributedDataParallel holds parameters of this flow, and reduces the gradients of its own backward passes "
+        "only: those of a training step would stay unreduced, each process on its own. Place the model, wrap the flow, "
+        "ddp = DistributedDataParallel(flow), and train without train_step: loss_fn(ddp(inputs), target).backward(), "
+        "then optimizer.step()"
+    )
+
+
+def _is_held(parameter: nn.Parameter) -> bool:
+    """Whether something else holds the parameter's gradient accumulator.
+
+    Autograd makes an accumulator when one is needed, and lets it go with the last graph, or hook, that has it.
+    """
+    node = get_gradient_edge(parameter).node
+    node.metadata[_SEEN] = True
+    del node
+    return _SEEN in get_gradient_edge(parameter).node.metadata
+
+
+def _holds(other: object, parameters: set[int]) -> bool:
+    # By its type alone: ``isinstance`` asks some objects, a dead proxy say, for more.
+    is_one = DistributedDataParallel in type(other).__mro__
+    return is_one and any(id(one) in parameters for one in cast(nn.Module, other).parameters())
