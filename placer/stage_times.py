@@ -129,9 +129,8 @@ class Stages:
     def _loss_ms(self, flow: DataFlow) -> tuple[float, float]:
         """The time of the loss alone, forwards and backwards."""
         with torch.no_grad():
-            outputs = flow(*self._args, chunks=1, **self._kwargs)
+            outputs, where = flow.called_for_loss(self._args, self._kwargs)
         leaves, structure = flatten(outputs)
-        where = flow.output_device
         leaves = [
             leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves

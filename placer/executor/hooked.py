@@ -42,17 +42,18 @@ class HookPath:
         self.runs = False
 
     def run(
-        self, assignment: Assignment, parts: Sequence[Part], target: torch.device
-    ) -> tuple[list[list[Any]], list[Structure], Any]:
+        self, assignment: Assignment, parts: Sequence[Part], target: torch.device | None
+    ) -> tuple[list[list[Any]], list[Structure], Any, torch.device]:
         """Run every micro-batch.
 
         Args:
             assignment: the devices of the modules, whose state is there.
             parts: the inputs of each.
-            target: where results go.
+            target: where results go; where the last module ran if None.
 
         Returns:
-            The flattened results of each, their structures, and what the last one was given, as the model left it.
+            The flattened results of each, their structures, what the last one was given, as the model left it, and
+            where its results are.
 
         Raises:
             CaptureError: a module allows no hooks.
@@ -65,19 +66,27 @@ class HookPath:
                 for part in parts:
                     args, kwargs = part.inputs.unflatten(part.tensors)
                     leaves, structure = flatten(self._module(*args, **kwargs))
-                    results.append(to_device(leaves, target))
+                    place = target or self._latest(assignment)
+                    results.append(to_device(leaves, place))
                     structures.append(structure)
         finally:
             self.runs = False
-        return results, structures, (args, kwargs)
+        return results, structures, (args, kwargs), place
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.device) -> Any:
+    def call(
+        self, assignment: Assignment, args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.device | None
+    ) -> tuple[Any, torch.device]:
         """Run the model, in ``standing``, on the caller's own lists and objects.
 
         Args:
+            assignment: the devices of the modules, whose state is there.
             args: what it takes.
             kwargs: the same.
-            target: where results go, but for what it was given: a cache has its tensors where they are needed.
+            target: where results go, but for what it was given: a cache has its tensors where they are needed. Where
+                the last module ran if None.
+
+        Returns:
+            What the model returns, and where its tensors are.
         """
         assert self._standing is not None
         self.runs = True
@@ -86,10 +95,16 @@ class HookPath:
                 result = self._module(*args, **kwargs)
         finally:
             self.runs = False
+        place = target or self._latest(assignment)
         leaves, structure = flatten(result)
         given = set(map(id, flatten((args, kwargs))[0]))
-        moved = [leaf if id(leaf) in given else to_device([leaf], target)[0] for leaf in leaves]
-        return result if all(map(is_, leaves, moved)) else structure.unflatten(moved)
+        moved = [leaf if id(leaf) in given else to_device([leaf], place)[0] for leaf in leaves]
+        return (result if all(map(is_, leaves, moved)) else structure.unflatten(moved)), place
+
+    def _latest(self, assignment: Assignment) -> torch.device:
+        """The device of the module that was entered last, as long as the model runs."""
+        assert self._standing is not None
+        return self._standing.place or assignment.default
 
     @contextmanager
     def standing(self, assignment: Assignment, again: Standing | None = None) -> Iterator[None]:

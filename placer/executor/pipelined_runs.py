@@ -57,7 +57,8 @@ class PipelinedRuns(nn.Module):
 
         Args:
             loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given unless ``batch_options`` say
-                otherwise; or that and a dict of further values, ``(loss, {"accuracy": accuracy})``. It becomes a part
+                otherwise; or that and a dict of further values, ``(loss, {"accuracy": accuracy})``. It runs on the
+                device of the last layer, where tensors of its own belong; its buffers are brought. It becomes a part
                 of the passes when they are made: what changes from step to step, such as a weight, has to be in the
                 target. For a loss that does something else from now on, make another step.
             optimizer: any of torch's whose ``step`` needs no closure, stepped after every batch, or a list of them,
@@ -79,9 +80,9 @@ class PipelinedRuns(nn.Module):
                 joined; the flow's own if None.
 
         Returns:
-            ``step(inputs, target) -> loss``, the loss of the batch. ``inputs`` is one tensor, a tuple of positional
-            or a dict of keyword arguments. With ``update=False`` a step leaves its gradients to the next one; with
-            ``outputs=True`` it returns the model's result as well.
+            ``step(inputs, target) -> loss``, the loss of the batch, on the device of the last layer. ``inputs`` is one
+            tensor, a tuple of positional or a dict of keyword arguments. With ``update=False`` a step leaves its
+            gradients to the next one; with ``outputs=True`` it returns the model's result as well.
 
         Raises:
             InputError: an argument cannot be used; the message says which, and what can.

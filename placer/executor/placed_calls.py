@@ -87,25 +87,44 @@ class PlacedCalls(PipelinedRuns):
             BatchError: micro-batches give something else than the batch does.
             InputError: the options do not fit the call, or it cannot be cut.
         """
-        chunks = self.chunks if chunks is None else chunks
         options = self.batch_options if batch_options is None else batch_options
+        return self._call((args, kwargs), self.chunks if chunks is None else chunks, options, self.output_device)[0]
+
+    def called_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.device]:
+        """Run the model on one micro-batch; results stay where the last layer runs, as a loss of them runs there.
+
+        Args:
+            args: as the model takes them, on any device.
+            kwargs: the same.
+
+        Returns:
+            What the model returns, and the device that all its tensors are on.
+        """
+        return self._call((args, kwargs), 1, self.batch_options, None)
+
+    def _call(
+        self, call: Call, chunks: int, options: BatchOptions, target: torch.device | None
+    ) -> tuple[Any, torch.device]:
+        """Run the model; results go to a device, or to where the last layer runs if it is None."""
+        args, kwargs = call
         refuse_no_chunks(chunks)
         refuse_no_options(options)
         if self._assignment is None:
             self._tell_of_edits()
-            return self.module(*args, **kwargs)
+            return self.module(*args, **kwargs), self.output_device
         # The lock also while it runs: a GPU that records for one thread does nothing for others.
         with nothing_held(), self._turn(), self._hooks.paused():
             if self._assignment is None:  # another thread has undone it meanwhile
-                return self.module(*args, **kwargs)
+                return self.module(*args, **kwargs), self.output_device
             weigh = partial(self._weigh, options, args, kwargs)
-            cut = self._cutter.cut((args, kwargs), options, partial(even_sizes, chunks=chunks), weigh)
+            cut = self._cutter.cut(call, options, partial(even_sizes, chunks=chunks), weigh)
             each = weigh(cut.layout.size) if len(cut.sizes) > 1 else None
             weights = None if each is None else [float(part.sum()) for part in torch.split(each, cut.sizes)]
             captures, results = self._run_recorded(cut.parts, cut.sizes)
             if captures is None:
-                return self._run_hooked((args, kwargs), cut, weights)
+                return self._run_hooked(call, cut, weights, target)
             plans = self._planned(captures) if results is None else [self._plan(captures[0])]
+            place = target or plans[0][1][-1].device
             if results is None:
                 deferred = self.deferred_batch_norm and self.module.training
                 # While the flow is applied, what is left in a cache stays with the layers that will read it.
@@ -113,12 +132,12 @@ class PlacedCalls(PipelinedRuns):
                 parts = [part.tensors for part in cut.parts]
                 looks = self._repeated.looked_at(captures, parts, cut.sizes, self._devices)
                 with looks if self._can_be_streamed(cut.sizes) else nullcontext():
-                    results = call_captured(plans, parts, self.output_device, deferred, returned)
+                    results = call_captured(plans, parts, place, deferred, returned)
         graphs = [capture.exported for capture in captures]
         result, left = joined(results, graphs, cut.sizes, cut.joining, weights)
         if (found := graphs[0].left) is not None and not (cut.layout.lists and len(graphs) > 1):
-            found.give_back((args, kwargs), cut.tensors, left)
-        return result
+            found.give_back(call, cut.tensors, left)
+        return result, place
 
     @staticmethod
     def _weigh(options: BatchOptions, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Tensor | None:
@@ -136,7 +155,7 @@ class PlacedCalls(PipelinedRuns):
         part = self.laid_out(call)
         if self._clones is None and not self._has_scripts():
             self._bring_back()
-            (leaves,), (structure,), _ = self._hooks.run(self._assignment, [part], self.output_device)
+            (leaves,), (structure,), *_ = self._hooks.run(self._assignment, [part], self.output_device)
             return structure.unflatten(leaves)
         captures = self._program.captures([part])
         if captures is None:
@@ -234,7 +253,9 @@ class PlacedCalls(PipelinedRuns):
         self._bring_back()
         return [self._plan(capture) for capture in captures]
 
-    def _run_hooked(self, call: Call, cut: MicroBatches, weights: list[float] | None) -> Any:
+    def _run_hooked(
+        self, call: Call, cut: MicroBatches, weights: list[float] | None, target: torch.device | None
+    ) -> tuple[Any, torch.device]:
         """Run through hooks, micro-batches one after another."""
         if self._clones is not None:
             raise InputError(
@@ -246,7 +267,7 @@ class PlacedCalls(PipelinedRuns):
         self._bring_back()
         began = perf_counter()
         try:
-            result = self._through_hooks(call, cut, weights)
+            result = self._through_hooks(call, cut, weights, target)
         except Exception as error:
             if not checkpoints.is_over(error):
                 self._program.doubt_refusal()
@@ -254,15 +275,17 @@ class PlacedCalls(PipelinedRuns):
         self._program.note_passed(perf_counter() - began)
         return result
 
-    def _through_hooks(self, call: Call, cut: MicroBatches, weights: list[float] | None) -> Any:
+    def _through_hooks(
+        self, call: Call, cut: MicroBatches, weights: list[float] | None, target: torch.device | None
+    ) -> tuple[Any, torch.device]:
         assert self._assignment is not None
         if self._hooks.stand and len(cut.parts) == 1:
-            return self._hooks.call(*call, self.output_device)
-        results, structures, after = self._hooks.run(self._assignment, cut.parts, self.output_device)
+            return self._hooks.call(self._assignment, *call, target)
+        results, structures, after, place = self._hooks.run(self._assignment, cut.parts, target)
         if len(cut.parts) == 1:
             give_back(call, after)
         nests = [structure.unflatten(leaves) for leaves, structure in zip(results, structures, strict=True)]
-        return join(nests, cut.sizes, cut.joining, weights)
+        return join(nests, cut.sizes, cut.joining, weights), place
 
     def compare_capture(self, capture: Capture, part: Part) -> str:
         """Return in what a new graph differs from the model, run as it is placed; an empty string if in nothing.
@@ -299,6 +322,7 @@ class PlacedCalls(PipelinedRuns):
     def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
         """The inputs of a call, flattened, with their batch dimensions."""
         raise NotImplementedError
+
 
     def _tell_of_edits(self) -> None:
         """Warn where a map was made that nothing follows yet."""

@@ -31,10 +31,13 @@ class Assignment:
     Args:
         devices: layer name -> device.
         default: where everything else goes.
+
+    Attributes:
+        default: the same.
     """
 
     def __init__(self, devices: Mapping[str, torch.device], default: torch.device) -> None:
-        self._default = default
+        self.default = default
         self._exact = dict(devices)
         self._inner: dict[str, torch.device] = {}
         for name, device in devices.items():
@@ -48,7 +51,7 @@ class Assignment:
     @property
     def devices(self) -> list[torch.device]:
         """The devices that the map names, and the one where everything else goes."""
-        return list(dict.fromkeys([*self._exact.values(), self._default]))
+        return list(dict.fromkeys([*self._exact.values(), self.default]))
 
     def of_path(self, path: str) -> torch.device | None:
         """The device of a module path, or None where the map says nothing of it."""
@@ -62,13 +65,13 @@ class Assignment:
 
     def of_state(self, name: str) -> torch.device:
         """The device of a parameter or buffer."""
-        return self.of_path(name.rpartition(".")[0]) or self._default
+        return self.of_path(name.rpartition(".")[0]) or self.default
 
     def of_layers(self, graph: LayerGraph) -> list[torch.device]:
         """The device of every layer, in execution order."""
         found: list[torch.device] = []
         for layer in graph.layers:
-            found.append(self._of_layer(layer) or (found[-1] if found else self._default))
+            found.append(self._of_layer(layer) or (found[-1] if found else self.default))
         return found
 
     def _of_layer(self, layer: Layer) -> torch.device | None:

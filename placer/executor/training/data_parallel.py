@@ -7,7 +7,7 @@ are recorded over aliases of the parameters, which have no such hooks: each proc
 from __future__ import annotations
 
 import gc
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -40,7 +40,7 @@ def refuse_data_parallel(module: nn.Module) -> None:
     trained = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
     if trained is None or not _is_held(trained):
         return
-    notes = get_gradient_edge(trained).node.metadata
+    notes = _notes(trained)
     if _CLEARED not in notes:
         own = {id(parameter) for parameter in module.parameters()}
         if any(_holds(other, own) for other in gc.get_objects()):
@@ -62,10 +62,14 @@ def _is_held(parameter: nn.Parameter) -> bool:
 
     Autograd makes an accumulator when one is needed, and lets it go with the last graph, or hook, that has it.
     """
-    node = get_gradient_edge(parameter).node
-    node.metadata[_SEEN] = True
-    del node
-    return _SEEN in get_gradient_edge(parameter).node.metadata
+    _notes(parameter)[_SEEN] = True
+    return _SEEN in _notes(parameter)
+
+
+def _notes(parameter: nn.Parameter) -> dict[str, Any]:
+    """What is noted on the parameter's gradient accumulator; a new one has nothing."""
+    notes: dict[str, Any] = cast(Any, get_gradient_edge(parameter).node).metadata  # torch declares a method
+    return notes
 
 
 def _holds(other: object, parameters: set[int]) -> bool:

@@ -28,6 +28,7 @@ from placer.executor.training.pipeline import SCHEDULES, Order, TrainingPipeline
 from placer.executor.training.pipelines import Pipelines, Placed, room_of, tell_in_turn
 from placer.executor.training.shared_optimizers import Others, kept, note_waiting
 from placer.executor.training.slot import Collected
+from placer.executor.training.stage import LOSS
 from placer.executor.training.update import Update
 from placer.executor.training.weighing import Weighing, merged
 from placer.executor.training.weights import Keep
@@ -63,8 +64,8 @@ class Flow(Placed, Protocol):
     ) -> MicroBatches:
         """Cut a call into micro-batches."""
 
-    def __call__(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
-        """Run the model."""
+    def called_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.device]:
+        """Run the model on one micro-batch; results stay where the last layer runs, which is returned too."""
 
 
 class TrainStep:
@@ -291,7 +292,7 @@ class TrainStep:
         Returns:
             The loss, and by micro-batch the model's result, if that is asked for, and the further values of the loss.
         """
-        module, place = self.flow.module, self.flow.output_device
+        module = self.flow.module
         if self.flow.deferred_batch_norm and len(batch.sizes) > 1:
             refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
         before = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
@@ -301,17 +302,21 @@ class TrainStep:
                 parameter.grad = None
         losses: list[Tensor] = []
         made: list[Any] = []
+        in_loss: torch.device | None = None  # where it runs, as long as it does
         given = [*batch.tensors, *batch.goals.leaves]
         leaves = detached(given)
         try:
             for ((args, kwargs), goal), share in zip(
                 batch.parts(leaves), self.loss_fn.shares(batch.sizes), strict=True
             ):
-                output = self.flow(*args, chunks=1, **kwargs)
+                output, place = self.flow.called_for_loss(args, kwargs)
                 self._tell_once()  # only now: where the model itself fails on its inputs, that is what is told
-                loss, values = self.loss_fn(output, to_device_nest(goal, place))
+                in_loss = place
+                with devices.Lane(place, caller=True):  # "cuda" in loss_fn means this device, as in a pipeline
+                    loss, values = self.loss_fn(output, to_device_nest(goal, place))
                 refuse_no_number(loss)
                 refuse_untrained(loss)
+                in_loss = None
                 made.append((detached_nest(output) if outputs else None, detached_nest(values)))
                 loss = loss * share
                 scale = self.update.scale(devices.location(loss))
@@ -321,7 +326,7 @@ class TrainStep:
             hand_out(given, [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves])
         except BaseException as error:
             before.restore()
-            raise_explained(error, self._place(error, len(losses)))
+            raise_explained(error, self._place(error, len(losses), in_loss))
         return torch.stack(losses).sum(), made
 
     def _tell_once(self) -> None:
@@ -330,9 +335,11 @@ class TrainStep:
             self._has_told = True
             tell_in_turn(f"the model is not captured: {self.flow.not_captured_because}")
 
-    def _place(self, error: BaseException, micro_batch: int) -> Place:
-        """Where a micro-batch failed on its way through hooks."""
+    def _place(self, error: BaseException, micro_batch: int, in_loss: torch.device | None) -> Place:
+        """Where a micro-batch failed on its way through hooks, or in its loss, which runs on ``in_loss``."""
         layer = failed_module(error, self.flow.module)
+        if layer is None and in_loss is not None:
+            return Place(micro_batch, "training", 0, 0, in_loss, LOSS)
         assignment = self.flow.assignment
         device = assignment.of_path(layer) if assignment is not None and layer else None
         return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
