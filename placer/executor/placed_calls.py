@@ -16,6 +16,7 @@ from placer import devices
 from placer.errors import InputError
 from placer.executor.calls import call_captured, calls_instead, joined
 from placer.executor.capture_check import difference
+from placer.executor.device_map import device_map_set
 from placer.executor.faults import nothing_held
 from placer.executor.hooked import HookPath
 from placer.executor.inference.repeated_calls import RepeatedCalls
@@ -174,6 +175,9 @@ class PlacedCalls(PipelinedRuns):
         of the caller's own code are aligned meanwhile, too: tensors of two devices are brought to one. A call is one
         micro-batch. What checkpoints run again in a backward pass, which may come later, runs as it did in here.
 
+        transformers' ``Trainer`` and accelerate's ``Accelerator``, made and used in here, neither move nor wrap the
+        model: it has an attribute ``hf_device_map`` meanwhile.
+
         Returns:
             The model.
 
@@ -189,7 +193,8 @@ class PlacedCalls(PipelinedRuns):
             raise InputError("the model's own methods know no clones: make the flow without enable_clone")
         with self.lock:
             self._bring_back()
-            with self._hooks.standing(self._assignment, again=self.applied), self._calls():
+            hooks = self._hooks.standing(self._assignment, again=self.applied)
+            with hooks, self._calls(), device_map_set(self.module, self._assignment):
                 yield self.module
 
     def _calls(self) -> AbstractContextManager[None]:

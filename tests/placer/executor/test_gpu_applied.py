@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_cases import without_dropout
-from model_list import CASES
+from model_list import CASES, transformers
 from splitting import scatter_layers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -67,3 +68,45 @@ def test_what_checkpoints_run_again_in_the_threads_of_autograd_runs_where_it_ran
         for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
             assert ours.grad is not None and theirs.grad is not None
             torch.testing.assert_close(ours.grad.cpu(), theirs.grad.cpu(), atol=1e-10, rtol=1e-10)
+
+
+def _places(model: nn.Module) -> list[torch.device]:
+    return [parameter.device for parameter in model.parameters()]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("alone", [False, True], ids=["all GPUs", "the first GPU"])
+def test_transformers_trainer_neither_moves_nor_wraps_a_placed_model(tmp_path: Path, alone: bool) -> None:
+    pytest.importorskip("accelerate")
+    found = transformers()
+    torch.manual_seed(0)
+    model = without_dropout(CASES["LlamaForCausalLM"].make()).cuda(0)
+    flow = DataFlow(model, fine_grained=True)
+    scatter_layers(flow, 1 if alone else torch.cuda.device_count())
+    data = [{"input_ids": (ids := torch.randint(2, 40, (6,))), "labels": ids} for _ in range(8)]
+    options = {"max_steps": 3, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    before, weights = _places(model), [parameter.detach().clone() for parameter in model.parameters()]
+    with flow.applied() as placed:
+        trainer = found.Trainer(placed, found.TrainingArguments(str(tmp_path), **options), train_dataset=data)
+        trainer.train()
+        assert trainer.model_wrapped is model
+    assert _places(model) == before
+    assert not all(map(torch.equal, model.parameters(), weights))
+    assert not hasattr(model, "hf_device_map")
+
+
+@pytest.mark.parametrize("last", [0, -1])
+def test_an_accelerator_neither_moves_nor_wraps_a_placed_model(last: int) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    flow = DataFlow(model)
+    flow.layer_gpus.update({"0": 0, "1": last % torch.cuda.device_count()})
+    flow.update_flow()
+    before = _places(model)
+    with flow.applied() as placed:
+        accelerator = accelerate.Accelerator()
+        prepared, optimizer = accelerator.prepare(placed, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert prepared is model
+        accelerator.backward(prepared(torch.randn(4, 8, device="cuda:0")).square().mean())
+        optimizer.step()
+        assert _places(model) == before

@@ -189,3 +189,42 @@ def test_steps_that_overlap_since_one_device_is_late_equal_the_unsplit_models(
         expected = _unsplit_step(whole, theirs, loss_fn, x, y)
         torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
     _assert_same_state(model, whole)
+
+
+class _Branching(nn.Sequential):
+    """Runs through hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y if bool(y.sum() > -1e9) else -y
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:the model is not captured")
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("kind", [nn.Sequential, _Branching])
+def test_the_loss_runs_on_the_gpu_of_the_last_layer(kind: type[nn.Sequential], is_last: bool) -> None:
+    """Its own tensors belong there, and what it makes on "cuda" is there."""
+    torch.manual_seed(0)
+    place = torch.device("cuda", torch.cuda.device_count() - 1 if is_last else 0)
+    model = kind(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    whole = copy.deepcopy(model)
+    flow = DataFlow(model)
+    flow.layer_gpus.update({"0": 0 if is_last else torch.cuda.device_count() - 1, "2": place.index})
+    flow.update_flow()
+    weight, seen = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, device=place), []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.extend((output.device, target.device, torch.empty(0, device="cuda").device))
+        return functional.cross_entropy(output, target, weight=weight, reduction="none").mean()
+
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
+    result = flow.train_step(loss)(x, y, chunks=2)
+    assert set(seen) == {place}
+    assert result.device == place
+    expected = functional.cross_entropy(whole(x), y, weight=weight.cpu(), reduction="none").mean()
+    expected.backward()
+    torch.testing.assert_close(result.cpu(), expected.detach(), atol=1e-10, rtol=1e-10)
+    for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), its.grad, atol=1e-10, rtol=1e-10)

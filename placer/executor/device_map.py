@@ -1,0 +1,83 @@
+"""What tells transformers and accelerate that a model has its devices: they neither move nor wrap it then.
+
+Their ``Trainer`` and ``Accelerator`` move a model to one device, and wrap it in DataParallel where they see several
+GPUs, unless the model has an attribute ``hf_device_map``, as one that was loaded with ``device_map=`` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from placer.executor.state.assignment import Assignment
+
+Place = int | str | torch.device
+
+
+@contextmanager
+def device_map_set(module: nn.Module, assignment: Assignment) -> Iterator[None]:
+    """Give a model its ``hf_device_map`` for a while.
+
+    Args:
+        module: the model.
+        assignment: the devices of its modules.
+    """
+    with ExitStack() as attributes:
+        attributes.enter_context(_set(module, "hf_device_map", device_map(module, assignment)))
+        encoder = _encoder(module)
+        if encoder is not None and not hasattr(encoder, "_hf_hook"):
+            # For a model with such a map ``generate`` puts a hook of accelerate on an encoder that has none, and leaves
+            # it there. Results go where they are needed without one.
+            attributes.enter_context(_set(encoder, "_hf_hook", SimpleNamespace(io_same_device=True)))
+        yield
+
+
+def _encoder(module: nn.Module) -> nn.Module | None:
+    """The encoder of an encoder-decoder of transformers; None of any other model."""
+    if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+        return None
+    find: Any = getattr(module, "get_encoder", None)
+    found = find() if find is not None else None
+    return found if isinstance(found, nn.Module) and found is not module else None
+
+
+def device_map(module: nn.Module, assignment: Assignment) -> dict[str, Place]:
+    """Return the devices of a model as accelerate writes them: by the path of each module that has tensors of its own.
+
+    ``Trainer`` takes a map with one value for a model that may be replicated, and ``Accelerator`` moves a model whose
+    map has one entry. So the first entry, which stands for all that is not named, is a ``torch.device``, and the others
+    are numbers of GPUs or names: there are always two values, and two entries if the model has a tensor.
+
+    Args:
+        module: the model.
+        assignment: the devices of its modules.
+    """
+    found: dict[str, Place] = {"": assignment.of_path("") or assignment.default}
+    for path, child in module.named_modules():
+        own = [name for name, _ in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False))]
+        for name in own[:1] if path else own:
+            found[path or name] = _spelled(assignment.of_state(f"{path}.{name}" if path else name))
+    return found
+
+
+def _spelled(device: torch.device) -> Place:
+    """A device as a map has it. A CPU has its number: ``"cpu"`` would mean weights that are brought when needed."""
+    return device.index if device.type == "cuda" else f"{device.type}:{device.index or 0}"
+
+
+@contextmanager
+def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Let a module have an attribute for a while, and then what it had before."""
+    own = vars(module)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        own.pop(name, None)
+        own.update(before)
