@@ -17,6 +17,7 @@ from placer.devices.caching import Request, repeated
 from placer.devices.fitting import Rooms, fit
 from placer.devices.names import RECORDING, synchronise
 from placer.devices.streams import stream_of_recordings
+from placer.errors import ErrorTranslation
 
 _ERRORS = "thread_local"
 """What breaks a recording off: what its own thread may not do. Others go on, such as one that pins batches."""
@@ -108,7 +109,7 @@ def record(
         NotRecordable: a pass cannot be recorded.
     """
     pools = [memory_pool(device)] * len(passes) if pools is None else pools
-    with _recordable(device) as stream:
+    with ErrorTranslation(_not_recordable), _recordable(device) as stream:
         if not warm:
             _warm_up(passes, stream)
         rows = zip(passes, pools, generators or [()] * len(passes), rooms or [()] * len(passes), strict=True)
@@ -139,7 +140,7 @@ def fitting_rooms(
     Raises:
         NotRecordable: a pass cannot be recorded.
     """
-    with _recordable(device) as stream:
+    with ErrorTranslation(_not_recordable), _recordable(device) as stream:
         _warm_up(passes, stream)
 
         turns = [_TURNS if place in shared else 1 for place in range(len(passes))]
@@ -264,19 +265,28 @@ def _end_allocating(device: torch.device, pool: Any) -> None:
 
 @contextmanager
 def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Give the stream to record on; what cannot be recorded is said so, and leaves the device as it was."""
+    """Give the stream to record on; a failure leaves the device as it was."""
     with RECORDING, torch.cuda.device(device):  # a capture fails while another device is current
         stream, before = recorder(device).stream, torch.cuda.current_stream(device)
         try:
             yield stream
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except Exception:
             torch.cuda.set_stream(before)  # a recording that fails may leave its own stream current
             generator = torch.cuda.default_generators[device.index or 0]  # and random numbers expecting a recording
             generator.graphsafe_set_state(generator.clone_state())
             synchronise(device)
-            raise NotRecordable(str(error)) from error
+            raise
+
+
+def _not_recordable(error: BaseException) -> BaseException:
+    """Say of whatever fails in a recording, but for want of memory, that it cannot be recorded."""
+    if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
+        return error
+    found = NotRecordable(str(error))
+    found.__cause__ = error
+    return found
 
 
 def recording() -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
 from placer.distributed.stage import StageModule
-from placer.executor.faults import Place, raise_explained
+from placer.errors import ErrorTranslation
+from placer.executor.faults import Place, explain
 
 
 class TellingStage(PipelineStage):
@@ -29,12 +28,15 @@ class TellingStage(PipelineStage):
         with self._explained(bwd_chunk_id, "backward"):
             return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
-    @contextmanager
-    def _explained(self, micro_batch: int, phase: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
+    def _explained(self, micro_batch: int, phase: str) -> ErrorTranslation:
+        """Let an error inside say in which pass it happened."""
+
+        def explained(error: BaseException) -> BaseException:
+            if not isinstance(error, Exception):
+                return error
             assert isinstance(self.submod, StageModule)
             plan = self.submod.plan
             place = Place(micro_batch, phase, self.stage_index, self.num_stages, plan.device, plan.trail.layer)
-            raise_explained(error.__cause__ or error, place)
+            return explain(error.__cause__ or error, place)
+
+        return ErrorTranslation(explained)

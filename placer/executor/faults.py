@@ -96,16 +96,16 @@ def explain(error: BaseException, place: Place) -> BaseException:
         kind = StageMemoryError
         help = "; place fewer layers there, or cut the batch into more micro-batches"
     text = f"{place.unit} {place.micro_batch} failed in {place}: {type(error).__name__}: {error}{help}"
-    return kind(text, str(place.device), place.layer, place.micro_batch)
+    found = kind(text, str(place.device), place.layer, place.micro_batch)
+    found.__cause__ = error
+    return found
 
 
 def raise_explained(error: BaseException, place: Place) -> NoReturn:
     """Raise for an error what says in which pass it happened; see ``explain``."""
     found = explain(error, place)
     try:
-        if found is error:
-            raise error
-        raise found from error
+        raise found
     finally:
         del found, error  # they hold this call, which would hold them, and with them all that the pass had made
 
@@ -137,9 +137,13 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def failed_module(error: BaseException, root: nn.Module) -> str | None:
-    """The path of the innermost module of a model in whose code an error was raised; None where it was in none."""
+    """Return the path of the innermost module of a model in whose code an error was raised; None if in none.
+
+    The call that caught the error is not looked at. Up to Python 3.12 a look at the variables of a call is kept with
+    it: there the error itself is one, and would be kept by its own traceback.
+    """
     names = {id(module): name for name, module in root.named_modules() if name}
-    found, trace = None, error.__traceback__
+    found, trace = None, error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
         trace = trace.tb_next

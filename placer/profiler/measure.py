@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer import devices
-from placer.errors import ProfilingError
+from placer.errors import ErrorTranslation, ProfilingError
 from placer.graph import autocast
 from placer.graph.layers import Layer, LayerGraph, tensor_bytes
 from placer.profiler.measurement import Measurement
@@ -69,7 +69,7 @@ def measure_layers(
     for index, layer in enumerate(graph.layers):
         if layer.name not in running:
             continue
-        with _blaming(layer, graph, device), devices.current(device):
+        with ErrorTranslation(partial(_blamed, layer, graph, device)), devices.current(device):
             state = bring_state(layer, graph.state, device)
             reads = [values[name] for name in layer.reads]
             writes, mutated = _values(layer, device, state, reads)
@@ -131,24 +131,25 @@ def ran_out(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-@contextmanager
-def _blaming(layer: Layer, graph: LayerGraph, device: torch.device) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        lines = str(error).splitlines() or [""]
-        if ran_out(error):
-            state = bytes_text(sum(tensor_bytes(graph.state[name]) for name in layer.state))
-            read = bytes_text(sum(graph.values[name].bytes for name in layer.reads))
-            written = bytes_text(sum(graph.values[name].bytes for name in layer.writes))
-            raise ProfilingError(
-                f"layer {layer.name!r} does not fit on {device}: its state takes {state}, what it reads {read}, "
-                f"what it writes {written}, beside what it keeps; "
-                f"cut the model finer or take a smaller batch ({lines[0]})"
-            ) from error
-        raise ProfilingError(
-            f"layer {layer.name!r} failed on {device}: {type(error).__name__}: {lines[0]}{_given(layer, graph)}"
-        ) from error
+def _blamed(layer: Layer, graph: LayerGraph, device: torch.device, error: BaseException) -> BaseException:
+    """Say which layer an error is of, and of one for want of memory what the layer takes."""
+    if not isinstance(error, Exception):
+        return error
+    lines = str(error).splitlines() or [""]
+    if ran_out(error):
+        state = bytes_text(sum(tensor_bytes(graph.state[name]) for name in layer.state))
+        read = bytes_text(sum(graph.values[name].bytes for name in layer.reads))
+        written = bytes_text(sum(graph.values[name].bytes for name in layer.writes))
+        text = (
+            f"layer {layer.name!r} does not fit on {device}: its state takes {state}, what it reads {read}, "
+            f"what it writes {written}, beside what it keeps; "
+            f"cut the model finer or take a smaller batch ({lines[0]})"
+        )
+    else:
+        text = f"layer {layer.name!r} failed on {device}: {type(error).__name__}: {lines[0]}{_given(layer, graph)}"
+    blamed = ProfilingError(text)
+    blamed.__cause__ = error
+    return blamed
 
 
 def _given(layer: Layer, graph: LayerGraph) -> str:

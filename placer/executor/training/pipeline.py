@@ -7,8 +7,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
-from placer.errors import InputError
+from placer.errors import ErrorTranslation, InputError
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.compiled_segments import Backend
-from placer.executor.faults import Place, raise_explained
+from placer.executor.faults import Place, explain
 from placer.executor.issued import Issued
 from placer.executor.segments import Segment, borders, segments, spread_state
 from placer.executor.state.statistics import BatchStatistics
@@ -389,13 +389,9 @@ class TrainingPipeline:
         if self.plan.split or (self.recipe.schedule == "interleaved" and not alone):
             self.plan = self._balanced()
 
-    @contextmanager
-    def _naming(self, index: int, phase: str, micro_batch: int) -> Iterator[None]:
+    def _naming(self, index: int, phase: str, micro_batch: int) -> ErrorTranslation:
         """Let an error inside say in which pass it happened."""
-        try:
-            yield
-        except BaseException as error:
-            raise_explained(error, self.place(index, phase, micro_batch))
+        return ErrorTranslation(lambda error: explain(error, self.place(index, phase, micro_batch)))
 
     def place(self, index: int, phase: str, micro_batch: int) -> Place:
         """Where a pass of a stage is, and in which layer it is now."""

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from placer.errors import InputError, PlacerError, kind_of
+from placer.errors import ErrorTranslation, InputError, PlacerError, kind_of
 from placer.graph.given import optimizers_of, refuse_closures
 
 _OF_SCALERS = ("scale", "unscale_", "step", "update", "is_enabled")
@@ -111,7 +112,7 @@ class Update:
     def _step(self, module: nn.Module) -> None:
         self._clip(module)
         for optimizer in self.optimizers:
-            with _closures_named(optimizer):
+            with ErrorTranslation(partial(_named, optimizer)):
                 if self.scaler is None:
                     optimizer.step()
                     continue
@@ -143,19 +144,18 @@ def _refuse_no_optimizer(given: Any) -> None:
         raise InputError(f"optimizer is {given!r}; give a torch.optim.Optimizer, or a list of them")
 
 
-@contextmanager
-def _closures_named(optimizer: Any) -> Iterator[None]:
+def _named(optimizer: Any, error: BaseException) -> BaseException:
     """Name an optimizer that does not do without a closure, though its ``step`` has a default for it."""
-    try:
-        yield
-    except Exception as error:
-        called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
-        if not called_none and (isinstance(error, PlacerError) or "closure" not in str(error).lower()):
-            raise
-        raise InputError(
-            f"{type(optimizer).__name__}.step() failed without a closure ({type(error).__name__}: {error}); a training "
-            "step evaluates the loss once, so give an optimizer that steps by gradients alone, such as AdamW"
-        ) from error
+    called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
+    asks = isinstance(error, Exception) and not isinstance(error, PlacerError) and "closure" in str(error).lower()
+    if not (called_none or asks):
+        return error
+    named = InputError(
+        f"{type(optimizer).__name__}.step() failed without a closure ({type(error).__name__}: {error}); a training "
+        "step evaluates the loss once, so give an optimizer that steps by gradients alone, such as AdamW"
+    )
+    named.__cause__ = error
+    return named
 
 
 @contextmanager

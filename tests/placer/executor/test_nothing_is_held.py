@@ -14,8 +14,8 @@ from splitting import CapturedOnce
 from torch import Tensor, nn
 from torch.nn import functional
 
-from placer import DataFlow
-from placer.errors import StageError
+import placer
+from placer import DataFlow, PlacerError, StageError
 from placer.executor.training.pipeline import Order
 
 CHUNKS = 4
@@ -174,17 +174,86 @@ def test_want_of_memory_holds_none_even_while_its_error_is_looked_at(run: Callab
             pytest.fail("it did not fail")
 
 
+@pytest.mark.parametrize("fault", [_no_memory, lambda: ValueError("a fault")])
 @pytest.mark.parametrize("batch", [0, 2])
-def test_a_stream_that_fails_holds_its_error_no_longer_than_its_caller(batch: int) -> None:
+def test_a_stream_that_fails_holds_its_error_no_longer_than_its_caller(
+    batch: int, fault: Callable[[], BaseException]
+) -> None:
     model = _Model()
     flow = _flow(model).eval()
     with _counted(model) as alive, Faults() as faults:
-        faults.at["forward", batch] = _no_memory
-        with pytest.raises(torch.OutOfMemoryError):
+        faults.at["forward", batch] = fault
+        with pytest.raises(StageError):
             list(flow.stream([X] * 4))
+        if not isinstance(fault(), torch.OutOfMemoryError):
+            assert alive.bytes > 0  # the passes of the shape are kept
+            flow.undo()
         assert alive.bytes == 0
+        _place(flow).eval()
         faults.reset()
         assert len(list(flow.stream([X] * 4))) == 4
+
+
+class _Branching(_Model):
+    """Runs through hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        return result if bool(result.sum() > -1e9) else -result
+
+
+class _FailingOptimizer(torch.optim.SGD):
+    """Fails as one does that has no default for its closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        return closure()
+
+
+def _step_with_a_failing_optimizer(flow: DataFlow) -> None:
+    optimizer = _FailingOptimizer(flow.parameters(), lr=0.1)
+    try:
+        flow.train_step(functional.mse_loss, optimizer)(X, TARGET, chunks=CHUNKS)
+    finally:
+        flow.zero_grad()  # gradients stay in place, as after any optimizer that fails
+
+
+def _step_with_a_failing_loss(flow: DataFlow) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError(f"of {(output - target).square().mean()}")
+
+    flow.train_step(loss)(X, TARGET, chunks=CHUNKS)
+
+
+def _applied(flow: DataFlow) -> None:
+    with flow.applied() as model:
+        model(X).sum().backward()
+
+
+def _profile(flow: DataFlow) -> None:
+    placer.profile(flow.module, X, ["cpu:0"], training=True, progress=False, repeats=1, cache=False)
+
+
+RUNS = [_train, _call, _step_with_a_failing_optimizer, _step_with_a_failing_loss, _applied, _profile]
+
+
+@pytest.mark.parametrize("make", [_Model, _Branching])
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.filterwarnings("ignore:the model is not captured")
+def test_whatever_fails_leaves_nothing_once_its_error_is_dropped(
+    run: Callable[[DataFlow], None], make: type[_Model]
+) -> None:
+    model = make()
+    flow = _flow(model)
+    with _counted(model) as alive, Faults() as faults:
+        if run not in (_step_with_a_failing_optimizer, _step_with_a_failing_loss):
+            faults.at["forward", 2 if run is _profile else 0] = lambda: ValueError("a fault")
+        failed = ""
+        try:
+            run(flow)
+        except (ValueError, PlacerError) as error:
+            failed = str(error)
+        assert failed
+        assert alive.bytes == 0
 
 
 def _drop_step(made: dict[str, Any]) -> None:

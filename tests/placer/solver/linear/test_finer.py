@@ -95,7 +95,7 @@ def test_where_runs_stay_few_each_cut_is_better_than_the_one_before(seed, of_fou
     values = [busiest_ms(request, dict(zip(names, (held[d] for d in cut.devices), strict=True))) for cut in found]
     assert values == pytest.approx([cut.value for cut in found])
     assert values == sorted(set(values), reverse=True)
-    assert values[0] <= first.value
+    assert values[0] < first.value or values[0] == pytest.approx(first.value)  # sums differ in their last digits
     assert not any(cut.bound for cut in found)
 
 
