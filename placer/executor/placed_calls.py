@@ -328,7 +328,6 @@ class PlacedCalls(PipelinedRuns):
         """The inputs of a call, flattened, with their batch dimensions."""
         raise NotImplementedError
 
-
     def _tell_of_edits(self) -> None:
         """Warn where a map was made that nothing follows yet."""
         raise NotImplementedError

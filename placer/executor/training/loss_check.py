@@ -100,7 +100,7 @@ def compare_losses(
     weights = loss_fn.means(goals, sizes)
     whole = join([result for result, _ in made], sizes, joining, weights)
     place = devices.location(loss)
-    with chance.given_back():
+    with chance.given_back(), devices.Lane(place, caller=True):  # "cuda" in loss_fn means this device
         expected, values = loss_fn.plain(_on(whole, place), _on(target, place))
     closeness = Closeness.of([*flatten(whole)[0], loss, expected])
     if not closeness(loss, expected):
