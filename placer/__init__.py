@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from placer.errors import (
+    BatchError,
     CaptureError,
     InfeasibleError,
     InputError,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from placer_client.suggest import suggest as suggest
 
 __all__ = [
+    "BatchError",
     "BatchOptions",
     "CaptureError",
     "Cluster",
