@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from placer import DataFlow, InputError, PlacementError, devices
 from placer.executor.state import apply
-from placer.schema import Placement
+from placer.schema import BatchOptions, Placement
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
@@ -31,6 +31,7 @@ OTHER = Placement(
     chunks=3,
     schedule="zero-bubble",
     recompute=("cpu:1",),
+    batch_options=BatchOptions(reduction="sum"),
     through_host=(("cpu:0", "cpu:2"),),
 )
 """It changes every setting of the flow below, moves each of its layers, and adds a device and a detour."""
@@ -72,7 +73,7 @@ def _whole_state(flow: DataFlow, *optimizers: torch.optim.Optimizer) -> dict[str
     model = flow.module
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
-        "settings": (flow.chunks, flow.schedule, list(flow.recompute), tuple(flow.in_flight), flow.output_device),
+        "settings": (flow.chunks, flow.schedule, list(flow.recompute), tuple(flow.in_flight), flow.batch_options),
         "map": list(flow.layer_gpus.items()),
         "devices": list(flow.device_ids),
         "granularity": flow._granularity,
