@@ -17,7 +17,7 @@ from placer.devices.caching import Request, repeated
 from placer.devices.fitting import Rooms, fit
 from placer.devices.names import RECORDING, synchronise
 from placer.devices.streams import stream_of_recordings
-from placer.errors import ErrorTranslation
+from placer.error_translation import ErrorTranslation
 
 _ERRORS = "thread_local"
 """What breaks a recording off: what its own thread may not do. Others go on, such as one that pins batches."""

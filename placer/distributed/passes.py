@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.pipelining import PipelineStage
 
 from placer.distributed.stage import StageModule
-from placer.errors import ErrorTranslation
+from placer.error_translation import ErrorTranslation
 from placer.executor.faults import Place, explain
 
 

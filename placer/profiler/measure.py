@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.errors import ErrorTranslation, ProfilingError
+from placer.error_translation import ErrorTranslation
+from placer.errors import ProfilingError
 from placer.graph import autocast
 from placer.graph.layers import Layer, LayerGraph, tensor_bytes
 from placer.profiler.measurement import Measurement

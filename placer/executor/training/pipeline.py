@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.devices import Courier, Lane, Mark
-from placer.errors import ErrorTranslation, InputError
+from placer.error_translation import ErrorTranslation
+from placer.errors import InputError
 from placer.executor.checkpointed import with_checkpoints
 from placer.executor.compiled_segments import Backend
 from placer.executor.faults import Place, explain

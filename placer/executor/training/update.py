@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from placer.errors import ErrorTranslation, InputError, PlacerError, kind_of
+from placer.error_translation import ErrorTranslation
+from placer.errors import InputError, PlacerError, kind_of
 from placer.graph.given import optimizers_of, refuse_closures
 
 _OF_SCALERS = ("scale", "unscale_", "step", "update", "is_enabled")
