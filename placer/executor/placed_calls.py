@@ -304,7 +304,7 @@ class PlacedCalls(PipelinedRuns):
 
         def eager(call: Call) -> tuple[Any, Any]:
             assert self._assignment is not None
-            (leaves,), (structure,), after = self._hooks.run(
+            (leaves,), (structure,), after, _ = self._hooks.run(
                 self._assignment, [self.laid_out(call)], self.output_device
             )
             return structure.unflatten(leaves), after
