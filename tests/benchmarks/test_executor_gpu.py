@@ -27,6 +27,7 @@ JOBS = [
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(450)
 def test_every_kind_of_job_gives_values_on_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
