@@ -49,7 +49,7 @@ def test_of_several_machines_the_latest_measurement_is_shown_with_its_machine_an
     write("made-2xH100", "2026-01-03", 2, 2.0, measured="2026-01-02")
     write("made-4xH100", "2026-01-01", 4, 3.0)
     monkeypatch.setattr(highlights, "ROWS", [("made", "a case", "time")])
-    monkeypatch.setattr(highlights, "IF_MEASURED", [("other", "a case", "time")])
+    monkeypatch.setattr(highlights, "IF_MEASURED", [("absent", "a case", "time")])
     table = highlights.tables(tmp_path)
     assert "| a case | time | 2 s | 9 s |  |  | 2 x H100 | 2026-01-02 |" in table
-    assert "other" not in table
+    assert "absent" not in table
