@@ -26,7 +26,7 @@ from .sample import Told, reason
 START = "spawn"
 """How processes are started: a fork would inherit a CUDA context that it cannot use."""
 
-LIMIT_S = 180.0
+LIMIT_S = 300.0
 """For one call, compiling included."""
 
 
@@ -77,7 +77,7 @@ class Ranks:
         self._processes: list[Any] = []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, count, meeting), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, count, meeting))
             process.start()
             theirs.close()
             self._pipes.append(ours)
