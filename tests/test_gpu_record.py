@@ -382,6 +382,7 @@ def test_a_full_run_takes_the_place_of_a_quick_one_of_other_code(recorded: Path)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The program that runs and checks, on a machine with two pretended GPUs."""
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of the process that runs this test
     program = importlib.import_module("gpu")
     facts = {"gpu_count": 2, "gpus": ["H100", "H100"], "python": "3", "torch": "2", "cuda": "13"}
     monkeypatch.setattr(program, "_facts", lambda: facts)

@@ -39,14 +39,21 @@ def warn_of_other_memory(
     if not known or not assumed.training:
         return
     stepped = {id(parameter) for one in known for group in one.param_groups for parameter in group["params"]}
-    by_device: dict[str, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) in stepped:
-            by_device.setdefault(str(place_of(name)), []).append(parameter)
+            by_device.setdefault(place_of(name), []).append(parameter)
+    loads = {load.device.rpartition("/")[2]: load for load in assumed.devices}
+    places = {str(place): place for place in by_device}
+    if not loads.keys() >= places.keys():
+        return  # the amounts are of other devices
     state = OptimizerState(known if len(known) > 1 else known[0])
     try:
         with devices.unobserved():
-            told = [_difference(load, assumed, state, by_device) for load in assumed.devices]
+            told = [
+                _difference(load, assumed, state, by_device[places[name]] if name in places else [], places.get(name))
+                for name, load in loads.items()
+            ]
     except PlacerError:  # the optimizer cannot be tried
         return
     differing = sorted((difference for difference in told if difference), key=lambda found: -abs(found[0]))
@@ -62,16 +69,25 @@ def warn_of_other_memory(
 
 
 def _difference(
-    load: DeviceLoad, assumed: Placement, state: OptimizerState, by_device: dict[str, list[Tensor]]
+    load: DeviceLoad,
+    assumed: Placement,
+    state: OptimizerState,
+    parameters: Sequence[Tensor],
+    device: torch.device | None,
 ) -> tuple[int, str] | None:
-    """The bytes that a device needs beyond the assumption, and both in words; None where they agree."""
-    name = load.device.rpartition("/")[2]
-    parameters = by_device.get(name, [])
+    """The bytes that a device needs beyond the assumption, and both in words; None where they agree.
+
+    Args:
+        load: what the placement assumed of the device.
+        assumed: the placement.
+        state: of the optimizers.
+        parameters: those that are stepped on the device.
+        device: it; None where nothing is stepped.
+    """
     kept, kept_then = sum(map(state.bytes, parameters)), load.memory.optimizer_bytes
     passing, passing_then = 0, int(assumed.optimizer_step_share * load.memory.grad_bytes)
-    device = torch.device(name)
     # On a CPU parameters are stepped one by one. A placement of an earlier version does not tell its temporaries.
-    if devices.counts_bytes(device) and (assumed.optimizer is not None or not kept_then):
+    if device is not None and devices.counts_bytes(device) and (assumed.optimizer is not None or not kept_then):
         passing = int(state.step_share(parameters, device) * sum(map(tensor_bytes, parameters)))
     beyond = kept + passing - kept_then - passing_then
     if abs(beyond) <= _TOLERANCE * max(kept + passing, kept_then + passing_then):

@@ -114,6 +114,9 @@ def test_a_placement_without_amounts_and_a_map_of_the_users_own_assume_nothing()
     optimizer, placement = torch.optim.Adam(model.parameters()), _placed(model, "sgd")
     by_hand = Placement(status="feasible", objective="throughput", layer_devices=placement.layer_devices)
     assert _said(_flow(model, by_hand), optimizer) == []
+    loads = tuple(load.model_copy(update={"device": f"d{index}"}) for index, load in enumerate(placement.devices))
+    renamed = placement.model_copy(update={"devices": loads})
+    assert _said(_flow(model, renamed), optimizer) == []
     flow = _flow(model, placement)
     flow.layer_gpus["1"] = 1
     flow.update_flow()
