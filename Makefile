@@ -12,10 +12,10 @@ SUITE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types walls tables suite gpu format clean FORCE
+.PHONY: help demo test lint types walls tables suite gpu gpu-check format clean FORCE
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed  ## profile, place, split and verify ResNet-50 and U-Net on the devices that are here
 	$(BIN)/placer demo
@@ -42,8 +42,11 @@ suite: $(VENV)/linked  ## all tests; WORKERS=4 for more processes
 	$(SUITE) -n $$(($(WORKERS) + 1)) --dist worksteal tests/placer --ignore tests/placer/executor
 	$(SUITE) -n $$(($(WORKERS) + 1)) --dist worksteal tests --ignore tests/placer
 
-gpu: $(VENV)/linked  ## the tests that need CUDA devices
-	$(BIN)/python -P -m pytest --import-mode=importlib -m gpu
+gpu: $(VENV)/linked  ## the GPU tests, recorded; QUICK=1 for every path once, FOLDERS="tests/placer/devices ..." for a part
+	$(BIN)/python tests/gpu.py $(if $(QUICK),--quick) $(FOLDERS)
+
+gpu-check:  ## whether tests/gpu-record.json speaks for the present code; needs neither torch nor a GPU
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -S tests/gpu.py --check
 
 format: $(VENV)/installed-test  ## put the sources into ruff's format
 	$(BIN)/ruff check --fix $(SOURCES)

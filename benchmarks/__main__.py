@@ -35,7 +35,7 @@ def _measure(name: str) -> int:
     found = package.progress(folder=record.RESULTS) if hasattr(package, "progress") else [package.run()]
     for rows in found:
         path = record.write(name, rows)
-    print(f"{record.table(name, whole=True)}\n\n{path}")
+    print(f"{record.table(path.stem, whole=True)}\n\n{path}")
     return 0
 
 

@@ -1,11 +1,15 @@
-"""The one form of results: ``benchmarks/results/NAME.json``, and the tables that are made of them.
+"""The one form of results, and the tables that are made of them.
+
+Results are in ``benchmarks/results/NAME.json``; on GPUs the file is named after the machine, ``NAME-4xH100.json``, so
+that no machine's results take the place of another's.
 
     {"machine": {...}, "versions": {...}, "command": "...", "date": "...",
      "rows": [{"case", "measure", "unit", "value", "spread", "target", "met", "peers": {name: value}}]}
 
 ``value`` is None where there is none (a run that timed out); ``spread`` is [smallest, largest] or None; ``target`` is
 what was asked for, also where it is missed, or None; ``met`` says which, or None without a target. A row may have
-``figures`` too: what else belongs to it, by name, as numbers or words.
+``figures`` too: what else belongs to it, by name, as numbers or words. Where a run renewed a part of the rows, all of
+them have the figure ``measured``, their date.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch-placer", "ortools", "torch", "numpy", "pydantic", "fastapi", "uvicorn")
 FIELDS = ("case", "measure", "unit", "value", "spread", "target", "met", "peers")
 FIGURES = "figures"
+MEASURED = "measured"
+"""The figure with a row's date, where a file has rows of several."""
 AND_THEN = "; "
 """Between the commands of runs that each made a part of the rows."""
 
@@ -105,19 +111,44 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     for entry in rows:
         if set(entry) - {FIGURES} != set(FIELDS):
             raise ValueError(f"row {entry.get('case')!r} has the fields {sorted(entry)}; wanted are {sorted(FIELDS)}")
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
     content = {
         "machine": machine(),
         "versions": versions(),
         "command": AND_THEN.join(_commands(name, rows, folder)),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "rows": rows,
+        "date": today,
+        "rows": _dated(rows, today),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
+    path = folder / f"{file_name(name)}.json"
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(content, indent=1) + "\n")
     part.replace(path)  # in one step: another run may be reading it
     return path
+
+
+def _dated(rows: Sequence[Row], today: str) -> list[Row]:
+    """The rows, each with its date where these differ; rows of earlier runs come with theirs, see ``known``."""
+    dates = [entry.get(FIGURES, {}).get(MEASURED, today) for entry in rows]
+    if set(dates) <= {today}:
+        return [_undated(entry) for entry in rows]
+    return [{**row, FIGURES: {**row.get(FIGURES, {}), MEASURED: date}} for row, date in zip(rows, dates, strict=True)]
+
+
+def _undated(entry: Row) -> Row:
+    others = {name: value for name, value in entry.get(FIGURES, {}).items() if name != MEASURED}
+    rest = {name: value for name, value in entry.items() if name != FIGURES}
+    return {**rest, FIGURES: others} if others else rest
+
+
+def file_name(name: str) -> str:
+    """The name of a benchmark's results here, without its ending: with the machine's GPUs, if it has any."""
+    gpus = machine()["gpus"]
+    if not gpus:
+        return name
+    words = [word for word in re.split(r"[^A-Za-z0-9]+", gpus[0]) if re.search(r"\d", word)]
+    kind = next((word for word in words if not re.fullmatch(r"\d+GB|HBM\d\w*|SXM\d*", word)), "GPU")
+    return f"{name}-{len(gpus)}x{kind}"
 
 
 def _commands(name: str, rows: Sequence[Row], folder: Path) -> list[str]:
@@ -126,30 +157,33 @@ def _commands(name: str, rows: Sequence[Row], folder: Path) -> list[str]:
     part = [f"{key}={quote(value)}" for key, value in sorted(given.items()) if not key.endswith("_BUDGET_S")]
     command = " ".join([*part, f"python -m benchmarks {name}"])
     earlier = _here(name, folder) if part else None
-    if earlier is None or not any(entry in rows for entry in earlier["rows"]):
+    now = [_undated(entry) for entry in rows]
+    if earlier is None or not any(_undated(entry) in now for entry in earlier["rows"]):
         return [command]
     return [one for one in earlier["command"].split(AND_THEN) if one != command] + [command]
 
 
 def known(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The rows that the results have already, if they come from this machine and these versions."""
+    """The rows that the results have already, if they come from this machine and these versions, with their dates."""
     old = _here(name, folder)
-    if old is None and (folder / f"{name}.json").exists():
+    if old is None and (folder / f"{file_name(name)}.json").exists():
         print("the results that are there come from another machine or other versions: none of their rows is kept")
-    return [] if old is None else list(old["rows"])
+    if old is None:
+        return []
+    return [{**row, FIGURES: {MEASURED: old["date"], **row.get(FIGURES, {})}} for row in old["rows"]]
 
 
 def _here(name: str, folder: Path) -> dict[str, Any] | None:
     """The results that there are, if they come from this machine and these versions."""
     try:
-        old = read(name, folder)
+        old = read(file_name(name), folder)
     except OSError:
         return None
     return old if (old["machine"], old["versions"]) == (machine(), versions()) else None
 
 
 def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """The results of one benchmark."""
+    """The results in a file, which is named without its ending."""
     content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return content
 
@@ -191,10 +225,10 @@ def versions() -> dict[str, str]:
 
 
 def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
-    """The results of one benchmark as a markdown table, with the machine below.
+    """The results in a file as a markdown table, with the machine below.
 
     Args:
-        name: of the benchmark.
+        name: of the file, without its ending.
         folder: where its results are.
         whole: whether rows are shown for which nothing was asked.
     """

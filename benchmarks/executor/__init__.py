@@ -1,18 +1,22 @@
-"""How fast placements run, beside what else a user could take, in the same run on the same machine.
+"""How fast placements run, beside what else a user could take, in turns on the same machine.
 
-Training steps of three models over all devices and over two, inference streams of two models, switching maps, the
-overhead on one device, and the experiment of PyTorch's model-parallel tutorial. Without GPUs, tiny sizes on CPU
-stand-ins: those show that it runs.
+Training steps of three models over all devices and over two, inference streams of two models, a model that no single
+device holds, switching maps, the overhead on one device, and the experiment of PyTorch's model-parallel tutorial. All
+engines of a case take turns, seven each, with the same batch. Without GPUs, tiny sizes on CPU stand-ins: those show
+that it runs.
 
-``PLACER_EXECUTOR_CASES=resnet101,gpt:torchgpipe`` runs these cases, or these jobs of theirs (``CASE:ENGINE``), alone,
-in this order. Cases are ``resnet101``, ``gpt``, ``unet``, ``stream-resnet101``, ``stream-gpt``, ``switching``,
-``overhead``, ``large``, ``tutorial``, ``compile-resnet101``, ``compile-unet``, ``compile-gpt``, ``compile-tutorial``,
-``compile-stream-resnet101`` and ``compile-stream-gpt``; engines ``ours``, ``torch.distributed``,
-``placer.distributed``, ``tutorial``, ``torchgpipe`` and ``accelerate``. Rows are made anew, from what every job of the
-same machine and versions last found.
-``PLACER_EXECUTOR_BUDGET_S`` is the time that all may take, 460 if left out; what it leaves undone is named in a row.
-``PLACER_EXECUTOR_TINY=1 python -m benchmarks.executor CASE:ENGINE -`` shows that a job runs on GPUs, at tiny sizes.
-Results are written after each sample: whatever ends a run, what it found until then stays.
+``PLACER_EXECUTOR_CASES=resnet101@4,gpt:ours,gpt:FSDP2`` runs these cases alone, in this order: ``CASE`` on all devices
+and on two, ``CASE@DEVICES`` on that number; with ``:ENGINE`` only the engines that are named take part, beside eager
+PyTorch. Cases are ``resnet101``, ``gpt``, ``unet``, ``large``, ``stream-resnet101`` and ``stream-gpt``, and, without a
+number of devices, ``switching``, ``overhead``, ``tutorial``, ``compile-resnet101``, ``compile-unet``, ``compile-gpt``,
+``compile-tutorial``, ``compile-stream-resnet101`` and ``compile-stream-gpt``. Engines of training steps are ``ours``,
+``DDP``, ``DDP-compiled``, ``FSDP2``, ``torch.distributed``, ``torch.distributed interleaved``, ``torch.distributed
+zero-bubble``, ``placer.distributed``, ``tutorial`` and ``torchgpipe``; of ``large`` ``ours`` and ``FSDP2``; of streams
+``ours``, ``tutorial`` and ``accelerate``.
+A case that is run again takes the place of all that it gave before, so that a row and its peers are always of one run.
+``PLACER_EXECUTOR_BUDGET_S`` is the time that all may take, 7200 if left out; what it leaves undone is named in a row.
+``PLACER_EXECUTOR_TINY=1 python -m benchmarks.executor CASE@DEVICES:ENGINE+ENGINE -`` shows that a job runs on GPUs, at
+tiny sizes. Results are written after each sample: whatever ends a run, what it found until then stays.
 """
 
 from __future__ import annotations
@@ -54,9 +58,6 @@ def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator
     before = record.known("executor", folder) if folder is not None else []
     store = Store(folder)
     for job, sample in jobs.run(names, budget_s):
-        store.add(job.name, sample)
-        ours = {name.partition(":")[0] for name in store.jobs if name.endswith(":ours")}
-        # Rows that are there without samples go when there are samples of ours, not of a peer alone.
-        kept = [row for row in before if not any(rows.belongs(row["case"], case) for case in ours)]
-        old = {known.case for known in store.samples() if any(rows.belongs(row["case"], known.case) for row in kept)}
-        yield [*kept, *rows.rows([known for known in store.samples() if known.case not in old])]
+        store.add(job.contest, sample)
+        kept = [row for row in before if not any(rows.belongs(row["case"], contest) for contest in store.jobs)]
+        yield [*kept, *rows.rows(store.samples())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,9 @@ from torch.nn import functional
 
 from placer import zoo
 
-from .. import record
-
 STAND_INS = 2
+sgd = partial(torch.optim.SGD, lr=1e-3)
+"""The optimizer of all training cases; the large one has its own."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -83,12 +84,6 @@ def counts() -> list[int]:
     """How many devices are tried: all, and two of more."""
     everything = len(places())
     return [everything] if everything <= 2 else [everything, 2]
-
-
-def asked() -> list[int]:
-    """How many devices the results tell of: those of the machine, however many of them this process may see."""
-    gpus = 0 if is_small() else len(record.machine()["gpus"])
-    return counts() if not gpus else [gpus] if gpus <= 2 else [gpus, 2]
 
 
 def prepare() -> None:

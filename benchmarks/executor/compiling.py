@@ -7,7 +7,7 @@ placement that ``refine(compile=True)`` finds.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from placer import DataFlow, Placement, Profile, refine, solve
 
-from . import cases, ours, stream, timing, tutorial_resnet50
+from . import cases, contest, ours, stream, tutorial_resnet50
 from .cases import Training
-from .sample import Sample, attempt, release
+from .contest import Contender
+from .sample import Sample, attempt, reason, release
 from .stream import ALONE
 
 PREFIX = "compile-"
@@ -29,6 +30,7 @@ CHUNKS = {tutorial_resnet50.CASE: tutorial_resnet50.FASTEST}
 SPEEDUPS = {tutorial_resnet50.CASE: 1.7}
 """Over eager PyTorch on one device, what is asked for without the compiler too, where it is not 1.85."""
 
+COMPILED = "compiled"
 REFINED = "compiled, refined"
 """The engine whose placement is one for compiled stages."""
 
@@ -39,7 +41,10 @@ def training(name: str) -> Training:
 
 
 def measure(case: Training) -> Iterator[Sample]:
-    """The step on two devices without and with the compiler, by the same placement; then one device."""
+    """The step on two devices without and with the compiler, by the same placement, and one device.
+
+    One after another: what is recorded and compiled stays, and memory does not hold it several times.
+    """
     cases.prepare()
     name = PREFIX + case.name
     if len(cases.places()) < DEVICES:
@@ -47,20 +52,24 @@ def measure(case: Training) -> Iterator[Sample]:
         return
     model, batch = case.model(cases.home()), case.batch(cases.home())
     profiles: dict[int, Profile] = {}
+    contenders = []
     for chunks in CHUNKS.get(case.name, (4,)):
         prepared = attempt(name, "ours", 0, 0, partial(_profile, profiles, model, batch, chunks))
         if prepared.failed:
             yield prepared
             continue
         placement = ours.placed(profiles[chunks], DEVICES, chunks)
-        for engine in ("ours", "compiled"):
-            run = partial(_steps, case, model, batch, placement, engine == "compiled")
-            yield attempt(name, engine, DEVICES, chunks, run)
-            release()
-    yield attempt(name, "eager", 1, 1, lambda: ours.eager(copy.deepcopy(model), batch, case.loss))
-    yield attempt(name, ALONE, 1, 1, partial(_alone, case, model, batch))
-    for chunks, profile in list(profiles.items())[:1]:
-        yield attempt(name, REFINED, DEVICES, chunks, partial(_refined, case, model, batch, profile))
+        contenders += [_contender(engine, case, model, batch, placement) for engine in ("ours", COMPILED)]
+    one = cases.places(1)
+    eager = contest.kept(lambda: ours.eager(copy.deepcopy(model), batch, case.loss))
+    alone = contest.kept(lambda: ours.eager(_compiled(model), batch, case.loss))
+    contenders += [contest.here("eager", one, 1, eager), contest.here(ALONE, one, 1, alone)]
+    for found in list(profiles.values())[:1]:
+        try:
+            contenders.append(_contender(REFINED, case, model, batch, _refined(case, model, batch, found)))
+        except Exception as error:
+            yield Sample(name, REFINED, DEVICES, found.batch_size, failed=reason(error))
+    yield from contest.one_by_one(name, contenders)
 
 
 def measure_stream(case: Training) -> Iterator[Sample]:
@@ -79,44 +88,45 @@ def _profile(
     return {}
 
 
-def _refined(
-    case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profile: Profile
-) -> dict[str, list[float]]:
+def _refined(case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profile: Profile) -> Placement:
+    """The placement for compiled stages."""
     asked = ours.question([profile], DEVICES, len(batch[0]))
     part, goal = (tensor[: profile.batch_size] for tensor in batch)
     given: Any = {"request": asked, "loss_fn": case.loss, "target": goal}
     found = refine(solve(asked), copy.deepcopy(model), part, rounds=2, compile=_backend(), **given)
     release()
-    return _steps(case, model, batch, found.placement, compiles=True)
+    return found.placement
 
 
-def _alone(case: Training, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
-    compiled: Any = torch.compile(copy.deepcopy(model), backend=_backend())
-    return ours.eager(compiled, batch, case.loss)
+def _compiled(model: nn.Module) -> Any:
+    return torch.compile(copy.deepcopy(model), backend=_backend())
 
 
 def _backend() -> str:
     return "inductor" if cases.on_gpus() else "aot_eager"
 
 
-def _steps(
-    case: Training,
-    model: nn.Module,
-    batch: tuple[Tensor, Tensor],
-    placement: Placement,
-    compiles: bool,
-) -> dict[str, list[float]]:
-    flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places(DEVICES)])
-    flow.update_flow(placement)
-    backend = _backend() if compiles else False
-    step = flow.train_step(
-        case.loss, torch.optim.SGD(flow.parameters(), lr=1e-3), schedule="zero-bubble", compile=backend
-    )
-    inputs, target = batch
-    losses = [step(inputs, target, chunks=placement.chunks).item()]
-    for place, why in step.not_compiled_because.items():
-        print(f"{place} is not compiled: {why}", flush=True)
-    for place, gain in step.compiled.items():
-        print(f"{place} is compiled: {gain}", flush=True)
-    values = timing.in_a_row(lambda: step(inputs, target, chunks=placement.chunks), cases.places(DEVICES))
-    return values | {"compiled_segments": [float(len(step.compiled))], "loss": losses}
+def _contender(
+    engine: str, case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], placement: Placement
+) -> Contender:
+    """A pipeline on two devices, whose stages are compiled unless the engine is ``ours``."""
+    values: dict[str, list[float]] = {}
+
+    def make() -> tuple[Callable[[], Any], Callable[[], Any]]:
+        flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places(DEVICES)])
+        flow.update_flow(placement)
+        backend = False if engine == "ours" else _backend()
+        optimizer = cases.sgd(flow.parameters())
+        step = flow.train_step(case.loss, optimizer, schedule="zero-bubble", compile=backend)
+        inputs, target = batch
+        values["loss"] = [step(inputs, target, chunks=placement.chunks).item()]
+        for place, why in step.not_compiled_because.items():
+            print(f"{place} is not compiled: {why}", flush=True)
+        for place, gain in step.compiled.items():
+            print(f"{place} is compiled: {gain}", flush=True)
+        values["compiled_segments"] = [float(len(step.compiled))]
+        return lambda: step(inputs, target, chunks=placement.chunks), optimizer.zero_grad
+
+    made = contest.here(engine, cases.places(DEVICES), placement.chunks, contest.kept(make))
+    made.values = values
+    return made

@@ -7,11 +7,14 @@ from statistics import median
 from typing import Any
 
 from ..record import row
-from . import cases, distributed, gpipe, stream, tutorial
+from . import cases, distributed, gpipe, replicas, stream, tutorial
 from .sample import Sample
 
 Row = dict[str, Any]
 PEERS = {
+    replicas.DDP: "DDP",
+    replicas.DDP_COMPILED: "DDP, torch.compile",
+    replicas.FSDP2: "FSDP2",
     distributed.ENGINE: "torch.distributed 1F1B",
     distributed.INTERLEAVED: "torch.distributed interleaved",
     distributed.ZERO_BUBBLE: "torch.distributed zero-bubble",
@@ -67,31 +70,48 @@ def peers_of(samples: Sequence[Sample], devices: int) -> dict[str, float]:
 
 
 def by_devices(
-    label: str, measure: str, samples: Sequence[Sample], pipelined: Callable[[str, float | None, int], Iterator[Row]]
+    label: str, measure: str, samples: Sequence[Sample], several: Callable[[str, Sequence[Sample], int], Iterator[Row]]
 ) -> Iterator[Row]:
-    """Eager PyTorch on one device, ours and the peers' on each number of them, and who has no value.
+    """By number of devices: eager PyTorch on one, ours and the peers', all of one contest, and who has no value.
 
     Args:
         label: of the case.
         measure: what eager PyTorch's time is of.
-        samples: of the case; without any there are no rows.
-        pipelined: the rows on several devices, of a case, eager PyTorch's time on one, and their number.
+        samples: of the case.
+        several: the rows of a contest: of its case, its samples, and its number of devices.
     """
-    if not samples:
-        return
-    one = best(samples, "eager", 1)
-    if one is not None:
-        yield row_of(f"{label}, 1 device", f"{measure}, eager PyTorch", one.values["step_ms"])
-    for count in cases.asked():
-        yield from pipelined(f"{label}, {count} devices", time_of(one), count)
-    yield from failures(label, samples)
+    for count in sorted({sample.beside for sample in samples if sample.beside}, reverse=True):
+        mine = [sample for sample in samples if sample.beside == count]
+        case = f"{label}, {count} devices"
+        yield from several(case, mine, count)
+        one = best(mine, "eager", 1)
+        if one is not None:
+            alone = ", after the others: memory does not hold both" if one.values.get("alternating") == [0.0] else ""
+            yield row_of(case, f"{measure}, eager PyTorch on one device{alone}", one.values["step_ms"])
+        yield from turns_row(case, mine)
+        yield from failures(case, mine)
+
+
+def peers_rows(case: str, measure: str, samples: Sequence[Sample], devices: int) -> Iterator[Row]:
+    """The time of every peer with its spread."""
+    for engine, label in PEERS.items():
+        found = best(samples, engine, devices)
+        if found is not None:
+            yield row_of(case, f"{measure}, {label}", found.values["step_ms"])
+
+
+def turns_row(case: str, samples: Sequence[Sample]) -> Iterator[Row]:
+    """How many turns each engine had; the fewest of them."""
+    turns = [len(sample.values["step_ms"]) for sample in samples if sample.values.get("step_ms")]
+    if turns:
+        yield row(case, "turns of each engine", "", min(turns))
 
 
 def failures(case: str, samples: Sequence[Sample]) -> Iterator[Row]:
     """Who has no value, and why."""
     for sample in samples:
         if sample.failed:
-            where = f"{sample.devices} devices, {sample.chunks} chunks: " if sample.devices else ""
+            where = f"{sample.chunks} micro-batches: " if sample.chunks > 1 else ""
             yield row(case, f"no value of {PEERS.get(sample.engine, sample.engine)}: {where}{sample.failed}", "", None)
 
 

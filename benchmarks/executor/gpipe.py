@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
-import torch
 from torch import nn
 
-from . import cases, parts, timing
+from . import cases, contest, parts
 from .cases import Training
-from .sample import Sample, attempt
+from .contest import Contender
 
 ENGINE = "torchgpipe"
 
 
-def train(case: Training) -> Iterator[Sample]:
-    """At each number of devices and micro-batches."""
-    cases.prepare()
-    for count in cases.counts():
-        for chunks in case.tried(count):
-            yield attempt(case.name, ENGINE, count, chunks, partial(_step_times, case, count, chunks))
+def contender(case: Training, count: int, chunks: int) -> Contender:
+    """It, at a number of devices and micro-batches."""
+    return contest.here(ENGINE, cases.places(count), chunks, contest.kept(lambda: _make(case, count, chunks)))
 
 
-def _step_times(case: Training, count: int, chunks: int) -> dict[str, list[float]]:
+def _make(case: Training, count: int, chunks: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     gpipe, balances = import_module("torchgpipe"), import_module("torchgpipe.balance")
     inputs, target = case.batch(cases.home())
     chain = nn.Sequential(*parts.units(case.model(cases.home())))
     balance = balances.balance_by_time(count, chain, inputs[: len(inputs) // chunks], device=cases.home())
     model = gpipe.GPipe(chain, balance, devices=cases.places(count), chunks=chunks, checkpoint="never")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = cases.sgd(model.parameters())
     inputs, target = inputs.to(model.devices[0]), target.to(model.devices[-1])
 
     def step() -> None:
@@ -38,4 +34,4 @@ def _step_times(case: Training, count: int, chunks: int) -> dict[str, list[float
         case.loss(model(inputs), target).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    return timing.in_a_row(step, model.devices)
+    return step, optimizer.zero_grad

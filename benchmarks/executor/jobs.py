@@ -2,114 +2,118 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
-from . import (
-    cases,
-    compiling,
-    distributed,
-    gpipe,
-    large,
-    ours,
-    overhead,
-    stream,
-    switching,
-    tutorial,
-    tutorial_resnet50,
-)
+from .. import record
+from . import cases, compiling, contest, large, overhead, stream, switching, training, tutorial_resnet50
 from .sample import NOT_RUN, Sample, append, read, reason
 
 ROOT = Path(__file__).parents[2]
-BUDGET_S = 460.0
-PEER_S = 60.0
-_PACKAGES = {gpipe.ENGINE: "torchgpipe", stream.DISPATCH: "accelerate"}
+BUDGET_S = 7200.0
+CONTEST_S, OTHER_S = 900.0, 420.0
+OURS = ("ours",)
+LIMIT = "PLACER_EXECUTOR_LIMIT_S"
+"""Tells a process how long it has."""
+RESERVE_S = 20.0
+"""What a process keeps of its time to end in."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A case as one engine runs it.
+    """A case on a number of devices: all engines that take turns in it.
 
     Attributes:
         case: what is run.
-        engine: by whom.
+        devices: how many it has; 0 for a case that has one number of devices alone.
+        engines: who takes part.
         limit_s: after this its process is killed; what it had found by then counts.
-        measure: runs it.
+        run: measures it with these engines.
     """
 
     case: str
-    engine: str
+    devices: int
+    engines: tuple[str, ...]
     limit_s: float
-    measure: Callable[[], Iterator[Sample]]
+    run: Callable[[Sequence[str]], Iterator[Sample]]
+
+    @property
+    def contest(self) -> str:
+        """The name of the job with whatever engines."""
+        return f"{self.case}@{self.devices}" if self.devices else self.case
 
     @property
     def name(self) -> str:
         """The one by which a process is told what to do."""
-        return f"{self.case}:{self.engine}"
+        return f"{self.contest}:{'+'.join(self.engines)}"
+
+    @property
+    def engine(self) -> str:
+        """The first engine, for a sample that speaks of the whole job."""
+        return self.engines[0]
+
+    def measure(self) -> Iterator[Sample]:
+        """Its samples."""
+        return self.run(self.engines)
 
 
 def every() -> list[Job]:
     """All jobs, the most important first."""
-    names = list(cases.FULL)
+    counts = cases.counts()
     return [
-        *(_training(name, "ours", 150.0) for name in names),
-        *(_stream(name, "ours", 3 * PEER_S) for name in stream.NAMES),
-        Job(switching.CASE, "ours", PEER_S, switching.measure),
-        Job(overhead.CASE, "ours", PEER_S, overhead.measure),
-        Job(large.CASE, "ours", 4 * PEER_S, large.measure),
-        *(_training(name, distributed.ENGINE, 2 * PEER_S) for name in names),
-        Job(tutorial_resnet50.CASE, "ours", 4 * PEER_S, tutorial_resnet50.measure),
+        *(_training(name, count) for count in counts for name in cases.FULL),
+        *(_large(count) for count in counts),
+        *(_stream(name, count) for count in counts for name in stream.NAMES),
+        Job(switching.CASE, 0, OURS, OTHER_S, lambda _: switching.measure()),
+        Job(overhead.CASE, 0, OURS, OTHER_S, lambda _: overhead.measure()),
+        Job(tutorial_resnet50.CASE, 0, OURS, OTHER_S, lambda _: tutorial_resnet50.measure()),
         *(_compiled(name) for name in compiling.NAMES),
         *(_compiled_stream(name) for name in stream.NAMES),
-        *(_training(name, tutorial.ENGINE, PEER_S) for name in names),
-        *(_stream(name, engine, PEER_S) for engine in (tutorial.ENGINE, stream.DISPATCH) for name in stream.NAMES),
-        *(_training(name, gpipe.ENGINE, 2 * PEER_S) for name in names),
-        *(_training(name, distributed.PLACED, 2 * PEER_S) for name in names),
     ]
 
 
-def _training(name: str, engine: str, limit_s: float) -> Job:
-    run = {
-        "ours": ours.train,
-        distributed.ENGINE: distributed.train,
-        distributed.PLACED: distributed.placed,
-        tutorial.ENGINE: tutorial.train,
-        gpipe.ENGINE: gpipe.train,
-    }[engine]
-    return Job(name, engine, limit_s, lambda: run(cases.training(name)))
+def _training(name: str, count: int) -> Job:
+    def run(engines: Sequence[str]) -> Iterator[Sample]:
+        return training.measure(cases.training(name), count, engines)
+
+    return Job(name, count, training.ENGINES, CONTEST_S, run)
+
+
+def _large(count: int) -> Job:
+    return Job(large.CASE, count, large.ENGINES, CONTEST_S, lambda engines: large.measure(count, engines))
+
+
+def _stream(name: str, count: int) -> Job:
+    def run(engines: Sequence[str]) -> Iterator[Sample]:
+        return stream.measure(cases.training(name), count, engines)
+
+    return Job(stream.PREFIX + name, count, stream.ENGINES, CONTEST_S, run)
 
 
 def _compiled(name: str) -> Job:
-    return Job(compiling.PREFIX + name, "ours", 7 * PEER_S, lambda: compiling.measure(compiling.training(name)))
+    run = compiling.measure
+    return Job(compiling.PREFIX + name, 0, OURS, CONTEST_S, lambda _: run(compiling.training(name)))
 
 
 def _compiled_stream(name: str) -> Job:
     run = compiling.measure_stream
-    return Job(stream.COMPILED + name, "ours", 3 * PEER_S, lambda: run(cases.training(name)))
-
-
-def _stream(name: str, engine: str, limit_s: float) -> Job:
-    run = {
-        "ours": stream.stream,
-        tutorial.ENGINE: stream.tutorial_split,
-        stream.DISPATCH: stream.dispatched,
-    }[engine]
-    return Job(stream.PREFIX + name, engine, limit_s, lambda: run(cases.training(name)))
+    return Job(stream.COMPILED + name, 0, OURS, OTHER_S, lambda _: run(cases.training(name)))
 
 
 def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[tuple[Job, Sample]]:
     """Run jobs; what they find comes, and is printed, as they go.
 
     Args:
-        chosen: cases, or ``CASE:ENGINE`` for one of their jobs, in the order in which they are run; all if empty.
+        chosen: ``CASE``, ``CASE@DEVICES``, or either with ``:ENGINE`` for one who takes part, in the order in which
+            they are run; all if empty. Several engines of a case take part together.
         budget_s: no job begins after so many seconds, and none lasts longer.
 
     Raises:
@@ -117,7 +121,8 @@ def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[tupl
     """
     began = perf_counter()
     for job in _chosen(chosen):
-        for sample in _samples(job, budget_s - (perf_counter() - began)):
+        for found in _samples(job, budget_s - (perf_counter() - began)):
+            sample = replace(found, beside=job.devices)
             print(f"[{perf_counter() - began:5.0f} s] {sample}", flush=True)
             yield job, sample
         print(f"[{perf_counter() - began:5.0f} s] {job.name} has ended", flush=True)
@@ -125,21 +130,25 @@ def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[tupl
 
 def _chosen(names: Sequence[str]) -> list[Job]:
     jobs = every()
-    known = {job.case for job in jobs} | {job.name for job in jobs}
-    if wrong := [name for name in names if name not in known]:
-        cases_there = ", ".join(dict.fromkeys(job.case for job in jobs))
-        raise ValueError(f"{wrong[0]!r} is no case; there are {cases_there}, and CASE:ENGINE for one job of them")
     if not names:
         return jobs
-    found = [job for name in names for job in jobs if name in (job.case, job.name)]
-    return list({job.name: job for job in found}.values())
+    found: dict[str, Job] = {}
+    for name in names:
+        contest, _, engine = name.partition(":")
+        mine = [job for job in jobs if contest in (job.case, job.contest) and engine in ("", *job.engines)]
+        if not mine:
+            there = ", ".join(dict.fromkeys(job.case for job in jobs))
+            raise ValueError(f"{name!r} is no case; there are {there}, CASE@DEVICES, and CASE:ENGINE for one engine")
+        for job in mine:
+            asked = (*found[job.contest].engines, engine) if engine and job.contest in found else (engine,)
+            wanted = job.engines if not engine else tuple(one for one in job.engines if one in asked)
+            found[job.contest] = replace(job, engines=wanted)
+    return list(found.values())
 
 
 def _samples(job: Job, left_s: float) -> Iterator[Sample]:
     if left_s <= 0:
         yield Sample(job.case, job.engine, 0, 0, failed=f"{NOT_RUN}the time of the benchmark was up")
-    elif job.engine in _PACKAGES and find_spec(_PACKAGES[job.engine]) is None:
-        yield Sample(job.case, job.engine, 0, 0, failed=f"{NOT_RUN}it is not installed")
     elif cases.is_small():
         yield from guarded(job)
     else:
@@ -159,7 +168,8 @@ def apart(job: Job, limit_s: float, package: str = "benchmarks.executor") -> Ite
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples"
         command = [sys.executable, "-m", package, job.name, str(path)]
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        environment = {**os.environ, LIMIT: str(limit_s)}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
         began, handed_on = perf_counter(), 0
         try:
             while True:
@@ -198,7 +208,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def work(name: str, path: Path) -> None:
     """Run one job and write its samples to a file, or print them for ``-``: what a process of its own does."""
-    job = next(job for job in every() if job.name == name)
+    contest.until(record.seconds(LIMIT, math.inf) - RESERVE_S)
+    (job,) = _chosen([f"{name.partition(':')[0]}:{engine}" for engine in name.partition(":")[2].split("+")])
     for sample in guarded(job):
         if str(path) == "-":
             print(sample, flush=True)

@@ -1,34 +1,69 @@
 """A model that is too large for one device: weights, gradients and Adam's state alone are more than it has.
 
 On GPUs a GPT of 10 billion float32 parameters: 16 bytes a parameter are 159 GB. Stand-ins get a limit that a tiny one
-exceeds.
+exceeds. Beside ours FSDP2, which cuts every weight over the devices. Neither leaves room for the other, so an engine
+gives back the memory of its weights between turns, and goes on with new values: times do not depend on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from placer import Cluster, Constraints, DataFlow, Placement, PlacementRequest, Profile, profile, solve, zoo
 
-from . import cases, memory, ours, timing
-from .sample import Sample, attempt
+from . import cases, contest, in_ranks, memory, ours, replicas, timing
+from .contest import Contender
+from .in_ranks import Runner
+from .ranks import Here, Ranks
+from .sample import Sample, reason, release
 
 CASE = "large"
 STEPS = 3
+SAMPLES = 16
+"""Of a batch, on every number of devices."""
+ENGINES = (ours.ENGINE, replicas.FSDP2)
 
 
-def measure() -> Iterator[Sample]:
-    """Ours on two devices and on all, then eager PyTorch on one, which must run out of memory."""
+def measure(count: int, engines: Sequence[str]) -> Iterator[Sample]:
+    """The samples of a contest; then eager PyTorch on one device, which must run out of memory.
+
+    Args:
+        count: of the devices.
+        engines: who takes part, of ``ENGINES``.
+    """
     cases.prepare()
-    for count in sorted(cases.counts()):
-        chunks = 2 * count
-        yield attempt(CASE, "ours", count, chunks, partial(_ours, count, chunks))
+    makers: dict[str, Callable[[], Contender]] = {
+        ours.ENGINE: partial(_ours, count),
+        replicas.FSDP2: partial(_sharded, count, pools := list[Ranks]()),
+    }
+    contenders = []
+    try:
+        for engine in engines:
+            try:
+                contenders.append(makers[engine]())
+            except Exception as error:
+                yield Sample(CASE, engine, count, 0, failed=reason(error))
+            release()
+        yield from contest.alternate(CASE, contenders)
+    finally:
+        for pool in pools:
+            pool.close()
+    contenders.clear()
+    release()
     if not cases.is_small():
-        yield attempt(CASE, "eager", 1, 1, lambda: _train(_model(cases.home()), _batch(4)))
+        yield from contest.alternate(CASE, [contest.here("eager", cases.places(1), 1, contest.kept(_eager))], rounds=1)
+
+
+def label() -> str:
+    """The model, for people."""
+    return "tiny GPT" if cases.is_small() else "GPT of 9.96 billion parameters, Adam, 16 x 1024 tokens, TF32"
 
 
 def _model(place: torch.device) -> nn.Module:
@@ -37,76 +72,166 @@ def _model(place: torch.device) -> nn.Module:
         return zoo.gpt(2, 32, 2, 16, 64) if cases.is_small() else zoo.gpt(30, 5120, 40, 1024, 50304)
 
 
-def _batch(chunks: int) -> tuple[Tensor, Tensor]:
+def _batch(place: torch.device) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    with cases.home():
-        tokens = torch.randint(64, (chunks, 16)) if cases.is_small() else torch.randint(50304, (2 * chunks, 1024))
+    with place:
+        tokens = torch.randint(64, (SAMPLES, 16)) if cases.is_small() else torch.randint(50304, (SAMPLES, 1024))
     return tokens, tokens.roll(-1, dims=1)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused on GPUs, where it makes no copies of the weights; a wide model learns in small steps."""
-    return torch.optim.Adam(model.parameters(), lr=1e-4 if cases.is_small() else 1e-5, fused=cases.on_gpus())
+adam = partial(torch.optim.Adam, lr=1e-4 if cases.is_small() else 1e-5, fused=cases.on_gpus())
+"""Fused on GPUs, where it makes no copies of the weights; a wide model learns in small steps."""
 
 
-def _train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
-    optimizer = _optimizer(model)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        cases.token_loss(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return timing.steps(step, [cases.home()])
+def _eager() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A quarter of the batch, on one device."""
+    model = _model(cases.home())
+    inputs, target = (tensor[: SAMPLES // 4] for tensor in _batch(cases.home()))
+    optimizer = adam(model.parameters())
+    return replicas.step_of(model, optimizer, (inputs, target), cases.token_loss), optimizer.zero_grad
 
 
-def _ours(count: int, chunks: int) -> dict[str, list[float]]:
-    inputs, target = _batch(chunks)
-    places = [str(place) for place in cases.places(count)]
-    part = inputs[: len(inputs) // chunks].cpu()
+def _sharded(count: int, pools: list[Ranks]) -> Contender:
+    """FSDP2, a process for each device."""
+    pools.append(Ranks(count))
+    pools[0].run(_build_sharded)
+    return Contender(replicas.FSDP2, count, 1, partial(pools[0].run, in_ranks.row, CASE))
+
+
+def _build_sharded(here: Here) -> None:
+    """Make the step in a process: no device ever holds the whole model."""
+    model = replicas.sharded(_model(torch.device("meta")), here)
+    model.to_empty(device=here.home)
+    optimizer = adam(model.parameters())
+    _restart(model, optimizer)
+    step = replicas.step_of(model, optimizer, replicas.part_of(here, _batch(here.home)), cases.token_loss)
+    parked = Parked(model, optimizer)
+    parked.park()
+    here.kept[CASE] = Runner(step, parked.park, parked.wake)
+
+
+def _ours(count: int) -> Contender:
+    """Placed by profiles of the optimizer that steps it."""
+    inputs, target = _batch(cases.home())
+    places = cases.places(count)
+    sizes = [SAMPLES // chunks for chunks in (2 * count, 4 * count)]
     found = profile(
         _model(torch.device("meta")),
-        part,
-        places,
+        inputs[: max(sizes)].cpu(),
+        [str(place) for place in places],
         training=True,
-        optimizer="adam",
+        optimizer=adam,
         progress=False,
+        batch_sizes=sizes,
         loss_fn=cases.token_loss,
-        target=target[: len(part)].cpu(),
+        target=target[: max(sizes)].cpu(),
     )
-    placement = _placed(found, chunks)
-    used = memory.Meter(cases.places(count))
-    model = _model(cases.home())
+    placement = _placed(found, count)
+    used = memory.Meter(places)
+    model = _model(torch.device("meta")).to_empty(device="cpu")
     flow = DataFlow(model, places)
     flow.update_flow(placement)
-    step = flow.train_step(cases.token_loss, _optimizer(model))
+    optimizer = adam(model.parameters())
+    _restart(model, optimizer)
+    step = flow.train_step(cases.token_loss, optimizer)
     losses = [step(inputs, target).item() for _ in range(STEPS)]
     used.forget_peak()
-    values = timing.steps(lambda: step(inputs, target), cases.places(count), timing.FEWEST)
-    counted = {"parameters": [float(sum(parameter.numel() for parameter in model.parameters()))], "loss": losses}
-    return values | counted | used.against(placement)
+    alone = timing.steps(partial(step, inputs, target), places)
+    counted = used.against(placement)
+    del step
+    parked = Parked(model, optimizer)
+    parked.park()
+
+    @contextmanager
+    def ready() -> Iterator[Callable[[], Any]]:
+        parked.wake()
+        yield partial(flow.train_step(cases.token_loss, optimizer), inputs, target)
+        parked.park()
+
+    made = contest.here(ours.ENGINE, places, placement.chunks, ready)
+    made.values = counted | {
+        "parameters": [float(sum(parameter.numel() for parameter in model.parameters()))],
+        "loss": losses,
+        "alone_ms": alone["step_ms"],
+        "host_ms": alone["host_ms"],
+        "predicted_ms": [] if placement.objective_value is None else [placement.objective_value],
+    }
+    return made
 
 
-def _placed(found: Profile, chunks: int) -> Placement:
-    """The placement; stand-ins get three quarters of what the model needs on one."""
-    assert found.cluster is not None
-    cluster = found.cluster
+class Parked:
+    """A model and its optimizer, whose memory is given back between turns.
+
+    Args:
+        model: its weights are where they stay.
+        optimizer: has been stepped, or will be.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._sizes: list[int] = []
+
+    def park(self) -> None:
+        """Give back the memory of weights, gradients and the optimizer's state."""
+        self._optimizer.zero_grad(set_to_none=True)
+        storages = self._storages()
+        self._sizes = [storage.size() for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        release()
+
+    def wake(self) -> None:
+        """Take it again, with other values."""
+        if not self._sizes:
+            return
+        for storage, size in zip(self._storages(), self._sizes, strict=True):
+            storage.resize_(size)
+        self._sizes = []
+        _restart(self._model, self._optimizer)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        tensors = [*self._model.parameters(), *_states(self._optimizer)]
+        return [_local(tensor).untyped_storage() for tensor in tensors]
+
+
+@torch.no_grad()
+def _restart(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Values as at the start of training: weights at random, norms at one, the optimizer's state at zero."""
+    for name, parameter in model.named_parameters():
+        value = _local(parameter)
+        if value.dim() > 1:
+            value.normal_(std=0.02)
+        else:
+            value.fill_(float(name.endswith("weight")))
+    for value in _states(optimizer):
+        _local(value).zero_()
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _placed(profiles: Sequence[Profile], count: int) -> Placement:
+    """The placement of the shortest step in a row; stand-ins get three quarters of what the model needs on one."""
+    asked = ours.question(profiles, count, SAMPLES)
     if cases.is_small():
-        request = PlacementRequest(profile=found, objective="memory", constraints=Constraints(max_devices=1))
+        request = PlacementRequest(profile=profiles[0], objective="memory", constraints=Constraints(max_devices=1))
         alone = solve(request).devices[0].memory.total_bytes
-        limited = [d.model_copy(update={"memory_bytes": 3 * alone // 4, "reserve_bytes": 0}) for d in cluster.devices]
-        cluster = Cluster(devices=tuple(limited), links=cluster.links)
-    placement = solve(
-        PlacementRequest(
-            profile=found,
-            cluster=cluster,
-            constraints=Constraints(contiguous=True),
-            chunks=chunks,
-            schedule="1f1b",
-            transfers="overlapped",
-            time_limit_s=ours.SOLVER_S,
-        )
-    )
+        assert asked.cluster is not None
+        limited = [
+            device.model_copy(update={"memory_bytes": 3 * alone // 4, "reserve_bytes": 0})
+            for device in asked.cluster.devices
+        ]
+        asked = asked.model_copy(update={"cluster": Cluster(devices=tuple(limited), links=asked.cluster.links)})
+    placement = solve(asked)
+    if not placement.layer_devices:
+        raise RuntimeError(f"no placement: {placement.status}")
     if placement.single_device is None or placement.single_device.fits:
         raise RuntimeError("the model fits on one device")
     return placement

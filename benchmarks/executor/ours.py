@@ -1,10 +1,10 @@
-"""A training step by Placer, and by eager PyTorch on one device."""
+"""A training step by Placer: profiled, placed, refined and run, and what stands behind its time."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from placer import Cluster, Constraints, DataFlow, Placement, PlacementRequest, Profile, profile, refine, solve
 
-from . import cases, memory, timing
+from . import cases, contest, memory, timing
 from .cases import Loss, Training
-from .sample import Sample, attempt, release
+from .contest import Contender, Ready
+from .sample import release
 
+ENGINE = "ours"
 SOLVER_S = 2.0 if cases.is_small() else 20.0
 """The solver's time for one placement."""
 
@@ -24,36 +26,52 @@ COMPARED = 3
 """Steps whose losses are held against the unsplit model's."""
 
 
-def train(case: Training) -> Iterator[Sample]:
-    """The whole batch at once on one device; then ours, for each number of devices."""
-    cases.prepare()
-    model = case.model(cases.home())
-    batch = case.batch(cases.home())
-    yield attempt(case.name, "eager", 1, 1, lambda: eager(copy.deepcopy(model), batch, case.loss))
-    profiles: list[Profile] = []
+def contender(case: Training, count: int) -> Contender:
+    """What a user gets: micro-batches, schedule and map of the shortest step of many in a row, refined, and run.
 
-    def prepare() -> dict[str, list[float]]:
-        profiles.extend(_profiles(case, model, *batch))
-        return {}
+    Args:
+        case: what is trained.
+        count: of the devices.
+    """
+    batch, places = case.batch(cases.home()), cases.places(count)
+    model = case.model(cases.home()).cpu()  # as a user's is; and no device holds a second one
+    release()
+    profiles = _profiles(case, model, batch, places)
+    size = len(batch[0])
+    first = solve(question(profiles, count, size))
+    taken = next(found for found in profiles if found.batch_size == first.batch_size)
+    part, goal = (tensor[: first.batch_size] for tensor in batch)
+    asked = question([taken], count, size)
+    best = refine(first, copy.deepcopy(model), part, request=asked, loss_fn=case.loss, target=goal).placement
+    release()
+    flow = DataFlow(copy.deepcopy(model), [str(place) for place in places])
+    ready = steps(flow, best, batch, case.loss)
+    values = _behind(ready, best, places)
+    release()
+    unsplit = reference(model.to(cases.home()), *batch, case.loss, best.chunks)
+    differences = [abs(a - b) for a, b in zip(values.pop("losses"), unsplit, strict=True)]
+    made = contest.here(ENGINE, places, best.chunks, ready)
+    made.values = values | {
+        "first_predicted_ms": [_step_ms(first)],
+        "predicted_ms": [_step_ms(best)],
+        "loss_difference": [max(differences)],
+        "stages": [len(best.stages)],
+    }
+    return made
 
-    prepared = attempt(case.name, "ours", 0, 0, prepare)
-    if prepared.failed:
-        yield prepared
-        return
-    for count in cases.counts():
-        sample = attempt(case.name, "ours", count, 0, partial(_suggested, case, model, batch, profiles, count))
-        yield sample if sample.failed else replace(sample, chunks=int(sample.values.pop("chunks")[0]))
 
-
-def _profiles(case: Training, model: nn.Module, inputs: Tensor, target: Tensor) -> list[Profile]:
-    """Of every size of micro-batch that is tried, on all devices, of a model that is on the host, as a user's is."""
+def _profiles(
+    case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], places: Sequence[torch.device]
+) -> list[Profile]:
+    """Of every size of micro-batch that is tried."""
+    inputs, target = batch
     sizes = [len(inputs) // chunks for chunks in case.chunks]
     return profile(
-        copy.deepcopy(model).cpu(),
+        model,
         inputs[: max(sizes)].cpu(),
-        [str(place) for place in cases.places()],
+        [str(place) for place in places],
         training=True,
-        optimizer="sgd",
+        optimizer=cases.sgd,
         granularity=case.granularity,
         progress=False,
         batch_sizes=sizes,
@@ -62,52 +80,49 @@ def _profiles(case: Training, model: nn.Module, inputs: Tensor, target: Tensor) 
     )
 
 
-def _suggested(
-    case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profiles: Sequence[Profile], count: int
-) -> dict[str, list[float]]:
-    """What a user gets: micro-batches, schedule and map of the shortest step of many in a row, refined, and run."""
-    size = len(batch[0])
-    placement = solve(question(profiles, count, size))
-    taken = next(found for found in profiles if found.batch_size == placement.batch_size)
-    part, goal = (tensor[: placement.batch_size] for tensor in batch)
-    refinement = refine(
-        placement,
-        copy.deepcopy(model),
-        part,
-        request=question([taken], count, size),
-        loss_fn=case.loss,
-        target=goal,
-    )
-    best = refinement.placement
-    release()
-    values = ours(model, best, batch, case.loss)
-    release()
-    unsplit = reference(copy.deepcopy(model), *batch, case.loss, best.chunks)
-    differences = [abs(a - b) for a, b in zip(values.pop("losses"), unsplit, strict=True)]
-    return values | {
-        "chunks": [best.chunks],
-        "first_predicted_ms": [_step_ms(placement)],
-        "predicted_ms": [_step_ms(best)],
-        "loss_difference": [max(differences)],
-    }
+def steps(flow: DataFlow, placement: Placement, batch: tuple[Tensor, Tensor], loss: Loss, **options: Any) -> Ready:
+    """Steps of a flow that gets this placement; their passes are recorded at every turn, and freed after it.
 
+    Args:
+        flow: the model.
+        placement: its map, schedule and micro-batches.
+        batch: inputs and target.
+        loss: of output and target.
+        options: of ``train_step``.
+    """
 
-def eager(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss) -> dict[str, list[float]]:
-    """Times of a step of plain PyTorch, the whole batch at once."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs, target = batch
-
-    def step() -> None:
+    @contextmanager
+    def ready() -> Iterator[partial[Any]]:
+        flow.update_flow(placement)
+        optimizer = cases.sgd(flow.parameters())
+        yield partial(flow.train_step(loss, optimizer, **options), *batch)
         optimizer.zero_grad()
-        loss(model(inputs), target).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
 
-    return timing.in_a_row(step, [inputs.device])
+    return ready
+
+
+def _behind(ready: Any, placement: Placement, places: Sequence[torch.device]) -> dict[str, list[float]]:
+    """What stands behind a step: its first losses, the memory of each device, and the time of a step alone.
+
+    The model is on the host before: gaps between what stays of it on a device would be filled, and not counted.
+    """
+    used = memory.Meter(places)
+    with ready() as step:
+        losses = [step().item() for _ in range(COMPARED)]
+        used.forget_peak()
+        alone = timing.steps(step, places)
+        for _ in range(timing.SHORTEST_ROW):  # steps that overlap
+            step()
+        timing.wait(places)
+        stages = [stage for pipeline in step.func.pipelines for stage in pipeline.stages]
+        eager = sum(bool(stage.not_recorded_because) for stage in stages)
+        times = {"alone_ms": alone["step_ms"], "host_ms": alone["host_ms"], "eager_stages": [float(eager)]}
+        return times | {"losses": losses} | used.against(placement)
 
 
 def reference(model: nn.Module, inputs: Tensor, target: Tensor, loss: Loss, chunks: int) -> list[float]:
     """The first losses of the unsplit model over the same micro-batches."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = cases.sgd(model.parameters())
     losses = []
     for _ in range(COMPARED):
         optimizer.zero_grad()
@@ -121,11 +136,11 @@ def reference(model: nn.Module, inputs: Tensor, target: Tensor, loss: Loss, chun
     return losses
 
 
-def measured(model: nn.Module, inputs: Tensor, chunks: int) -> Profile:
-    """The profile of a micro-batch on all devices, of a model that is on the host, as a user's is."""
+def measured(model: nn.Module, inputs: Tensor, chunks: int, count: int | None = None) -> Profile:
+    """The profile of a micro-batch on the first devices, of a model that is on the host, as a user's is."""
     part = inputs[: len(inputs) // chunks].cpu()
-    devices = [str(place) for place in cases.places()]
-    return profile(copy.deepcopy(model).cpu(), part, devices, training=True, optimizer="sgd", progress=False)
+    devices = [str(place) for place in cases.places(count)]
+    return profile(copy.deepcopy(model).cpu(), part, devices, training=True, optimizer=cases.sgd, progress=False)
 
 
 def placed(found: Profile, count: int, chunks: int) -> Placement:
@@ -174,40 +189,14 @@ def _of_first(found: Profile, count: int) -> Cluster:
     )
 
 
-def ours(
-    model: nn.Module,
-    placement: Placement,
-    batch: tuple[Tensor, Tensor],
-    loss: Loss,
-) -> dict[str, list[float]]:
-    """Times of a step of the pipeline, on a copy of the model, and the memory of each device that it uses.
+def eager(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A step of plain PyTorch, the whole batch at once, and what frees its gradients."""
+    optimizer = cases.sgd(model.parameters())
+    inputs, target = batch
 
-    With them the first losses, and the number of stages that run without a CUDA graph. The model is on the host
-    meanwhile: gaps between what stays of it on a device would be filled, and not counted.
-    """
-    home = next(model.parameters()).device
-    model.cpu()
-    try:
-        used = memory.Meter(cases.places())
-        flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places()])
-        return timed(flow, placement, batch, loss, used) | used.against(placement)
-    finally:
-        model.to(home)
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model(inputs), target).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
-
-def timed(
-    flow: DataFlow,
-    placement: Placement,
-    batch: tuple[Tensor, Tensor],
-    loss: Loss,
-    used: memory.Meter | None = None,
-) -> dict[str, list[float]]:
-    """As ``ours``, of a flow that gets this placement; the memory counts from when all is recorded."""
-    flow.update_flow(placement)
-    step = flow.train_step(loss, torch.optim.SGD(flow.parameters(), lr=1e-3))
-    losses = [step(*batch).item() for _ in range(COMPARED)]
-    if used is not None:
-        used.forget_peak()
-    values: dict[str, Any] = timing.in_a_row(lambda: step(*batch), cases.places())
-    eager_stages = sum(bool(stage.not_recorded_because) for pipeline in step.pipelines for stage in pipeline.stages)
-    return values | {"losses": losses, "eager_stages": [eager_stages], "stages": [len(placement.stages)]}
+    return step, optimizer.zero_grad

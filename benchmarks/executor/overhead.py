@@ -1,7 +1,7 @@
 """What DataFlow costs on one device, where it has nothing to gain, beside the model alone: ResNet-50, a small batch.
 
 The model alone runs eagerly, and as CUDA graphs: its forward pass, its training step, and that step without
-the optimizer. Calls and steps follow one another as in a loop, with no wait between them.
+the optimizer. Calls and steps follow one another as in a loop, with no wait between them; all of them take turns.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from placer import DataFlow, zoo
 
-from . import cases, timing
-from .sample import Sample, attempt
+from . import cases, contest, ours, timing
+from .contest import Contender
+from .sample import Sample
 
 CASE = "overhead"
 IN_A_ROW = 2 if cases.is_small() else 20
@@ -33,20 +34,30 @@ def measure() -> Iterator[Sample]:
         size = 32 if cases.is_small() else 224
         inputs = torch.randn(4 if cases.is_small() else 32, 3, size, size)
         target = torch.randint(1000, (len(inputs),))
-    runs: list[tuple[str, Callable[[], dict[str, list[float]]]]] = [
-        ("eager forward", lambda: _forward(model.eval(), inputs)),
-        ("ours forward", lambda: _forward(_on_one(model.eval()), inputs)),
-        ("ours stream", lambda: _streamed(_on_one(model.eval()), inputs)),
-        ("eager", lambda: _eager(copy.deepcopy(model).train(), (inputs, target))),
-        ("ours", lambda: _train(copy.deepcopy(model).train(), (inputs, target))),
-    ]
+    batch = inputs, target
+    makers: dict[str, Callable[[], Callable[[], Any]]] = {
+        "eager forward": lambda: _forward(_of(model).eval(), inputs),
+        "ours forward": lambda: _forward(_on_one(_of(model).eval()), inputs),
+        "ours stream": lambda: _streamed(_on_one(_of(model).eval()), inputs),
+        "eager": lambda: ours.eager(_of(model).train(), batch, functional.cross_entropy)[0],
+        "ours": lambda: _train(_of(model).train(), batch),
+    }
     if inputs.is_cuda:
-        runs.insert(1, ("graph forward", lambda: _forward(_recorded(model.eval(), inputs), inputs)))
-        for engine, whole in (("graph", True), ("graph passes", False)):
-            recorded = partial(_recorded_step, copy.deepcopy(model).train(), (inputs, target), whole)
-            runs.append((engine, recorded))
-    for engine, run in runs:
-        yield attempt(CASE, engine, 1, 1, run)
+        makers["graph forward"] = lambda: _forward(_recorded(_of(model).eval(), inputs), inputs)
+        makers["graph"] = lambda: _recorded_step(_of(model).train(), batch, whole=True)
+        makers["graph passes"] = lambda: _recorded_step(_of(model).train(), batch, whole=False)
+    yield from contest.alternate(CASE, [_contender(engine, make) for engine, make in makers.items()])
+
+
+_of = copy.deepcopy
+
+
+def _contender(engine: str, make: Callable[[], Callable[[], Any]]) -> Contender:
+    made = contest.here(engine, cases.places(1), 1, contest.kept(lambda: (make(), lambda: None)))
+    if engine.endswith("stream"):
+        turn = made.turn
+        made.turn = lambda: turn() / IN_A_ROW
+    return made
 
 
 def _on_one(model: nn.Module) -> DataFlow:
@@ -55,39 +66,23 @@ def _on_one(model: nn.Module) -> DataFlow:
     return flow
 
 
-def _times(step: Callable[[], Any]) -> dict[str, list[float]]:
-    """Times of one of several in a row."""
-    return timing.in_a_row(step, cases.places(1), IN_A_ROW)
+def _forward(run: Callable[[Any], Any], inputs: Tensor) -> Callable[[], Any]:
+    def forward() -> None:
+        with torch.no_grad():
+            run(inputs)
+
+    return forward
 
 
-def _each(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    return {measure: [value / IN_A_ROW for value in values] for measure, values in times.items()}
-
-
-def _forward(run: Callable[[Any], Any], inputs: Tensor) -> dict[str, list[float]]:
-    with torch.no_grad():
-        return _times(lambda: run(inputs))
-
-
-def _streamed(flow: DataFlow, inputs: Tensor) -> dict[str, list[float]]:
-    """Times of a batch in a stream of several."""
+def _streamed(flow: DataFlow, inputs: Tensor) -> Callable[[], Any]:
+    """Streams of so many batches."""
 
     def run() -> None:
-        for _ in flow.stream([inputs] * IN_A_ROW):
-            pass
+        with torch.no_grad():
+            for _ in flow.stream([inputs] * IN_A_ROW):
+                pass
 
-    return _each(timing.steps(run, cases.places(1)))
-
-
-def _eager(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        functional.cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return _times(step)
+    return run
 
 
 def _recorded(model: nn.Module, inputs: Tensor) -> Callable[[Any], Any]:
@@ -105,8 +100,8 @@ def _recorded(model: nn.Module, inputs: Tensor) -> Callable[[Any], Any]:
     return run
 
 
-def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool) -> dict[str, list[float]]:
-    """Times of a training step as one CUDA graph that the batch is copied into.
+def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool) -> Callable[[], Any]:
+    """A training step as one CUDA graph that the batch is copied into.
 
     Args:
         model: the model.
@@ -114,7 +109,7 @@ def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool) 
         whole: whether the optimizer's step is recorded too; else it follows, as it can be any, with any schedule.
     """
     statics = [tensor.clone() for tensor in batch]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = cases.sgd(model.parameters())
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -133,7 +128,7 @@ def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool) 
         if not whole:
             optimizer.step()
 
-    return _times(run)
+    return run
 
 
 def _graph(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> tuple[Callable[[], None], Any]:
@@ -151,7 +146,6 @@ def _graph(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) ->
     return graph.replay, output
 
 
-def _train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    step = _on_one(model).train_step(functional.cross_entropy, optimizer)
-    return _times(lambda: step(*batch))
+def _train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], Any]:
+    optimizer = cases.sgd(model.parameters())
+    return partial(_on_one(model).train_step(functional.cross_entropy, optimizer), *batch)

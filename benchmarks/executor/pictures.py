@@ -1,10 +1,11 @@
 """``python -m benchmarks.executor.pictures``: the tutorial's two pictures of its experiment, with ours in them.
 
-They are drawn from the samples beside the results, on whatever machine those were measured.
+They are drawn from the latest samples of the experiment beside the results, on whatever machine those were measured.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import matplotlib
 from .. import record
 from . import tutorial_resnet50
 from .sample import Sample
-from .store import FILE, read
+from .store import ENDING, read
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -28,14 +29,20 @@ LABELS = {"tutorial": "the tutorial's pipeline", "ours": "Placer"}
 
 def main(folder: Path = record.RESULTS) -> int:
     """Draw them; the exit code."""
-    path = folder / FILE
-    samples = [sample for found in read(path)[1].values() for sample in found] if path.exists() else []
-    found = [sample for sample in samples if sample.case == tutorial_resnet50.CASE and not sample.failed]
-    if not any(sample.engine == "eager" for sample in found):
-        print(f"{path} has no samples of the case {tutorial_resnet50.CASE!r} to draw", file=sys.stderr)
-        return 2
-    print(draw(found, folder / NAME))
-    return 0
+    for path in sorted(folder.glob(f"executor*{ENDING}"), key=_date, reverse=True):
+        samples = [sample for found in read(path)[1].values() for sample in found]
+        found = [sample for sample in samples if sample.case == tutorial_resnet50.CASE and not sample.failed]
+        if any(sample.engine == "eager" for sample in found):
+            print(draw(found, folder / NAME))
+            return 0
+    print(f"{folder} has no samples of the case {tutorial_resnet50.CASE!r} to draw", file=sys.stderr)
+    return 2
+
+
+def _date(path: Path) -> str:
+    """When the results beside the samples were written."""
+    results = path.with_name(path.name.removesuffix(ENDING) + ".json")
+    return str(json.loads(results.read_text())["date"]) if results.exists() else ""
 
 
 def draw(samples: Sequence[Sample], path: Path) -> Path:

@@ -17,11 +17,14 @@ from .figures import (
     failures,
     memory_row,
     of_case,
+    peers_of,
+    peers_rows,
     ratio,
     rounded,
     row_of,
     spread_of,
     time_of,
+    turns_row,
 )
 from .sample import Sample
 
@@ -57,8 +60,12 @@ def _compiled_stream_label(name: str) -> str:
     return f"compile=True, inference stream, {cases.training(name).label}"
 
 
-def belongs(case: str, name: str) -> bool:
-    """Whether a row's case is one of the case that is selected by this name."""
+def belongs(case: str, contest: str) -> bool:
+    """Whether a row's case is one of a contest: ``CASE@DEVICES``, or ``CASE`` where there is one number alone."""
+    name, _, devices = contest.partition("@")
+    # Eager PyTorch's rows had a case of their own before it took turns with the others.
+    if devices and not case.endswith((f", {devices} devices", ", 1 device")):
+        return False
     if name.startswith(stream.COMPILED):
         return case.startswith(_compiled_stream_label(name.removeprefix(stream.COMPILED)))
     if name.startswith(compiling.PREFIX):
@@ -120,21 +127,39 @@ def _against(
 
 
 def _large(samples: Sequence[Sample]) -> Iterator[Row]:
-    """That it trains where one device is too small, and the memory of the fullest one."""
-    for sample in samples:
-        if sample.failed or sample.engine != "ours":
-            continue
-        values = sample.values
-        model = f"GPT of {values['parameters'][0] / 1e9:.3g} billion parameters, Adam, float32"
-        case = f"{large.CASE}, {'tiny GPT' if cases.is_small() else model}, {sample.devices} devices"
-        yield row_of(case, "training step", values["step_ms"])
-        losses = values["loss"]
-        measure = f"loss after {len(losses) - 1} steps on one batch, over the first"
-        yield row(case, measure, "x", ratio(losses[-1], losses[0]), target=at_full_size(1.0))
-        if values.get("peak_bytes"):
-            yield row(case, "memory of the fullest device", "GiB", rounded(max(values["peak_bytes"]) / 2**30))
-        yield from memory_row(case, sample)
-    yield from failures(large.CASE, samples)
+    """That it trains where one device is too small, beside FSDP2, and the memory of the fullest device."""
+    for count in sorted({sample.beside for sample in samples}, reverse=True):
+        mine = [sample for sample in samples if sample.beside == count]
+        case = f"{large.CASE}, {large.label()}, {count} devices"
+        ours, peers = best(mine, "ours", count), peers_of(mine, count)
+        if ours is not None:
+            yield from _large_ours(case, ours, peers)
+        yield from peers_rows(case, "training step", mine, count)
+        yield from turns_row(case, [sample for sample in mine if sample.engine != "eager"])
+        yield from failures(case, mine)
+
+
+def _large_ours(case: str, ours: Sample, peers: Mapping[str, float]) -> Iterator[Row]:
+    values, step_ms = ours.values, time_of(ours)
+    spread = spread_of(values["step_ms"])
+    shown = {label: rounded(time) for label, time in peers.items()}
+    yield row(case, "training step", "ms", rounded(step_ms), spread=spread, peers=shown)
+    if peers:
+        quickest_ms = min(peers.values())
+        options: dict[str, Any] = {"target": at_full_size(1.0), "smaller_is_better": False}
+        options["spread"] = spread_of(values["step_ms"], quickest_ms)
+        yield row(case, "training step, over the best peer", "x", ratio(quickest_ms, step_ms), **options)
+    yield row(case, "micro-batches", "", ours.chunks)
+    yield row_of(case, "a training step alone, from idle devices to idle devices", values["alone_ms"])
+    yield row(case, "training step, as the placement predicts it", "ms", rounded(time_of(ours, "predicted_ms")))
+    host = values["host_ms"]
+    yield row_of(case, "host issues a step; at most a quarter of it is wanted", host, rounded((step_ms or 0.0) / 4))
+    losses = values["loss"]
+    measure = f"loss after {len(losses) - 1} steps on one batch, over the first"
+    yield row(case, measure, "x", ratio(losses[-1], losses[0]), target=at_full_size(1.0))
+    if values.get("peak_bytes"):
+        yield row(case, "memory of the fullest device", "GiB", rounded(max(values["peak_bytes"]) / 2**30))
+    yield from memory_row(case, ours)
 
 
 def _compiled(case: str, what: str, samples: Sequence[Sample], target: float | None = None) -> Iterator[Row]:

@@ -25,6 +25,7 @@ class Sample:
         chunks: micro-batches, or what else was swept.
         values: measure -> what was measured, once a repetition; ``step_ms`` of a run that timed steps.
         failed: why there are no values; empty where there are.
+        beside: the number of devices in whose contest it was measured, where a case has several; else 0.
     """
 
     case: str
@@ -33,6 +34,7 @@ class Sample:
     chunks: int = 1
     values: dict[str, list[float]] = field(default_factory=dict)
     failed: str = ""
+    beside: int = 0
 
     @property
     def was_not_run(self) -> bool:
@@ -43,6 +45,10 @@ class Sample:
         where = f"{self.case}, {self.engine}, {self.devices} devices, {self.chunks} chunks"
         medians = (f"{name} {sorted(times)[len(times) // 2]:.4g}" for name, times in self.values.items() if times)
         return f"{where}: {self.failed or ', '.join(medians)}"
+
+
+class Told(RuntimeError):
+    """An error whose message is a reason already, from another process."""
 
 
 def attempt(case: str, engine: str, devices: int, chunks: int, run: Callable[[], dict[str, list[float]]]) -> Sample:
@@ -59,6 +65,8 @@ def attempt(case: str, engine: str, devices: int, chunks: int, run: Callable[[],
 
 def reason(error: BaseException) -> str:
     """An error in one short line."""
+    if isinstance(error, Told):
+        return str(error)
     if isinstance(error, torch.OutOfMemoryError) or "OutOfMemoryError" in str(error):
         return "out of memory"
     lines = str(error).strip().splitlines() or [""]

@@ -1,6 +1,6 @@
 """The samples of every job, kept beside the results: rows are made of all of them, so jobs can be run one by one.
 
-    results/executor.samples.jsonl     {"machine": ..., "versions": ...}, then {"job": ..., "sample": {...}} a line
+    results/executor-4xH100.samples.jsonl    {"machine": ..., "versions": ...}, then {"job": ..., "sample": ...} a line
 
 Samples of another machine, or of other versions, are not mixed with these: they are left out.
 """
@@ -20,7 +20,12 @@ from typing import Any
 from .. import record
 from .sample import Sample
 
-FILE = "executor.samples.jsonl"
+ENDING = ".samples.jsonl"
+
+
+def file_name() -> str:
+    """The name of the file of this machine."""
+    return record.file_name("executor") + ENDING
 
 
 def read(path: Path) -> tuple[Any, dict[str, list[Sample]]]:
@@ -43,7 +48,7 @@ class Store:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / FILE
+        self._path = None if folder is None else folder / file_name()
         self._conditions = {"machine": record.machine(), "versions": record.versions()}
         self._mine: dict[str, list[Sample]] = {}
         self.jobs = self._known()
@@ -77,7 +82,7 @@ class Store:
             yield
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with Path(tempfile.gettempdir(), f"{FILE}.{getuser()}.lock").open("w") as file:
+        with Path(tempfile.gettempdir(), f"placer{ENDING}.{getuser()}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -1,4 +1,4 @@
-"""Inference over a stream of batches: ours, eager PyTorch on one device, and peers.
+"""Inference over a stream of batches: ours, eager PyTorch on one device, and peers, which take turns.
 
 A stream is the case's batch, cut into so many batches, several times over. They are on the first device; results stay
 where the last layer makes them, but for accelerate, which brings them back. Times are of one batch of the case, with no
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import chain, repeat
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from placer import DataFlow, Placement, Profile, profile
 from placer.graph.structure import flatten
 
-from . import cases, ours, parts, timing, tutorial
+from . import cases, contest, ours, parts, timing, tutorial
 from .cases import Training
-from .sample import Sample, attempt, reason
+from .contest import Contender
+from .sample import Sample, reason, release
 
 PREFIX = "stream-"
 COMPILED = "compile-stream-"
@@ -30,10 +32,11 @@ NAMES = ("resnet101", "gpt")
 DISPATCH = "accelerate"
 ALONE = "torch.compile"
 """The engine that compiles the whole model on one device."""
-ROUNDS = 2
-"""How often the case's batch comes in a stream to those who work off one batch after another."""
+EAGER = "eager"
+ENGINES = (ours.ENGINE, tutorial.ENGINE, DISPATCH)
+"""Eager PyTorch on one device always takes part beside them."""
 LONG = 2 if cases.is_small() else 8
-"""The same for ours, for each device: filling and draining the devices is no part of the time of a batch."""
+"""Batches in a stream for each device, at the least: filling and draining devices is no part of the time of a batch."""
 PIECES = (2,) if cases.is_small() else (2, 4, 8)
 WHOLE = (1,) if cases.is_small() else (1, 2)
 """The sizes for who runs one device after another, and so gains nothing by smaller ones."""
@@ -47,42 +50,113 @@ _WHOLE_BLOCKS = ["BasicBlock", "Bottleneck", "Block"]
 Run = Callable[[Sequence[Tensor]], Any]
 
 
-def stream(case: Training) -> Iterator[Sample]:
-    """One device, at each size; then ours, at the sizes that are predicted to be fastest for each number of devices."""
+def measure(case: Training, count: int, engines: Sequence[str]) -> Iterator[Sample]:
+    """The samples of a contest.
+
+    Args:
+        case: whose batch is streamed.
+        count: of the devices.
+        engines: who takes part, of ``ENGINES``.
+    """
     cases.prepare()
     name, model = PREFIX + case.name, _model(case)
-    for pieces in (1, *PIECES):
-        yield attempt(name, "eager", 1, pieces, partial(_times, _one_by_one(model), case, pieces, 1))
-    flows: list[DataFlow] = []
-    profiles: list[Profile] = []
+    engines, missing = contest.installed(name, count, engines)
+    yield from missing
+    makers: dict[str, Callable[[], list[Contender]]] = {
+        EAGER: lambda: [_contender(EAGER, case, 1, pieces, _one_by_one(model)) for pieces in (1, *PIECES)],
+        ours.ENGINE: partial(_ours, case, model, count),
+        tutorial.ENGINE: lambda: [_split(case, count, pieces) for pieces in PIECES],
+        DISPATCH: lambda: [_dispatched(case, count, pieces) for pieces in WHOLE],
+    }
+    yield from _contest(name, {engine: make for engine, make in makers.items() if engine in (EAGER, *engines)})
 
-    def prepare() -> dict[str, list[float]]:
-        profiles.extend(_profiles(case, model))
-        flows.append(DataFlow(copy.deepcopy(model), [str(place) for place in cases.places()]))
-        return {}
 
-    prepared = attempt(name, "ours", 0, 0, prepare)
-    if prepared.failed:
-        yield prepared
-        return
-    for count in cases.counts():
+def compiled(case: Training, count: int, backend: str) -> Iterator[Sample]:
+    """Ours on so many devices without and with the compiler, and one device without and with it.
+
+    Args:
+        case: what is streamed.
+        count: of devices.
+        backend: of ``torch.compile``.
+    """
+    cases.prepare()
+    name, model = COMPILED + case.name, _model(case)
+    sizes = PIECES[:2]
+    placements: list[Placement] = []
+
+    def placed(engine: str, compile: str | bool) -> list[Contender]:
+        if not placements:
+            placements.extend(_fastest(case, _profiles(case, model, count), count)[:1])
+        return [_streamed(engine, case, model, placements[0], count, compile)]
+
+    def alone() -> list[Contender]:
+        made: Any = torch.compile(copy.deepcopy(model), backend=backend, dynamic=False)
+        return [_contender(ALONE, case, 1, pieces, _one_by_one(made)) for pieces in sizes]
+
+    makers: dict[str, Callable[[], list[Contender]]] = {
+        EAGER: lambda: [_contender(EAGER, case, 1, pieces, _one_by_one(model)) for pieces in sizes],
+        ours.ENGINE: partial(placed, ours.ENGINE, False),
+        "compiled": partial(placed, "compiled", backend),
+        ALONE: alone,
+    }
+    yield from _contest(name, makers)
+
+
+def _contest(name: str, makers: dict[str, Callable[[], list[Contender]]]) -> Iterator[Sample]:
+    """The samples of engines that take turns, each at the best of its sizes."""
+    contenders = []
+    for engine, make in makers.items():
         try:
-            placements = _fastest(case, profiles, count)
+            best, failed = contest.fastest(name, make())
         except Exception as error:
-            yield Sample(name, "ours", count, 0, failed=reason(error))
-            continue
-        for placement in placements:
-            pieces = placement.chunks
-            yield attempt(name, "ours", count, pieces, partial(_streamed, case, model, flows[0], placement, count))
+            best, failed = None, [Sample(name, engine, failed=reason(error))]
+        yield from failed
+        contenders += [] if best is None else [best]
+        release()
+    yield from contest.alternate(name, contenders)
 
 
-def _profiles(case: Training, model: nn.Module) -> list[Profile]:
-    """Of every size of batch, on all devices, of a model that is on the host, as a user's is."""
+def _contender(engine: str, case: Training, devices: int, pieces: int, run: Run, shortest: int = 1) -> Contender:
+    """An engine that runs streams.
+
+    Args:
+        engine: its name.
+        case: whose batch is streamed.
+        devices: how many it has.
+        pieces: batches that the batch of the case is cut into.
+        run: runs over batches.
+        shortest: batches of the case in a stream, at the least.
+    """
+    places, batch, rounds = cases.places(devices), _pieces(case, pieces), []
+
+    def once(count: int) -> float:
+        """Time of one batch of the case, in ms, in a stream of so many."""
+        batches = list(chain.from_iterable(repeat(batch, count)))
+        return timing.row(lambda: run(batches), partial(timing.wait, places), 1) / count
+
+    def turn() -> float:
+        with torch.no_grad():
+            alone = [once(2) for _ in range(timing.WARM_UPS)]
+            if not rounds:
+                rounds.append(max(shortest, timing.row_of(alone[-1:])))
+            return once(rounds[0])
+
+    return Contender(engine, devices, pieces, turn)
+
+
+def _ours(case: Training, model: nn.Module, count: int) -> list[Contender]:
+    """At the sizes that are predicted to be fastest, each with a flow of its own."""
+    placements = _fastest(case, _profiles(case, model, count), count)
+    return [_streamed(ours.ENGINE, case, model, placement, count) for placement in placements]
+
+
+def _profiles(case: Training, model: nn.Module, count: int) -> list[Profile]:
+    """Of every size of batch, on the devices, of a model that is on the host, as a user's is."""
     inputs = case.batch(cases.home())[0].cpu()
     return profile(
         copy.deepcopy(model).cpu(),
         inputs[: len(inputs) // min(PIECES)],
-        [str(place) for place in cases.places()],
+        [str(place) for place in cases.places(count)],
         training=False,
         granularity=GRANULARITY,
         progress=False,
@@ -103,74 +177,41 @@ def _predicted_ms(placement: Placement) -> float:
 
 
 def _streamed(
-    case: Training, model: nn.Module, flow: DataFlow, placement: Placement, count: int, backend: str | bool = False
-) -> dict[str, list[float]]:
-    flow.output_device = torch.device(placement.stages[-1])
-    flow.update_flow(placement)
-    batches = _pieces(case, placement.chunks)
-    with torch.no_grad():
-        results = list(flow.stream(batches, compile=backend))
-        differences = [_difference(y, model(x)) for x, y in zip(batches, results, strict=True)]
-        del results
-    for place, told in (flow.compiled | flow.not_compiled_because).items():
-        print(f"{place}: {told}", flush=True)
+    engine: str, case: Training, model: nn.Module, placement: Placement, count: int, backend: str | bool = False
+) -> Contender:
+    """Ours; its first stream is held against the unsplit model."""
+    flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places(count)])
 
     def run(inputs: Sequence[Tensor]) -> None:
+        if not made.values:
+            made.values |= first()
         for _ in flow.stream(inputs, compile=backend):
             pass
 
-    values = _times(run, case, placement.chunks, len(cases.places()), LONG * count)
-    stages = [stage for pipeline in flow._streams.pipelines() for stage in pipeline.stages]
-    return values | {
-        "difference": [max(differences)],
-        "predicted_ms": [_predicted_ms(placement)],
-        "eager_stages": [sum(bool(stage.not_recorded_because) for stage in stages)],
-        "stages": [len(placement.stages)],
-        "compiled_segments": [float(len(flow.compiled))],
-    }
+    def first() -> dict[str, list[float]]:
+        flow.output_device = torch.device(placement.stages[-1])
+        flow.update_flow(placement)
+        batches = _pieces(case, placement.chunks)
+        results = list(flow.stream(batches, compile=backend))
+        differences = [_difference(y, model(x)) for x, y in zip(batches, results, strict=True)]
+        del results
+        for place, told in (flow.compiled | flow.not_compiled_because).items():
+            print(f"{place}: {told}", flush=True)
+        stages = [stage for pipeline in flow._streams.pipelines() for stage in pipeline.stages]
+        return {
+            "difference": [max(differences)],
+            "predicted_ms": [_predicted_ms(placement)],
+            "eager_stages": [float(sum(bool(stage.not_recorded_because) for stage in stages))],
+            "stages": [len(placement.stages)],
+            "compiled_segments": [float(len(flow.compiled))],
+        }
+
+    made = _contender(engine, case, count, placement.chunks, run, LONG * count)
+    return made
 
 
-def compiled(case: Training, count: int, backend: str) -> Iterator[Sample]:
-    """Ours on so many devices without and with the compiler, and one device without and with it.
-
-    Args:
-        case: what is streamed.
-        count: of devices.
-        backend: of ``torch.compile``.
-    """
-    cases.prepare()
-    name, model = COMPILED + case.name, _model(case)
-    sizes = PIECES[:2]
-    for pieces in sizes:
-        yield attempt(name, "eager", 1, pieces, partial(_times, _one_by_one(model), case, pieces, 1))
-    flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places()])
-    placements: list[Placement] = []
-
-    def place() -> dict[str, list[float]]:
-        placements.extend(_fastest(case, _profiles(case, model), count)[:1])
-        return {}
-
-    placed = attempt(name, "ours", count, 0, place)
-    if placed.failed:
-        yield placed
-    for placement in placements:
-        for engine, compile in (("ours", False), ("compiled", backend)):
-            run = partial(_streamed, case, model, flow, placement, count, compile)
-            yield attempt(name, engine, count, placement.chunks, run)
-    made: Any = torch.compile(copy.deepcopy(model), backend=backend, dynamic=False)
-    for pieces in sizes:
-        yield attempt(name, ALONE, 1, pieces, partial(_times, _one_by_one(made), case, pieces, 1))
-
-
-def dispatched(case: Training) -> Iterator[Sample]:
+def _dispatched(case: Training, count: int, pieces: int) -> Contender:
     """Peer: accelerate's ``dispatch_model``, its own map for balanced memory."""
-    cases.prepare()
-    for count in cases.counts():
-        for pieces in WHOLE:
-            yield attempt(PREFIX + case.name, DISPATCH, count, pieces, partial(_dispatched, case, count, pieces))
-
-
-def _dispatched(case: Training, count: int, pieces: int) -> dict[str, list[float]]:
     accelerate, helpers = import_module("accelerate"), import_module("accelerate.utils")
     model = _model(case).cpu()
     options = {"no_split_module_classes": _WHOLE_BLOCKS}
@@ -181,24 +222,17 @@ def _dispatched(case: Training, count: int, pieces: int) -> dict[str, list[float
         balanced = helpers.get_balanced_memory(model, max_memory=room, **options)
         where = accelerate.infer_auto_device_map(model, max_memory=balanced, **options)
     model = accelerate.dispatch_model(model, device_map=where, force_hooks=True)
-    return _times(_one_by_one(model), case, pieces, count)
+    return _contender(DISPATCH, case, count, pieces, _one_by_one(model))
 
 
-def tutorial_split(case: Training) -> Iterator[Sample]:
+def _split(case: Training, count: int, pieces: int) -> Contender:
     """Peer: the tutorial's pipeline, batch after batch."""
-    cases.prepare()
-    for count in cases.counts():
-        for pieces in PIECES:
-            yield attempt(PREFIX + case.name, tutorial.ENGINE, count, pieces, partial(_split, case, count, pieces))
-
-
-def _split(case: Training, count: int, pieces: int) -> dict[str, list[float]]:
     batch = case.batch(cases.home())[0]
     units = parts.units(_model(case))
     times = parts.unit_ms(units, batch[: len(batch) // pieces], training=False)
     cut = parts.cut(units, parts.cuts(times, count))
     model = tutorial.Pipeline(cut, cases.places(count), len(batch) // pieces)
-    return _times(_one_by_one(model), case, 1, count)
+    return replace(_contender(tutorial.ENGINE, case, count, 1, _one_by_one(model)), chunks=pieces)
 
 
 def _model(case: Training) -> nn.Module:
@@ -215,14 +249,6 @@ def _one_by_one(model: Callable[[Tensor], Any]) -> Run:
             model(batch)
 
     return run
-
-
-def _times(run: Run, case: Training, pieces: int, count: int, rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Times of one batch of the case, in ms, in a stream of several."""
-    batches = list(chain.from_iterable(repeat(_pieces(case, pieces), rounds)))
-    with torch.no_grad():
-        times = timing.steps(lambda: run(batches), cases.places(count))
-    return {measure: [value / rounds for value in values] for measure, values in times.items()}
 
 
 def _difference(given: Any, expected: Any) -> float:

@@ -16,6 +16,7 @@ from .figures import (
     by_devices,
     memory_row,
     peers_of,
+    peers_rows,
     ratio,
     rounded,
     row_of,
@@ -30,12 +31,12 @@ OVER_PEERS = 1.3
 
 
 def training(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
-    """Of one case: eager PyTorch, ours at each number of devices, and who has no value."""
-    return by_devices(cases.training(name).label, "training step", samples, partial(_pipelined, name, samples))
+    """Of one case, by number of devices: ours beside all peers, and who has no value."""
+    return by_devices(cases.training(name).label, "training step", samples, partial(_pipelined, name))
 
 
-def _pipelined(name: str, samples: Sequence[Sample], case: str, one_ms: float | None, count: int) -> Iterator[Row]:
-    ours, peers = best(samples, "ours", count), peers_of(samples, count)
+def _pipelined(name: str, case: str, samples: Sequence[Sample], count: int) -> Iterator[Row]:
+    ours, peers, one_ms = best(samples, "ours", count), peers_of(samples, count), time_of(best(samples, "eager", 1))
     speedups = {label: ratio(one_ms, time) for label, time in peers.items()}
     wanted = TWO_DEVICES if count == 2 else TARGETS.get((name, count))
     options: dict[str, Any] = {"smaller_is_better": False, "peers": speedups}
@@ -54,6 +55,7 @@ def _pipelined(name: str, samples: Sequence[Sample], case: str, one_ms: float | 
         yield row(case, "training step, over the best peer", "x", ratio(quickest_ms, step_ms), **options)
     shown = {label: rounded(time) for label, time in peers.items()}
     yield row(case, "training step", "ms", rounded(step_ms), spread=spread_of(times), peers=shown)
+    yield from peers_rows(case, "training step", samples, count)
     yield from _details(case, ours, step_ms)
     yield from _by_processes(case, samples, count)
 

@@ -5,14 +5,15 @@ Source: "Single-Machine Model Parallel Best Practices", PyTorch tutorials, "Spee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import cases, parts, timing
+from . import cases, contest, parts
 from .cases import Loss, Training
-from .sample import Sample, attempt
+from .contest import Contender
 
 ENGINE = "tutorial"
 
@@ -36,24 +37,21 @@ class Pipeline(nn.Module):
         return torch.cat(values)
 
 
-def train(case: Training) -> Iterator[Sample]:
-    """At each number of devices and micro-batches."""
-    cases.prepare()
-    for count in cases.counts():
-        for chunks in case.tried(count):
+def contender(case: Training, count: int, chunks: int) -> Contender:
+    """It, at a number of devices and micro-batches."""
 
-            def run(count: int = count, chunks: int = chunks) -> dict[str, list[float]]:
-                batch = case.batch(cases.home())
-                chain = parts.units(case.model(cases.home()))
-                split = parts.equal_parts(chain, batch[0][: len(batch[0]) // 2], count)
-                return step_times(Pipeline(split, cases.places(count), len(batch[0]) // chunks), batch, case.loss)
+    def make() -> tuple[Callable[[], Any], Callable[[], Any]]:
+        batch = case.batch(cases.home())
+        chain = parts.units(case.model(cases.home()))
+        split = parts.equal_parts(chain, batch[0][: len(batch[0]) // 2], count)
+        return step_of(Pipeline(split, cases.places(count), len(batch[0]) // chunks), batch, case.loss)
 
-            yield attempt(case.name, ENGINE, count, chunks, run)
+    return contest.here(ENGINE, cases.places(count), chunks, contest.kept(make))
 
 
-def step_times(model: Pipeline, batch: tuple[Tensor, Tensor], loss: Loss) -> dict[str, list[float]]:
-    """Times of a training step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+def step_of(model: Pipeline, batch: tuple[Tensor, Tensor], loss: Loss) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A training step, and what frees its gradients."""
+    optimizer = cases.sgd(model.parameters())
     inputs, target = batch
 
     def step() -> None:
@@ -62,4 +60,4 @@ def step_times(model: Pipeline, batch: tuple[Tensor, Tensor], loss: Loss) -> dic
         loss(output, target.to(output.device)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    return timing.in_a_row(step, model.places)
+    return step, optimizer.zero_grad

@@ -6,8 +6,8 @@ The batch is split into micro-batches of several sizes; the tutorial's own cut i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from placer import DataFlow, Profile, profile, solve, zoo
 
-from . import cases, ours, parts
+from . import cases, contest, ours, parts
 from .cases import Loss, Training
-from .sample import Sample, attempt
-from .tutorial import Pipeline, step_times
+from .contest import Contender
+from .sample import Sample, reason, release
+from .tutorial import Pipeline, step_of
 
 CASE = "tutorial"
 DEVICES = 2
@@ -48,7 +49,7 @@ TRAINING = Training(
 
 
 def measure() -> Iterator[Sample]:
-    """One GPU, then the tutorial's pipeline and ours at each split size (the sample's ``chunks``).
+    """One GPU, then the tutorial's pipeline and ours at each split size (the sample's ``chunks``), which take turns.
 
     The tutorial's with the whole batch as one split is its model that is split, but no pipeline.
     """
@@ -56,25 +57,20 @@ def measure() -> Iterator[Sample]:
     torch.manual_seed(0)
     with cases.home():
         model, data, loss = _model(), _data(), functional.mse_loss
-    yield attempt(CASE, "eager", 1, BATCH, lambda: ours.eager(copy.deepcopy(model), data, loss))
+    one = contest.here(
+        "eager", cases.places(1), BATCH, contest.kept(lambda: ours.eager(copy.deepcopy(model), data, loss))
+    )
     if len(cases.places()) < DEVICES:
+        yield from contest.alternate(CASE, [one])
         yield Sample(CASE, "ours", DEVICES, 0, failed=f"there are fewer than {DEVICES} devices")
         return
-    for split in (*SPLITS, BATCH):
-        yield attempt(CASE, "tutorial", DEVICES, split, partial(_theirs, model, data, loss, split))
-    profiles: list[Profile] = []
-
-    def prepare() -> dict[str, list[float]]:
-        profiles.extend(_profiles(model, data, loss))
-        return {}
-
-    prepared = attempt(CASE, "ours", 0, 0, prepare)
-    if prepared.failed:
-        yield prepared
-        return
-    flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places(DEVICES)])
-    for found in profiles:
-        yield attempt(CASE, "ours", DEVICES, found.batch_size, partial(_ours, flow, found, data, loss))
+    contenders = [one, *(_theirs(model, data, loss, split) for split in (*SPLITS, BATCH))]
+    try:
+        contenders += _ours(model, data, loss)
+    except Exception as error:
+        yield Sample(CASE, "ours", DEVICES, 0, failed=reason(error))
+    release()
+    yield from contest.alternate(CASE, contenders)
 
 
 def _profiles(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list[Profile]:
@@ -84,7 +80,7 @@ def _profiles(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list
         data[0][: max(SPLITS)].cpu(),
         [str(place) for place in cases.places(DEVICES)],
         training=True,
-        optimizer="sgd",
+        optimizer=cases.sgd,
         progress=False,
         batch_sizes=SPLITS,
         loss_fn=loss,
@@ -92,13 +88,22 @@ def _profiles(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list
     )
 
 
-def _ours(flow: DataFlow, found: Profile, data: tuple[Tensor, Tensor], loss: Loss) -> dict[str, list[float]]:
-    placement = solve(ours.question([found], DEVICES, len(data[0])))
-    return ours.timed(flow, placement, data, loss)
+def _ours(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list[Contender]:
+    """At each split size, by the flow of one model, which gets each placement in turn."""
+    profiles, places = _profiles(model, data, loss), cases.places(DEVICES)
+    flow = DataFlow(copy.deepcopy(model), [str(place) for place in places])
+    made = []
+    for found in profiles:
+        ready = ours.steps(flow, solve(ours.question([found], DEVICES, len(data[0]))), data, loss)
+        made.append(contest.here("ours", places, found.batch_size, ready))
+    return made
 
 
-def _theirs(model: zoo.ResNet, data: tuple[Tensor, Tensor], loss: Loss, split: int) -> dict[str, list[float]]:
-    return step_times(Pipeline(_halves(copy.deepcopy(model)), cases.places(DEVICES), split), data, loss)
+def _theirs(model: zoo.ResNet, data: tuple[Tensor, Tensor], loss: Loss, split: int) -> Contender:
+    def make() -> tuple[Callable[[], Any], Callable[[], Any]]:
+        return step_of(Pipeline(_halves(copy.deepcopy(model)), cases.places(DEVICES), split), data, loss)
+
+    return contest.here("tutorial", cases.places(DEVICES), split, contest.kept(make))
 
 
 def _halves(model: zoo.ResNet) -> Sequence[nn.Module]:

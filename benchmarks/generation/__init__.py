@@ -1,15 +1,15 @@
 """Tokens by ``model.generate`` of a language model whose layers lie on two devices, beside the same model on one.
 
-``flow.applied()`` and accelerate's ``dispatch_model`` have the same map, half of the layers each; all of them run the
-same model of transformers on the same prompts, and a row says whether they make the same tokens. Without GPUs a tiny
-model on CPU stand-ins: that shows that it runs.
+``flow.applied()`` and accelerate's ``dispatch_model`` have the same map, half of the layers each; all of them run equal
+models of transformers on the same prompts and take turns, and a row says whether they make the same tokens. Without
+GPUs a tiny model on CPU stand-ins: that shows that it runs.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
@@ -17,13 +17,13 @@ from typing import Any
 
 from .. import record
 
-ROUNDS = 3
+ROUNDS = 7
 PEER = "accelerate's dispatch_model"
 ONE = "eager on one device"
 
 
 def run() -> list[dict[str, Any]]:
-    """Time of a token in the loop, and of the prompt with the first."""
+    """Time of a token in the loop, of the prompt with the first, and of the first call of all."""
     import torch
 
     from ..executor import cases
@@ -37,9 +37,13 @@ def run() -> list[dict[str, Any]]:
     )
     batch, length, new = (2, 8, 6) if cases.is_small() else (1, 512, 64)
     ids = torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(0)).to(cases.home())
-    with torch.no_grad():
-        found = {name: _measured(way, ids, new) for name, way in _ways(model).items()}
-    return list(_rows(f"{label}, {batch} x {length} tokens and {new} more, 2 devices", found))
+    with torch.no_grad(), ExitStack() as stack:
+        ready = {name: stack.enter_context(way) for name, way in _ways(model).items()}
+        engines = {name: _Engine(made, ids) for name, made in ready.items() if made is not None}
+        for turn in range(ROUNDS):
+            for name in list(engines) if turn % 2 == 0 else reversed(engines):
+                engines[name].turn(new)
+        return list(_rows(f"{label}, {batch} x {length} tokens and {new} more, 2 devices", engines, new))
 
 
 def _model(is_small: bool) -> Any:
@@ -77,12 +81,12 @@ def _map(model: Any) -> dict[str, int]:
     }
 
 
-def _ways(model: Any) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """Each makes the model ready, and puts it back on one device."""
+def _ways(model: Any) -> dict[str, AbstractContextManager[Any]]:
+    """Each with a model of its own, as they stay while they take turns."""
     return {
-        ONE: lambda: nullcontext(model),
-        "ours": lambda: _ours(model),
-        PEER: lambda: _dispatched(model),
+        ONE: nullcontext(copy.deepcopy(model)),
+        "ours": _ours(copy.deepcopy(model)),
+        PEER: _dispatched(model),
     }
 
 
@@ -109,56 +113,71 @@ def _dispatched(model: Any) -> Iterator[Any]:
         yield None
         return
     from accelerate import dispatch_model
-    from accelerate.hooks import remove_hook_from_submodules
 
     yield dispatch_model(model, _map(model), main_device=0, force_hooks=True)
-    remove_hook_from_submodules(model)
-    for name in ("hf_device_map", "to", "cuda"):
-        vars(model).pop(name, None)
-    model.to(cases.home())
 
 
-def _measured(way: Callable[[], AbstractContextManager[Any]], ids: Any, new: int) -> dict[str, Any] | None:
-    """Milliseconds of a token in the loop, of the prompt with the first, of the first call of all; and the tokens."""
-    with way() as model:
-        if model is None:
-            return None
+class _Engine:
+    """Times of a model that generates, in ms.
 
-        def once(count: int) -> tuple[float, Any]:
-            began = perf_counter()
-            made = model.generate(ids, min_new_tokens=count, max_new_tokens=count, do_sample=False, pad_token_id=0)
-            tokens = made.tolist()
-            return 1e3 * (perf_counter() - began), tokens
+    Args:
+        model: is ready.
+        ids: the prompts.
 
-        first_ms, _ = once(4)
-        prompts = [once(1)[0] for _ in range(ROUNDS)]
-        wholes = [once(new) for _ in range(ROUNDS)]
-        loops = [(whole - median(prompts)) / (new - 1) for whole, _ in wholes]
-    gc.collect()
-    return {"token": loops, "prompt": prompts, "first": [first_ms], "tokens": wholes[-1][1]}
+    Attributes:
+        first_ms: of the first call of all, four tokens.
+        prompt_ms: of the prompt with the first token, by turn.
+        whole_ms: of the whole text, by turn.
+        tokens: of the latest text.
+    """
+
+    def __init__(self, model: Any, ids: Any) -> None:
+        self._model, self._ids = model, ids
+        self.first_ms, self.tokens = self._once(4)
+        self._once(4)  # a second call may record what the first has seen
+        self.prompt_ms: list[float] = []
+        self.whole_ms: list[float] = []
+
+    def turn(self, new: int) -> None:
+        """Generate the prompt's first token, and a whole text."""
+        self.prompt_ms.append(self._once(1)[0])
+        ms, self.tokens = self._once(new)
+        self.whole_ms.append(ms)
+
+    def token_ms(self, new: int) -> list[float]:
+        """Time of a token in the loop, by turn."""
+        pairs = zip(self.whole_ms, self.prompt_ms, strict=True)
+        return [(whole - prompt) / (new - 1) for whole, prompt in pairs]
+
+    def _once(self, count: int) -> tuple[float, Any]:
+        options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        began = perf_counter()
+        tokens = self._model.generate(self._ids, **options).tolist()  # which waits for the devices
+        return 1e3 * (perf_counter() - began), tokens
 
 
-def _rows(case: str, found: dict[str, dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
-    ours, others = found["ours"], {name: values for name, values in found.items() if name != "ours"}
-    assert ours is not None
-    for measure, key in (
-        ("a token of each text, in the loop", "token"),
-        ("the prompt and the first token", "prompt"),
-        ("a first call, four tokens", "first"),
-    ):
-        peers = {name: _shown(median(values[key])) for name, values in others.items() if values is not None}
-        times = ours[key]
-        yield record.row(
-            case, measure, "ms", _shown(median(times)), spread=(_shown(min(times)), _shown(max(times))), peers=peers
-        )
-    for name, values in others.items():
-        if values is not None:
-            pairs = [
-                one == other
-                for a, b in zip(ours["tokens"], values["tokens"], strict=True)
-                for one, other in zip(a, b, strict=True)
-            ]
-            yield record.row(case, f"tokens that are those of: {name}", "%", 100.0 * sum(pairs) / len(pairs))
+def _rows(case: str, engines: Mapping[str, _Engine], new: int) -> Iterator[dict[str, Any]]:
+    ours, others = engines["ours"], {name: engine for name, engine in engines.items() if name != "ours"}
+    measures: tuple[tuple[str, Callable[[_Engine], list[float]]], ...] = (
+        ("a token of each text, in the loop", lambda engine: engine.token_ms(new)),
+        ("the prompt and the first token", lambda engine: engine.prompt_ms),
+        ("a first call, four tokens", lambda engine: [engine.first_ms]),
+    )
+    for measure, times_of in measures:
+        peers = {name: _shown(median(times_of(engine))) for name, engine in others.items()}
+        for name, engine in engines.items():
+            times = times_of(engine)
+            spread = (_shown(min(times)), _shown(max(times))) if len(times) > 1 else None
+            given = {"peers": peers} if name == "ours" else {}
+            what = measure if name == "ours" else f"{measure}, {name}"
+            yield record.row(case, what, "ms", _shown(median(times)), spread=spread, **given)
+    for name, engine in others.items():
+        pairs = [
+            one == other
+            for a, b in zip(ours.tokens, engine.tokens, strict=True)
+            for one, other in zip(a, b, strict=True)
+        ]
+        yield record.row(case, f"tokens that are those of: {name}", "%", 100.0 * sum(pairs) / len(pairs))
 
 
 def _shown(value: float) -> float:

@@ -20,7 +20,7 @@ LARGE_S = 240.0
 
 def every() -> list[Job]:
     """A job for each model, and one for the model that no device could hold."""
-    return [*map(_job, cases.known().values()), Job(large.CASE, large.ENGINE, LARGE_S, large.measure)]
+    return [*map(_job, cases.known().values()), Job(large.CASE, 0, (large.ENGINE,), LARGE_S, lambda _: large.measure())]
 
 
 def names() -> list[str]:
@@ -29,7 +29,7 @@ def names() -> list[str]:
 
 
 def _job(model: cases.Model) -> Job:
-    return Job(model.name, ours.ENGINE, MODEL_S, lambda: ours.measure(model))
+    return Job(model.name, 0, (ours.ENGINE,), MODEL_S, lambda _: ours.measure(model))
 
 
 def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[Sample]:

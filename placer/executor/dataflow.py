@@ -137,6 +137,7 @@ class DataFlow(PlacedCalls):
             module.requires_grad_(False)
         self._clones = Clones(module, self._devices) if enable_clone else None
         self._planned_with = 0
+        self._assumed: Placement | None = None
 
     def update_flow(
         self,
@@ -192,7 +193,11 @@ class DataFlow(PlacedCalls):
         Raises:
             PlacementError: layers or devices are not there.
         """
-        settings: dict[str, Any] = {"layer_gpus": self.layer_gpus, "_granularity": self._granularity}
+        settings: dict[str, Any] = {
+            "layer_gpus": self.layer_gpus,
+            "_granularity": self._granularity,
+            "_assumed": None,  # a map that was edited assumes nothing of memory
+        }
         detours: list[Any] = []
         if placement is not None:
             found = _placement(placement)
@@ -237,7 +242,7 @@ class DataFlow(PlacedCalls):
             self._hooks.refuse_standing()
             self._home.restore(self.module, self._optimizers)
             self._streams.clear()
-            self.__dict__.update({"_assignment": None, **self._no_plans()})
+            self.__dict__.update({"_assignment": None, "_assumed": None, **self._no_plans()})
         self._granularity = "fine" if self.fine_grained else "submodule"
         self.layer_gpus = self._default_map()
         self.chunks = 1
@@ -386,6 +391,7 @@ class DataFlow(PlacedCalls):
         one_kind = len({place.type for place in (*self._devices, *places.values())}) == 1
         interleaved = placement.training and placement.schedule == "interleaved"
         return {
+            "_assumed": placement,
             "layer_gpus": OrderedDict(
                 (name, place.index if one_kind else str(place)) for name, place in places.items()
             ),

@@ -15,6 +15,7 @@ from placer.executor.inference.stage import Stage
 from placer.executor.inference.stream import Known, Streams
 from placer.executor.measure import MeasuredFlow, measure_step, measure_stream
 from placer.executor.state.apply import bring_state
+from placer.executor.training.optimizer_memory import warn_of_other_memory
 from placer.executor.training.pipeline import Order
 from placer.executor.training.step import Flow, TrainStep
 from placer.executor.training.update import Optimizers, Update
@@ -22,7 +23,7 @@ from placer.graph.batch_layout import layout_of, refuse_no_options
 from placer.graph.given import refuse_more_chunks, refuse_no_chunks
 from placer.graph.losses import LossFunction
 from placer.report.timeline import Measurement
-from placer.schema import BatchOptions, Profile, Schedule
+from placer.schema import BatchOptions, Placement, Profile, Schedule
 from placer.schema.batch_options import Weigh
 
 
@@ -40,6 +41,7 @@ class PipelinedRuns(nn.Module):
     schedule: Schedule
     _streams: Streams
     _optimizers: WeakSet[torch.optim.Optimizer]
+    _assumed: Placement | None
 
     def train_step(
         self,
@@ -63,7 +65,8 @@ class PipelinedRuns(nn.Module):
                 target. For a loss that does something else from now on, make another step.
             optimizer: any of torch's whose ``step`` needs no closure, stepped after every batch, or a list of them,
                 stepped in its order; None to leave that to the caller, who finds the gradients in place. Their state
-                moves with the parameters, wherever the flow moves these.
+                moves with the parameters, wherever the flow moves these. A warning says so where it needs other memory
+                than the placement assumed.
             schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
                 gradients apart, while a device would wait. Where a device holds several segments, ``"interleaved"``
                 runs them in turn, and all others are fill-drain.
@@ -89,7 +92,11 @@ class PipelinedRuns(nn.Module):
         """
         update = Update(optimizer, scaler, max_norm)
         order = self.schedule if schedule is None else schedule
-        return TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile), batch_options, weigh)
+        step = TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile), batch_options, weigh)
+        flow = step.flow
+        if self._assumed is not None and flow.assignment is not None:
+            warn_of_other_memory(self._assumed, update.optimizers, flow.module, flow.assignment.of_state)
+        return step
 
     def follow(self, optimizer: Any) -> None:
         """Keep an optimizer's state on the devices of its parameters, from now on.

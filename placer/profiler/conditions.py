@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from placer import devices
-from placer.profiler.optimizer import OptimizerLike
+from placer.optimizers import OptimizerLike
 
 _ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG",

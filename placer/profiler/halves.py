@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from placer import devices
 from placer.graph.halves import LINEAR, can_wait
 from placer.profiler.side_by_side import LANES
-from placer.profiler.storages import StorageLog, key_of, peak_bytes
 from placer.profiler.trial import Trial
+from placer.storages import StorageLog, key_of, peak_bytes
 
 Slices = tuple[int, tuple[int, ...]]
 """The bytes of a storage, and the positions of the reads whose gradients are slices of it."""

@@ -15,9 +15,9 @@ from placer.error_translation import ErrorTranslation
 from placer.errors import ProfilingError
 from placer.graph import autocast
 from placer.graph.layers import Layer, LayerGraph, tensor_bytes
+from placer.optimizers import OptimizerState
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import measure_memory
-from placer.profiler.optimizer import OptimizerState
 from placer.profiler.progress import Step
 from placer.profiler.remembered import Remembered, layers_to_run
 from placer.profiler.timing import measure_step, measure_time

@@ -21,8 +21,8 @@ from torch import Tensor
 from placer import devices
 from placer.graph.layers import tensor_bytes
 from placer.profiler.halves import Slices, measure_halves
-from placer.profiler.storages import StorageLog, key_of, peak_bytes
 from placer.profiler.trial import Trial
+from placer.storages import StorageLog, key_of, peak_bytes
 
 _PIECES_BYTES = 8 * 2**20
 """What a recorded pass takes of a GPU beyond what it holds at once. Small tensors have pieces of 2 MiB of their own,

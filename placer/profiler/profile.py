@@ -18,6 +18,7 @@ from placer.graph.given import refuse_no_flags, refuse_no_module
 from placer.graph.granularity import Granularity
 from placer.graph.layers import LayerGraph
 from placer.graph.losses import LossFunction
+from placer.optimizers import OptimizerLike, OptimizerState
 from placer.profiler import inputs
 from placer.profiler.cache import Cache, CacheLike, open_cache
 from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
@@ -27,7 +28,6 @@ from placer.profiler.graphs import KnownGraphs
 from placer.profiler.links import links_to_measure
 from placer.profiler.loss import Loss, given_loss, with_loss
 from placer.profiler.measure import Measurement, measure_layers
-from placer.profiler.optimizer import OptimizerLike, OptimizerState
 from placer.profiler.progress import Bar, Shown, Step, progress_bar
 from placer.profiler.remembered import Remembered
 from placer.profiler.writing import fragmented_bytes, write
@@ -170,7 +170,9 @@ def profile(
             cluster = measure(found, limits, step, folder, fragmented_bytes(measured))
     counts = [sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")]
     _log.info("%d layers were measured, %d taken from the cache", *counts)
-    profiles = [write(graph, rows, training, state, cluster) for graph, rows in zip(graphs, measured, strict=True)]
+    profiles = [
+        write(graph, rows, training, state, cluster, by_type) for graph, rows in zip(graphs, measured, strict=True)
+    ]
     profiles = [one.model_copy(update={"batch_options": options}) for one in profiles]
     for kind, device in by_type.items():
         waiting = busy(kind, waited) if device.type == CPU else ""

@@ -19,11 +19,11 @@ from placer.errors import InputError
 from placer.graph.layers import Layer, LayerGraph, Value, tensor_bytes
 from placer.graph.regions import Regions, enter, leave
 from placer.graph.wire import ENTER, LEAVE
+from placer.optimizers import OptimizerState
 from placer.profiler.allowed import find
 from placer.profiler.cluster import measure, resolve_limits
 from placer.profiler.links import links_to_measure
 from placer.profiler.measure import measure_layers
-from placer.profiler.optimizer import OptimizerState
 from placer.profiler.progress import progress_bar
 from placer.profiler.writing import fragmented_bytes, write
 from placer.schema.graph import (
@@ -67,7 +67,7 @@ def replay(request: ProfileRequest) -> schema.Profile:
             for kind, device in by_type.items()
         }
         cluster = measure(found, limits, step, None, fragmented_bytes([measured]))
-    return write(graph, measured, training, optimizer, cluster)
+    return write(graph, measured, training, optimizer, cluster, by_type)
 
 
 def rebuild(graph: Graph) -> LayerGraph:

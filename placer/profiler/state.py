@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from placer.graph.layers import LayerGraph, tensor_bytes
-from placer.profiler.optimizer import OptimizerState
+from placer.optimizers import OptimizerState
 
 __all__ = ["owned_shares", "state_bytes", "ties"]
 

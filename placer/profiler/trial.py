@@ -13,7 +13,7 @@ from placer import devices
 from placer.graph.counters import counted_together, counters
 from placer.graph.deferred import AtOnce, DeferWeights, Queue
 from placer.graph.layers import Layer, Value
-from placer.profiler.storages import key_of
+from placer.storages import key_of
 
 
 class Trial:

@@ -15,9 +15,9 @@ import torch
 
 from placer import schema
 from placer.graph.layers import Layer, LayerGraph
+from placer.optimizers import OptimizerState
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import LayerMemory
-from placer.profiler.optimizer import OptimizerState
 from placer.profiler.slices import Rest, beside_slices
 from placer.profiler.state import owned_shares, state_bytes, ties
 from placer.profiler.timing import significant
@@ -31,6 +31,7 @@ def write(
     training: bool,
     optimizer: OptimizerState,
     cluster: schema.Cluster | None,
+    places: Mapping[str, torch.device] | None = None,
 ) -> schema.Profile:
     """Write down what was measured.
 
@@ -40,6 +41,7 @@ def write(
         training: whether backward passes were measured.
         optimizer: whose state counts.
         cluster: the devices and links.
+        places: by device type, a device on which the optimizer's step may be tried; without it, the host.
     """
     saved = {
         layer.name: _saved(layer, [rows[index] for rows in measured.values()])
@@ -96,7 +98,7 @@ def write(
         graph_hash=graph.hash,
         training=training,
         optimizer=optimizer.name if training else None,
-        optimizer_step_share=_step_share(graph, optimizer) if training and _on_gpu(measured) else 0.0,
+        optimizer_step_share=_step_share(graph, optimizer, measured, places or {}) if training else 0.0,
         batch_size=graph.batch_size,
         granularity=graph.granularity,
         captured=graph.captured,
@@ -240,12 +242,16 @@ def _first_kept(graph: LayerGraph, kept: Mapping[str, set[str]]) -> dict[str, se
     return first
 
 
-def _on_gpu(measured: Mapping[str, Sequence[Measurement]]) -> bool:
-    return any(row.memory.in_segments for rows in measured.values() for row in rows)
-
-
-def _step_share(graph: LayerGraph, optimizer: OptimizerState) -> float:
-    return significant(optimizer.step_share([tensor for tensor in graph.state.values() if tensor.requires_grad]))
+def _step_share(
+    graph: LayerGraph,
+    optimizer: OptimizerState,
+    measured: Mapping[str, Sequence[Measurement]],
+    places: Mapping[str, torch.device],
+) -> float:
+    """The largest share of temporaries over the types of GPUs; 0 on CPUs, which step parameters one by one."""
+    gpus = [kind for kind, rows in measured.items() if any(row.memory.in_segments for row in rows)]
+    trained = [tensor for tensor in graph.state.values() if tensor.requires_grad]
+    return significant(max((optimizer.step_share(trained, places.get(kind)) for kind in gpus), default=0.0))
 
 
 def _material(size_bytes: int) -> int:

@@ -239,6 +239,8 @@ class Placement(Wire):
         layer_devices: layer -> device, in execution order; empty without a placement.
         granularity: of the profile, taken over by ``update_flow``.
         training: whether a training step was placed.
+        optimizer: the optimizer whose memory was assumed; None without one.
+        optimizer_step_share: what its step was assumed to make and free again, in bytes per byte of gradients.
         batch_size: samples in a micro-batch.
         batch_options: of the profile, taken over by ``update_flow``.
         chunks: micro-batches in a batch.
@@ -271,6 +273,8 @@ class Placement(Wire):
     layer_devices: dict[Name, Name] = {}
     granularity: int | str = "auto"
     training: bool = False
+    optimizer: str | None = None
+    optimizer_step_share: Annotated[float, Field(ge=0)] = 0.0
     batch_size: int = 1
     batch_options: BatchOptions = BatchOptions()
     chunks: int = 1

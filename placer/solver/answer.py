@@ -87,6 +87,8 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
         "model": profile.model,
         "granularity": profile.granularity,
         "training": problem.training,
+        "optimizer": profile.optimizer if problem.training else None,
+        "optimizer_step_share": profile.optimizer_step_share if problem.training else 0.0,
         "batch_size": profile.batch_size,
         "batch_options": profile.batch_options,
         "chunks": request.chunks,

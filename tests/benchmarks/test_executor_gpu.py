@@ -10,23 +10,22 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+ENGINES = ["ours", "DDP", "DDP-compiled", "FSDP2", "torch.distributed", "placer.distributed", "tutorial"]
 JOBS = [
-    "gpt:ours",
-    "stream-gpt",
-    "stream-resnet101:ours",
+    *(f"gpt@2:{engine}" for engine in ENGINES),
+    "unet@2:ours",
+    "unet@2:torch.distributed zero-bubble",
+    "large@2",
+    "stream-gpt@2",
     "switching",
     "overhead",
-    "large",
     "tutorial",
-    "gpt:torchgpipe",
-    "unet:tutorial",
-    "unet:torch.distributed",
-    "unet:placer.distributed",
     "compile-gpt",
 ]
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(450)
 def test_every_kind_of_job_gives_values_on_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -40,5 +39,5 @@ def test_every_kind_of_job_gives_values_on_gpus() -> None:
     assert answer.returncode == 0, answer.stderr
     rows = json.loads(answer.stdout.partition("ROWS")[2])
     measures = [row["measure"] for row in rows]
-    assert "training step" in measures
+    assert {"training step", "training step, DDP", "training step, FSDP2"} <= set(measures)
     assert not [measure for measure in measures if measure.startswith("no value") and "not installed" not in measure]

@@ -33,5 +33,23 @@ def test_a_text_without_its_markers_is_refused_and_not_cut_off(highlights: Any, 
 def test_a_row_that_is_not_there_is_named(highlights: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "made.json").write_text(json.dumps({"rows": []}))
     monkeypatch.setattr(highlights, "ROWS", [("made", "a case", "a measure")])
-    with pytest.raises(ValueError, match=r"made\.json has no row 'a case', 'a measure'"):
+    with pytest.raises(ValueError, match=r"no made\*\.json has a row 'a case', 'a measure'"):
         highlights.tables(tmp_path)
+
+
+def test_of_several_machines_the_latest_measurement_is_shown_with_its_machine_and_date(
+    highlights: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def write(name: str, date: str, gpus: int, value: float, **figures: str) -> None:
+        row = highlights.record.row("a case", "time", "s", value, target=9.0, figures=figures or None)
+        content = {"machine": {"gpus": ["H100"] * gpus, "cores": 2}, "date": date, "rows": [row]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+
+    write("made", "2026-01-01", 0, 1.0)
+    write("made-2xH100", "2026-01-03", 2, 2.0, measured="2026-01-02")
+    write("made-4xH100", "2026-01-01", 4, 3.0)
+    monkeypatch.setattr(highlights, "ROWS", [("made", "a case", "time")])
+    monkeypatch.setattr(highlights, "IF_MEASURED", [("absent", "a case", "time")])
+    table = highlights.tables(tmp_path)
+    assert "| a case | time | 2 s | 9 s |  |  | 2 x H100 | 2026-01-02 |" in table
+    assert "absent" not in table

@@ -75,6 +75,37 @@ def test_of_results_made_in_parts_every_command_is_named_whose_rows_are_still_th
     assert run("one", "two", again=1.0) == "PLACER_MADE_CASES=one,two python -m benchmarks made"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "name"),
+    [
+        ([], "made"),
+        (["NVIDIA H100 80GB HBM3"] * 4, "made-4xH100"),
+        (["NVIDIA H200"] * 2, "made-2xH200"),
+        (["NVIDIA A100-SXM4-80GB"], "made-1xA100"),
+        (["NVIDIA GeForce RTX 4090"], "made-1x4090"),
+        (["Tesla T4"], "made-1xT4"),
+        (["Unknown"], "made-1xGPU"),
+    ],
+)
+def test_on_gpus_results_are_named_after_the_machine(record, tmp_path, monkeypatch, gpus, name):
+    monkeypatch.setattr(record, "machine", lambda: {"cpu": "", "cores": 2, "gpus": gpus})
+    assert record.write("made", [], tmp_path) == tmp_path / f"{name}.json"
+
+
+def test_rows_that_are_not_measured_again_keep_their_date(record, tmp_path):
+    old, new = (record.row(case, "time", "s", 1.0) for case in ("old", "new"))
+    path = record.write("made", [old, new], tmp_path)
+    assert all(record.FIGURES not in row for row in json.loads(path.read_text())["rows"])
+    today = json.loads(path.read_text())["date"]
+    path.write_text(path.read_text().replace(today, "2000-01-01"))
+    for _ in range(2):  # also where the rows that are kept have a date each
+        kept = [row for row in record.known("made", tmp_path) if row["case"] == "old"]
+        record.write("made", [*kept, new], tmp_path)
+        rows = json.loads(path.read_text())["rows"]
+        assert [row[record.FIGURES][record.MEASURED] for row in rows] == ["2000-01-01", today]
+    assert "| old | time | 1 s | 2000-01-01 |" in record.table("made", tmp_path, whole=True)
+
+
 def test_a_target_is_met_from_its_side_and_never_without_a_value(written):
     rows = json.loads((written / "made.json").read_text())["rows"]
     assert [row["met"] for row in rows] == [True, False, False]

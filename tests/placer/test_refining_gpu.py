@@ -13,7 +13,7 @@ import placer
 from placer import Constraints, PlacementRequest, zoo
 from placer.devices import NotRecordable
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MODELS = {
     "resnet50": (zoo.resnet50, lambda: torch.randn(32, 3, 224, 224), lambda: torch.randint(1000, (32,))),

@@ -54,6 +54,7 @@ def test_a_cpu_has_no_such_limit() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_is_asked_once_and_keeps_its_memory_free() -> None:
     device = torch.device("cuda", 0)
     devices.warm_libraries(device)  # they keep a workspace for each stream and thread

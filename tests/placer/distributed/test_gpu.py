@@ -13,7 +13,7 @@ from rank_pool import RankPool
 
 from placer.graph.capture import capture
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]
 COUNT = min(4, torch.cuda.device_count())
 CLOSE = 1e-8
 

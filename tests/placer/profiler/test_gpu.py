@@ -67,6 +67,7 @@ def _whole_graph_ms(model: nn.Module, x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.alone
 def test_layer_times_add_up_to_the_whole_models(name: str) -> None:
     model, x = MODELS[name]()
     found = profile(model, x, ["cuda:0"], progress=False)
@@ -152,6 +153,7 @@ def test_a_second_profile_captures_nothing_and_says_the_same(monkeypatch: pytest
     assert profile(model, x.cuda(), ["cuda:0"], **given).layers == first.layers
 
 
+@pytest.mark.alone
 def test_recorded_time_leaves_launches_out(make_trial: Any) -> None:
     def many(x: Tensor) -> Tensor:
         for _ in range(200):
@@ -207,6 +209,7 @@ def test_a_model_on_meta_profiles_layer_by_layer() -> None:
     assert torch.cuda.max_memory_allocated(0) < 4 * largest + 4 * 2**30
 
 
+@pytest.mark.alone
 def test_devices_and_links_are_measured() -> None:
     cluster = measure_cluster(progress=False)
     assert len(cluster.devices) == torch.cuda.device_count()
@@ -244,6 +247,7 @@ def test_out_of_memory_names_the_layer() -> None:
         profile(model, torch.randn(2, 4), ["cuda:0"], progress=False)
 
 
+@pytest.mark.alone
 def test_a_layer_that_lies_in_the_cache_is_timed_as_if_its_weights_did_not(make_trial: Any) -> None:
     """A product of a vector with a matrix of 32 MiB reads it from memory: no faster than the memory is."""
     x = torch.randn(1, 2048, device="cuda:0")
@@ -257,6 +261,7 @@ def test_a_layer_that_lies_in_the_cache_is_timed_as_if_its_weights_did_not(make_
     assert times.forward_ms > 0.8 * weight.nbytes / bytes_per_ms
 
 
+@pytest.mark.alone
 def test_the_optimizers_step_is_predicted_layer_by_layer() -> None:
     model, x = zoo.gpt(layers=4, width=2048, heads=16, context=128, vocabulary=8192), torch.randint(8192, (1, 128))
     found = profile(model, x, ["cuda:0"], progress=False)
@@ -279,6 +284,7 @@ def test_under_autocast_layers_are_recorded_too() -> None:
     assert sum(edge.bytes for edge in half.edges) < sum(edge.bytes for edge in full.edges)
 
 
+@pytest.mark.alone
 def test_a_llama_of_seventy_billion_parameters_profiles_on_one_gpu() -> None:
     """In under three minutes, and never more of it there than its largest layer: with all that training adds to it."""
     with torch.device("meta"):

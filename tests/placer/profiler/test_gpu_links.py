@@ -17,7 +17,7 @@ from placer.profiler.links import measure_links
 from placer.profiler.profile import profile
 from placer.profiler.ways import through_host
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.fixture(autouse=True)

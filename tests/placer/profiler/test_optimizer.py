@@ -172,6 +172,26 @@ def test_a_step_of_all_parameters_together_holds_temporaries_as_large(
     assert OptimizerState(kinds[name]([parameter], **options)).step_share([parameter]) == share
 
 
+def test_parameters_of_several_options_count_as_those_that_need_most() -> None:
+    """A device may hold no others; the options of the largest parameter counted for all."""
+    large, small = nn.Parameter(torch.randn(30, 30)), nn.Parameter(torch.randn(3))
+    groups = [{"params": [large]}, {"params": [small], "weight_decay": 0.1}]
+    assert OptimizerState(torch.optim.SGD(groups, lr=0.1)).step_share([large, small]) == 1
+
+
+def test_adafactor_steps_parameters_one_by_one_unless_it_is_told_otherwise() -> None:
+    parameter = nn.Parameter(torch.randn(20, 30))
+    assert OptimizerState("adafactor").step_share([parameter]) == 0
+    assert OptimizerState(partial(torch.optim.Adafactor, foreach=True)).step_share([parameter]) > 0.9
+
+
+@pytest.mark.parametrize(("foreach", "share"), [(None, 0), (False, 0), (True, 1)])
+def test_on_a_device_the_step_runs_as_torch_itself_chooses(foreach: bool | None, share: float) -> None:
+    parameter = nn.Parameter(torch.randn(20, 30))
+    state = OptimizerState(partial(torch.optim.Adam, foreach=foreach))
+    assert state.step_share([parameter], torch.device("cpu")) == share
+
+
 def test_no_step_holds_nothing() -> None:
     assert OptimizerState(None).step_share([nn.Parameter(torch.randn(3))]) == 0
     assert OptimizerState("adam").step_share([]) == 0
@@ -199,3 +219,14 @@ def test_a_real_step_on_a_gpu_holds_the_share_that_was_found_on_small_tensors(
     largest = parameters[0].nbytes if not options.get("foreach", True) else 0
     # Parameter by parameter: a root, its quotient, and the moment without bias at one time.
     assert share * all_bytes <= taken <= share * all_bytes + 3 * largest + 2**16
+
+
+BY_DEFAULT = ("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "sgd")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_the_share_that_the_host_finds_is_the_share_that_a_gpu_finds(name: str) -> None:
+    state, parameter = OptimizerState(name), nn.Parameter(torch.randn(20, 30))
+    on_gpu = state.step_share([parameter], torch.device("cuda", 0))
+    assert state.step_share([parameter]) == pytest.approx(on_gpu, rel=0.05, abs=0.01)

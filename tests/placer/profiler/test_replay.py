@@ -48,6 +48,7 @@ def test_a_graph_is_profiled_as_its_model_is(training):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_times_of_a_replayed_graph_are_those_of_the_model_on_the_gpu():
     model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
     x = torch.randn(256, 4096)

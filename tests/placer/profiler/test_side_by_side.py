@@ -109,6 +109,7 @@ def test_what_left_nothing_for_later_takes_its_own_time(make_trial: Any, monkeyp
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_product_that_fills_a_gpu_takes_its_own_time_and_a_small_one_less(make_trial: Any) -> None:
     """Products of 32 rows and columns leave nearly all of a GPU idle: two at a time take the time of one."""
     place = torch.device("cuda", 0)

@@ -244,6 +244,7 @@ def _can_be(rows: Any, tolerance_ms: float = 0.2) -> None:
     assert len(by_device) == torch.cuda.device_count()
 
 
+@pytest.mark.alone
 def test_the_measured_timeline_of_a_step_and_of_a_stream_can_be(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = unet(width=32).train()
@@ -261,6 +262,7 @@ def test_the_measured_timeline_of_a_step_and_of_a_stream_can_be(tmp_path: Path) 
     assert (tmp_path / "trace.json").stat().st_size > 1000
 
 
+@pytest.mark.alone
 def test_times_of_marks_on_unlike_devices_are_on_one_axis() -> None:
     places = devices.available()
     clock = devices.Clock(places)

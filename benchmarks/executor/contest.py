@@ -1,0 +1,167 @@
+"""Engines that take turns: a row of steps of each, then again, so that what a machine does meanwhile meets them all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from . import timing
+from .sample import NOT_RUN, Sample, reason, release
+
+ROUNDS = timing.REPEATS
+"""Turns of each engine; the value is their median."""
+
+ALONE = min(3, timing.REPEATS)
+"""Steps by whose time the length of an engine's rows is chosen."""
+
+Ready = Callable[[], AbstractContextManager[Callable[[], Any]]]
+"""Makes a step ready, and gives back the memory that it needs beside the model."""
+
+
+@dataclass
+class Contender:
+    """An engine that takes part.
+
+    Attributes:
+        engine: its name.
+        devices: how many it has.
+        chunks: micro-batches, or what else was swept.
+        turn: times one row; the time of a step in ms. Afterwards the memory that steps need is free.
+        values: what else was measured of it.
+    """
+
+    engine: str
+    devices: int
+    chunks: int
+    turn: Callable[[], float]
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def sample(self, case: str, times: Sequence[float], failed: str = "") -> Sample:
+        """Its result."""
+        values = {} if failed else {**self.values, "step_ms": list(times)}
+        return Sample(case, self.engine, self.devices, self.chunks, values, failed)
+
+
+def here(engine: str, places: Sequence[torch.device], chunks: int, ready: Ready) -> Contender:
+    """An engine that runs in this process.
+
+    Args:
+        engine: its name.
+        places: the devices that its steps use.
+        chunks: micro-batches.
+        ready: makes a step ready, at every turn.
+    """
+    known: list[int] = []
+
+    def turn() -> float:
+        with ready() as step:
+            for _ in range(timing.WARM_UPS):
+                step()
+            if not known:
+                known.append(timing.row_of(timing.steps(step, places, ALONE)["step_ms"]))
+            return timing.row(step, partial(timing.wait, places), known[0])
+
+    return Contender(engine, len(places), chunks, turn)
+
+
+PACKAGES = {"torchgpipe": "torchgpipe", "accelerate": "accelerate"}
+"""What an engine needs to be installed."""
+
+
+def installed(case: str, count: int, engines: Sequence[str]) -> tuple[list[str], list[Sample]]:
+    """The engines whose packages are installed, and a sample of each other one."""
+    missing = [engine for engine in engines if engine in PACKAGES and find_spec(PACKAGES[engine]) is None]
+    told = [Sample(case, engine, count, 0, failed=f"{NOT_RUN}it is not installed") for engine in missing]
+    return [engine for engine in engines if engine not in missing], told
+
+
+_ends = math.inf
+
+
+def until(seconds: float) -> None:
+    """Begin no round of a contest that would not end within so many seconds from now."""
+    global _ends
+    _ends = perf_counter() + seconds
+
+
+def kept(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]) -> Ready:
+    """A step that is made at the first turn and stays.
+
+    Args:
+        make: the step, and what frees its gradients between turns.
+    """
+    made: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
+
+    @contextmanager
+    def ready() -> Iterator[Callable[[], Any]]:
+        if not made:
+            made.append(make())
+        step, free = made[0]
+        yield step
+        free()
+
+    return ready
+
+
+def alternate(case: str, contenders: Sequence[Contender], rounds: int = ROUNDS) -> Iterator[Sample]:
+    """The sample of each, after so many turns; every other round goes backwards.
+
+    Args:
+        case: what they run.
+        contenders: one that fails has no further turns, and no times.
+        rounds: turns of each.
+    """
+    times: list[list[float]] = [[] for _ in contenders]
+    failed: dict[int, str] = {}
+    longest = 0.0
+    for number in range(rounds):
+        began = perf_counter()
+        if began + longest > _ends:
+            break
+        order = range(len(contenders))
+        for index in order if number % 2 == 0 else reversed(order):
+            if index not in failed:
+                try:
+                    times[index].append(contenders[index].turn())
+                except Exception as error:
+                    failed[index] = reason(error)
+                release()
+        longest = max(longest, perf_counter() - began)
+    for index, contender in enumerate(contenders):
+        yield contender.sample(case, times[index], failed.get(index, ""))
+
+
+def one_by_one(case: str, contenders: list[Contender], rounds: int = ROUNDS) -> Iterator[Sample]:
+    """The sample of each, all its turns in a row and all memory to itself, where memory does not hold several.
+
+    Args:
+        case: what they run.
+        contenders: they leave the list, and so give back what they keep.
+        rounds: turns of each.
+    """
+    while contenders:
+        yield from alternate(case, [contenders.pop(0)], rounds)
+        release()
+
+
+def fastest(case: str, variants: Sequence[Contender]) -> tuple[Contender | None, list[Sample]]:
+    """The variant of an engine with the shortest step in one turn, and a sample of each that failed."""
+    best: tuple[float, Contender] | None = None
+    failed = []
+    for variant in variants:
+        try:
+            ms = variant.turn()
+        except Exception as error:
+            failed.append(variant.sample(case, [], reason(error)))
+        else:
+            best = (ms, variant) if best is None or ms < best[0] else best
+        release()
+    return (None if best is None else best[1]), failed
