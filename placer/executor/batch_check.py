@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from placer.errors import BatchError, InputError
 from placer.executor.closeness import Closeness, shown
 from placer.executor.joining import Difference, Joining, find_rules
-from placer.graph import chance
 from placer.graph.batch_layout import BatchLayout, Call, Parameters, layout_of_inputs, values_of
 from placer.graph.comparable import Draws, evaluated
 from placer.graph.hooks import without_hooks
@@ -162,22 +162,21 @@ class BatchChecks:
         closeness = Closeness.of([*self._module.parameters(), *flatten_inputs(*call)[0]])
         refusal: BatchError | None = None
         failure: Exception | None = None
-        with undisturbed(self._module), without_hooks(self._module):
-            for some in (_few(sizes), list(sizes)):  # few first: the whole batch may need more memory than there is
-                try:
-                    whole, parts = self._run(call, parameters, layout, some, run)
-                except _CutError as error:
-                    refusal = refusal or error.refusal()
-                    continue
-                except Exception as error:  # whatever the model's own code raises, on few samples perhaps
-                    failure = error
-                    continue
-                weights = _of_parts(weigh(layout.size), some)
-                joining, differences, is_open = find_rules(whole, parts, some, declared, closeness, weights)
-                if not differences:
-                    # What few samples do not show may be so of these sizes alone.
-                    return _Kind(joining, 1, not is_open, tuple(sizes) if refusal is not None else None)
-                refusal = _refusal(differences[0], closeness)
+        for some in (_few(sizes), list(sizes)):  # few first: the whole batch may need more memory than there is
+            try:
+                whole, parts = self._run(call, parameters, layout, some, run)
+            except _CutError as error:
+                refusal = refusal or error.refusal()
+                continue
+            except Exception as error:  # whatever the model's own code raises, on few samples perhaps
+                failure = error
+                continue
+            weights = _of_parts(weigh(layout.size), some)
+            joining, differences, is_open = find_rules(whole, parts, some, declared, closeness, weights)
+            if not differences:
+                # What few samples do not show may be so of these sizes alone.
+                return _Kind(joining, 1, not is_open, tuple(sizes) if refusal is not None else None)
+            refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
         warn(f"micro-batches were not compared with a whole batch, on which the model fails: {failure}")
@@ -190,17 +189,23 @@ class BatchChecks:
         total, draws = sum(sizes), Draws()
         rest = [layout.size - total] if layout.size > total else []
         (first, *_), cuts = (layout.cut_call(call, parameters, [*some, *rest]) for some in ([total], sizes))
-        with chance.given_back(), evaluated(), draws.first():
+        with self._apart(), evaluated(), draws.first():
             whole = run(_copied(first))
         parts, start = [], 0
         for part, size in zip(cuts, sizes, strict=False):
             try:
-                with chance.given_back(), evaluated(), draws.again(start, size, total):
+                with self._apart(), evaluated(), draws.again(start, size, total):
                     parts.append(run(_copied(part)))
             except Exception as error:
                 raise _CutError from error
             start += size
         return whole, parts
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Let a run begin with the model as it is, and leave no trace."""
+        with undisturbed(self._module), without_hooks(self._module):
+            yield
 
 
 class _CutError(Exception):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from placer import devices
 from placer.executor.closeness import Closeness, shown
 from placer.executor.training.weights import has_hooks
-from placer.graph import chance
 from placer.graph.batch_layout import Call, Part
 from placer.graph.comparable import Draws, evaluated
 from placer.graph.export import Exported
@@ -44,20 +43,23 @@ def difference(module: nn.Module, exported: Exported, part: Part, eager: Run, ca
     if any(tensor.is_meta for tensor in (*state, *part.tensors) if isinstance(tensor, Tensor)):
         return ""  # it is captured anew when it has values
     trained = [one for one in module.parameters() if one.requires_grad] if _trains(module) else []
-    for gradients in (True, False) if trained else (False,):
-        try:
-            return _difference(module, _few(exported, part), trained if gradients else [], eager, captured)
-        except torch.OutOfMemoryError:  # forwards alone may have room
-            devices.release_cache()
+    for some in (_few(exported, part), part):
+        for gradients in (trained, []) if trained else ([],):
+            try:
+                return _difference(module, some, gradients, eager, captured)
+            except torch.OutOfMemoryError:  # forwards alone may have room
+                devices.release_cache()
+            except Exception:  # whatever the model's own code raises, on few samples perhaps; a real run will tell
+                break
     return ""
 
 
 def _difference(module: nn.Module, part: Part, trained: Sequence[Tensor], eager: Run, captured: Run) -> str:
     closeness = Closeness.of([*module.parameters(), *part.tensors])
     draws, found = Draws(), []
-    with undisturbed(module), without_hooks(module), torch.inference_mode(False):
-        for run, drawn in ((eager, draws.first), (captured, draws.again)):
-            with chance.given_back(), evaluated(), drawn(), torch.set_grad_enabled(bool(trained)):
+    for run, drawn in ((eager, draws.first), (captured, draws.again)):
+        with undisturbed(module), without_hooks(module), torch.inference_mode(False):
+            with evaluated(), drawn(), torch.set_grad_enabled(bool(trained)):
                 result, left = run(_copied(part))
                 leaves, structure = flatten((result, left))
                 found.append((leaves, structure.paths, _gradients(leaves, trained)))

@@ -143,6 +143,8 @@ def weights_of(options: BatchOptions, inputs: Any, target: Any, size: int, advic
         what = f"{type(error).__name__}: {error}"
         call = "weigh(inputs, target)" if inputs is not None else "weigh(None, target)"
         raise InputError(f"{call} failed: {what}{advice}") from error
+    if weights is None and getattr(options.weigh, "may_give_none", False):
+        return None
     if not isinstance(weights, Tensor) or weights.shape != (size,):
         given = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else kind_of(weights)
         raise InputError(f"weigh gave {given}; let it give a tensor of a number for each of the {size} samples")

@@ -177,6 +177,7 @@ class _Labels:
     """The weights of samples in one of torch's losses of labels: those that it counts, by the weights of classes."""
 
     loss_fn: nn.CrossEntropyLoss | nn.NLLLoss
+    may_give_none = True
 
     def __call__(self, _: Any, target: Any) -> Tensor | None:
         """Return weights of shape ``(N,)``, or None for probabilities, of which all count."""

@@ -238,4 +238,5 @@ class Weights:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether the user has hooks on a parameter; those that only look on do not count."""
     return any(not isinstance(hook, devices.Onlooker) for hooks in _HOOKS(parameter) for hook in (hooks or {}).values())
