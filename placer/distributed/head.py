@@ -12,6 +12,7 @@ from placer.distributed.parcels import Parcel
 from placer.errors import InputError
 from placer.executor.faults import Place, explain
 from placer.executor.joining import Joining, join
+from placer.executor.training.counted_labels import LabelWatch
 from placer.executor.training.loss_check import compare_losses
 from placer.executor.training.reached import parameters
 from placer.executor.training.weighing import Goals, Weighing
@@ -60,6 +61,8 @@ class Head:
         """
         assert self._loss_fn is not None
         goals = self._loss_fn.goals(None, target, sum(self._sizes), len(self._sizes) > 1)
+        if len(self._sizes) > 1:
+            self._loss_fn.tell_of_labels(goals.leaves)
         leaves = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in goals.leaves]
         self._goals = goals._replace(leaves=leaves)
         nest = goals.structure.unflatten(leaves)
@@ -103,7 +106,7 @@ class Head:
         """
         if losses and self._loss_fn is not None and self._goals is not None and self._made is not None:
             loss = torch.stack([loss.detach() for loss in losses]).sum()
-            compare_losses(self._loss_fn, self._goals, self._sizes, self._joining, loss, self._made)
+            compare_losses(self._loss_fn, self._goals, self._sizes, self._joining, loss, self._made, LabelWatch())
 
     def _refuse_elsewhere(self, loss: Tensor) -> None:
         """Once: what a loss reads by itself of another process's parameters is neither up to date nor trained."""

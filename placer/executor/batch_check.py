@@ -79,6 +79,7 @@ class BatchChecks:
         mode: Hashable,
         run: Run,
         weigh: Weights = lambda size: None,
+        can_be_run: Callable[[], bool] = lambda: True,
     ) -> Joining:
         """Return how the results of these micro-batches are joined, once it is seen that they give the batch's.
 
@@ -91,6 +92,7 @@ class BatchChecks:
             mode: what else tells batches apart, such as whether the model trains.
             run: runs the model.
             weigh: from the number of samples to the weight of each in a mean; None if all weigh alike.
+            can_be_run: whether the model can run where its operations are watched.
 
         Raises:
             BatchError: the micro-batches give something else than the batch.
@@ -101,6 +103,8 @@ class BatchChecks:
         key = mode, options.model_dump_json(), _kind_of(values_of(call, parameters), layout)
         known = self._known.get(key)
         if known is None or not known.is_decided or known.sizes not in (None, tuple(sizes)):
+            if not can_be_run():
+                return declared
             try:
                 found = self._look(call, parameters, layout, sizes, declared, run, weigh)
             except BatchError as error:
@@ -179,7 +183,8 @@ class BatchChecks:
             refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
-        warn(f"micro-batches were not compared with a whole batch, on which the model fails: {failure}")
+        if isinstance(failure, torch.OutOfMemoryError):  # of anything else the real run tells
+            warn(f"micro-batches were not compared with a whole batch, for want of memory: {failure}")
         return _Kind(declared, 1, True, None)
 
     def _run(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from placer import devices
 from placer.executor.closeness import Closeness, shown
 from placer.executor.training.weights import has_hooks
+from placer.graph import nested
 from placer.graph.batch_layout import Call, Part
 from placer.graph.comparable import Draws, evaluated
 from placer.graph.export import Exported
@@ -39,6 +40,8 @@ def difference(module: nn.Module, exported: Exported, part: Part, eager: Run, ca
         eager: runs the model.
         captured: runs the graph.
     """
+    if nested.has_bodies(exported.module):  # such operations compile, which no mode may watch
+        return ""
     state = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta for tensor in (*state, *part.tensors) if isinstance(tensor, Tensor)):
         return ""  # it is captured anew when it has values

@@ -23,6 +23,9 @@ from placer.graph.structure import flatten, parts_of
 from placer.schema import BatchOptions
 from placer.schema.batch_options import OTHERS, Join, rule_for
 
+_SAMPLES_MEAN: Any = "mean over samples"
+"""A mean in which samples count alike, where the loss weighs them."""
+
 CHUNKS_1 = "call the flow with chunks=1"
 
 Compare = Callable[[Any, Any], bool]
@@ -201,7 +204,8 @@ class _Walk:
             return parts[0]
         if rule == "items":
             raise self.refusal(name, f"is declared as 'items', and is {_shown(parts[0])}, no list")
-        return _reduced(rule, parts, self._shares)
+        shares = self._shares if rule != _SAMPLES_MEAN else [size / sum(self._sizes) for size in self._sizes]
+        return _reduced("mean" if rule == _SAMPLES_MEAN else rule, parts, shares)
 
     def _concatenated(self, parts: list[Any], name: str, dim: int) -> Tensor:
         shapes = [tuple(part.shape) if isinstance(part, Tensor) else () for part in parts]
@@ -283,11 +287,11 @@ class _Search(_Walk):
             return [declared]
         # Not the largest or the smallest: a result of the first samples alone may be that by chance.
         if not isinstance(whole, Tensor) or not whole.dim():
-            return ["mean", "sum"] if _is_float(whole) else ["same", "sum"]
+            return ["mean", _SAMPLES_MEAN, "sum"] if _is_float(whole) else ["same", "sum"]
         dims = sorted(range(whole.dim()), key=lambda dim: dim != self._joining.dim)
         found: list[Join] = [dim for dim in dims if _adds_up(parts, whole, dim)]
         if all(isinstance(part, Tensor) and part.shape == whole.shape for part in parts):
-            found += ["same", "mean", "sum"] if _is_float(whole) else ["same", "sum"]
+            found += ["same", "mean", _SAMPLES_MEAN, "sum"] if _is_float(whole) else ["same", "sum"]
         return found
 
     def _holds(self, parts: list[Any], whole: Any, name: str, rule: Join) -> bool:

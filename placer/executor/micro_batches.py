@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from placer.errors import InputError, kind_of
 from placer.executor.batch_check import BatchChecks, Weights
 from placer.executor.joining import Joining
 from placer.executor.program import Program
-from placer.graph import autocast
+from placer.graph import autocast, nested
 from placer.graph.batch_layout import BatchLayout, Call, Parameters, Part, refuse_no_options
 from placer.graph.structure import Structure, flatten_inputs
 from placer.schema import BatchOptions
@@ -91,18 +92,23 @@ class Cutter:
         if len(sizes) < 2:
             whole = Part(tensors, inputs, layout.dims)
             return MicroBatches(layout, sizes, [whole], Joining.of(options), tensors, inputs, program.parameters)
+        dims = layout.dims  # open in a graph, also of what turns out to be no part of the batch
         layout = program.narrowed(layout, tensors, inputs, needed)
-        parts = self._parts(call, layout, tensors, inputs, sizes, options)
-
-        mode = program.module.training, autocast.state()
-        joining = self._checks.joining(
-            call, program.parameters, layout, sizes, options, mode, self._flow.run_compared, weigh
-        )
+        parts = self._parts(call, layout, tensors, inputs, sizes, options, dims)
+        known = call, program.parameters, layout, sizes, options
+        mode, can_be_run = (program.module.training, autocast.state()), partial(self._can_be_run, parts[0])
+        joining = self._checks.joining(*known, mode, self._flow.run_compared, weigh, can_be_run)
         return MicroBatches(layout, sizes, parts, joining, tensors, inputs, program.parameters)
 
     def forget(self) -> None:
         """Compare every kind of batch again."""
         self._checks.forget()
+
+    def _can_be_run(self, part: Part) -> bool:
+        """Return whether no operation of the model compiles what it is given, as torch.cond does."""
+        with torch.inference_mode(False):  # inside it, constants could not be trained with later
+            captures = self._flow._program.captures([part], needed=False) or []
+        return not any(nested.has_bodies(capture.exported.module) for capture in captures)
 
     def _parts(
         self,
@@ -112,9 +118,10 @@ class Cutter:
         inputs: Structure,
         sizes: Sequence[int],
         options: BatchOptions,
+        dims: tuple[int | None, ...],
     ) -> list[Part]:
         if not layout.lists:
-            return [Part(part, inputs, layout.dims) for part in layout.cut(tensors, sizes)]
+            return [Part(part, inputs, dims) for part in layout.cut(tensors, sizes)]
         calls = layout.cut_call(call, self._flow._program.parameters, sizes)
         return [Part(*flatten_inputs(*some), self._laid_out(some, options).dims) for some in calls]
 

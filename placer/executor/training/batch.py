@@ -21,6 +21,7 @@ class Batch:
         tensors: the inputs.
         inputs: their structure.
         layout: where their samples lie.
+        open_dims: of each input, the dimension that a graph leaves open, also of one that is not cut after all.
         goals: the target.
         sizes: samples in each micro-batch.
         joining: how results of micro-batches are joined.
@@ -30,6 +31,7 @@ class Batch:
     tensors: list[Any]
     inputs: Structure
     layout: BatchLayout
+    open_dims: tuple[int | None, ...]
     goals: Goals
     sizes: list[int]
     joining: Joining
@@ -52,7 +54,7 @@ class Batch:
 
     def part(self, place: int) -> Part:
         """Return the inputs of a micro-batch, where no list has samples for items."""
-        return Part(self.layout.cut(self.tensors, self.sizes)[place], self.inputs, self.layout.dims)
+        return Part(self.layout.cut(self.tensors, self.sizes)[place], self.inputs, self.open_dims)
 
     def parts(self, given: list[Any]) -> list[tuple[Call, Any]]:
         """Return the arguments and the target of each micro-batch.

@@ -20,9 +20,11 @@ from placer.executor.batch_check import difference_error
 from placer.executor.closeness import Closeness
 from placer.executor.joining import Joining, find_rules, join
 from placer.executor.training.batch import Batch
+from placer.executor.training.counted_labels import LabelWatch
 from placer.executor.training.weighing import Goals, Weighed, Weighing
 from placer.graph import chance
-from placer.graph.structure import flatten
+from placer.graph.structure import detached_nest, flatten
+from placer.warned import warn
 
 _KNOWN = 1000
 
@@ -51,25 +53,27 @@ class LossChecks:
         """Return how further values of the loss are joined."""
         return self._known.get(_kind(batch)) or Joining.of(self._loss_fn.options)
 
-    def joining(self, batch: Batch, loss: Tensor, made: Sequence[tuple[Any, dict[str, Any]]]) -> Joining:
+    def joining(
+        self, batch: Batch, loss: Tensor, made: Sequence[tuple[Any, dict[str, Any]]], labels: LabelWatch
+    ) -> Joining:
         """Compare the loss of a batch, and return how further values of the loss are joined.
 
         Args:
             batch: the batch.
             loss: of its micro-batches, joined.
             made: by micro-batch, the model's result and the further values of the loss.
+            labels: sees which labels the loss counts.
 
         Raises:
             BatchError: the loss of the whole batch, or a further value, is another.
         """
-        found = compare_losses(self._loss_fn, batch.goals, batch.sizes, batch.joining, loss, made)
+        found = compare_losses(self._loss_fn, batch.goals, batch.sizes, batch.joining, loss, made, labels)
         if len(self._known) >= _KNOWN:
             self._known.clear()
         self._known[_kind(batch)] = found
         return found
 
 
-@torch.no_grad()
 def compare_losses(
     loss_fn: Weighing,
     goals: Goals,
@@ -77,6 +81,7 @@ def compare_losses(
     joining: Joining,
     loss: Tensor,
     made: Sequence[tuple[Any, dict[str, Any]]],
+    labels: LabelWatch,
 ) -> Joining:
     """Compare the loss of a batch with that of its micro-batches, without a further forward pass of the model.
 
@@ -87,6 +92,7 @@ def compare_losses(
         joining: how results are joined.
         loss: of the micro-batches, joined.
         made: by micro-batch, the model's result and the further values of the loss.
+        labels: sees which labels the loss counts.
 
     Returns:
         How further values are joined.
@@ -101,7 +107,19 @@ def compare_losses(
     whole = join([result for result, _ in made], sizes, joining, weights)
     place = devices.location(loss)
     with chance.given_back(), devices.Lane(place, caller=True):  # "cuda" in loss_fn means this device
-        expected, values = loss_fn.plain(_on(whole, place), _on(target, place))
+        outputs, goal = _on(whole, place), _on(target, place)
+        try:
+            with labels, torch.enable_grad():  # a loss may differentiate by leaves of its own
+                expected, values = loss_fn.plain(outputs, goal)
+        except Exception as error:  # whatever a user's function raises on results that have no graph
+            warn(
+                "the loss of micro-batches was not compared with that of the whole batch, of which it fails: "
+                f"{type(error).__name__}: {error}"
+            )
+            return Joining.of(loss_fn.options)
+        expected, values = detached_nest((expected, values))
+    if loss_fn.options.weigh is None:
+        labels.look(expected, goal, goals.layout)
     closeness = Closeness.of([*flatten(whole)[0], loss, expected])
     if not closeness(loss, expected):
         ways_out = _ways_out(loss_fn, len(sizes), expected, loss)

@@ -20,6 +20,7 @@ from placer.executor.micro_batches import MicroBatches
 from placer.executor.pipeline import micro_batch_sizes, to_device
 from placer.executor.state.statistics import refuse_uncaptured
 from placer.executor.training.batch import Batch
+from placer.executor.training.counted_labels import LabelWatch
 from placer.executor.training.data_parallel import refuse_data_parallel
 from placer.executor.training.input_gradients import detached, hand_out
 from placer.executor.training.kept import Kept
@@ -149,7 +150,13 @@ class TrainStep:
             for optimizer in self.update.optimizers:
                 self.flow.follow(optimizer)
             keep, self.flow.gradients_wait = kept(self.flow, self.flow.gradients_wait), False
-            result = self._computed(batch, keep, outputs)
+            try:
+                result = self._computed(batch, keep, outputs)
+            except _LabelsSeen:
+                batch = self._taken(inputs, target, chunks)
+                result = self._computed(batch, keep, outputs)
+            if len(batch.sizes) > 1:
+                self.loss_fn.tell_of_labels([*batch.tensors, *batch.goals.leaves])
             self.flow.gradients_wait = not update
             if update:
                 self.update(self.flow.module)
@@ -185,17 +192,31 @@ class TrainStep:
                 scale = self.update.scale(pipeline.stages[-1].device)
                 loss = pipeline.run(batch.tensors, batch.goals.leaves, keep, scale)
                 made = [(self._unflattened(pipeline, one), one.values) for one in pipeline.collected]
-            try:
-                joining = self._checks.joining(batch, loss, made) if is_compared else self._checks.known(batch)
-            except BatchError:
-                if pipeline is not None:
-                    pipeline.recover()
-                raise
+            joining = self._compared(batch, pipeline, loss, made, keep) if is_compared else self._checks.known(batch)
         except BaseException as error:
             self.flow.module.zero_grad()
             self._pipelines.let_go(None if isinstance(error, Exception) else pipeline)
             raise
         return self._returned(batch, loss, made, joining, outputs)
+
+    def _compared(
+        self, batch: Batch, pipeline: TrainingPipeline | None, loss: Tensor, made: list[Any], keep: Keep
+    ) -> Joining:
+        """Compare the loss with that of the whole batch, and return how its further values are joined."""
+        labels = LabelWatch()
+        try:
+            return self._checks.joining(batch, loss, made, labels)
+        except BatchError as error:
+            if pipeline is not None:
+                pipeline.recover()
+            waits = any(map(keep, self.flow.module.parameters()))
+            if labels.found is not None and not waits:  # else gradients of earlier steps would be gone
+                raise _LabelsSeen from error
+            raise
+        finally:
+            if labels.found is not None:
+                self.loss_fn.weigh_by(labels.found)
+                self._pipelines = self._no_pipelines()
 
     def _returned(self, batch: Batch, loss: Tensor, made: list[Any], joining: Joining, outputs: bool) -> Any:
         found: list[Any] = [loss]
@@ -236,9 +257,10 @@ class TrainStep:
         sizes_of = partial(_sizes, self.flow.chunks if chunks is None else chunks)
         cut = self.flow.cut(call, self.loss_fn.options, sizes_of, partial(self.loss_fn.weights, inputs, target))
         _refuse_no_batch(inputs, cut.tensors, cut.layout.size)
-        goals = self.loss_fn.goals(inputs, target, cut.layout.size, len(cut.sizes) > 1, cut.tensors)
+        goals = self.loss_fn.goals(inputs, target, cut.layout.size, len(cut.sizes) > 1)
         self._others.refuse_nothing_stepped([*cut.tensors, *goals.leaves])
-        batch = Batch(cut.tensors, cut.inputs, cut.layout, goals, cut.sizes, cut.joining, cut.parameters)
+        dims = cut.parts[0].dims if not cut.layout.lists else cut.layout.dims
+        batch = Batch(cut.tensors, cut.inputs, cut.layout, dims, goals, cut.sizes, cut.joining, cut.parameters)
         return batch if torch.is_grad_enabled() else batch.without_gradients()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -349,6 +371,10 @@ def to_device_nest(nest: Any, place: torch.device) -> Any:
     """Return a nest with every tensor on one device."""
     leaves, structure = flatten(nest)
     return structure.unflatten(to_device(leaves, place))
+
+
+class _LabelsSeen(Exception):
+    """The loss counts its labels, which was not known: the step is to run again, with samples weighed by these."""
 
 
 def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:

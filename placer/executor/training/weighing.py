@@ -95,6 +95,10 @@ class Weighing:
         made = torch.func.functional_call(loss_fn, self._buffers[place], (output, target))  # type: ignore[arg-type]
         return loss_and_values(made)
 
+    def weigh_by(self, weigh: Weigh) -> None:
+        """Weigh samples by a function from now on."""
+        self.options = self.options.model_copy(update={"weigh": weigh})
+
     def shares(self, sizes: Sequence[int]) -> list[float]:
         """Return by how much the loss of each micro-batch counts, given the samples in each."""
         total = sum(sizes)
@@ -111,7 +115,7 @@ class Weighing:
             return None
         return [float(part.sum()) for part in torch.split(goals.leaves[-1], list(sizes))]
 
-    def goals(self, inputs: Any, target: Any, size: int, is_cut: bool, tensors: Sequence[Any] = ()) -> Goals:
+    def goals(self, inputs: Any, target: Any, size: int, is_cut: bool) -> Goals:
         """Return the target of a batch as passes take it.
 
         Args:
@@ -119,7 +123,6 @@ class Weighing:
             target: likewise.
             size: samples in the batch.
             is_cut: whether there are several micro-batches.
-            tensors: the flattened inputs, in which labels may be.
 
         Raises:
             InputError: the target does not fit the batch, or ``weigh`` does not give a number for each sample.
@@ -131,7 +134,6 @@ class Weighing:
         layout = layout_of_target(target, leaves, structure, self.options, size)
         weights = self.weights(inputs, target, size)
         if weights is None:
-            self._tell_of_labels([*tensors, *leaves])
             return Goals(leaves, structure, layout)
         with torch.no_grad():
             total = weights.sum()
@@ -158,9 +160,13 @@ class Weighing:
             )
         return weights_of(self.options, inputs, target, size, advice)
 
-    def _tell_of_labels(self, tensors: Sequence[Any]) -> None:
-        """Warn once, in a first batch, of labels that are left out while micro-batches count by their samples."""
-        if self._has_looked or self.options.reduction == "sum":
+    def tell_of_labels(self, tensors: Sequence[Any]) -> None:
+        """Warn once, of a first batch that is cut, of labels that do not count while samples count alike.
+
+        Args:
+            tensors: flattened inputs and target.
+        """
+        if self._has_looked or self.options.reduction == "sum" or self.options.weigh is not None:
             return
         self._has_looked = True
         labels = (tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.dtype == torch.int64)

@@ -82,9 +82,7 @@ def test_a_graph_with_other_gradients_is_not_used_in_training() -> None:
     with logical_devices(2):
         flow = _flow(model)
         step = flow.train_step(lambda y, _: y.square().mean())
-        with pytest.warns(
-            UserWarning, match=r"another gradient than the model: that of 'first\.weight' has"
-        ):
+        with pytest.warns(UserWarning, match=r"another gradient than the model: that of 'first\.weight' has"):
             step(x, chunks=2)
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.cpu(), theirs.grad)

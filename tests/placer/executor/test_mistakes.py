@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import placer
-from placer import DataFlow
-from placer.errors import CaptureError, InputError, PlacementError, StageError
+from placer import BatchOptions, DataFlow
+from placer.errors import BatchError, CaptureError, InputError, PlacementError, StageError
 from placer.graph import capture
 from placer.schema import Placement
 from placer.zoo import ToyModel
@@ -298,7 +298,7 @@ def test_a_training_step_in_inference_mode_is_refused_with_the_way_out(flow: Dat
 
 
 class _Counts(nn.Module):
-    """Counts for each sample, as a list."""
+    """Takes a number for each sample, as a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,25 +306,25 @@ class _Counts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: list[int], size: tuple[int, ...] = (4, 4, 4, 4)) -> torch.Tensor:
         hidden: torch.Tensor = self.net1(x)
-        return self.net2(hidden * sum(counts[: len(x)]))  # type: ignore[no-any-return]
+        return self.net2(hidden * torch.tensor(counts, device=x.device)[:, None])  # type: ignore[no-any-return]
 
 
-def test_a_list_with_an_entry_for_each_sample_is_told_of_where_micro_batches_are_given_all_of_it() -> None:
+def test_a_list_with_an_entry_for_each_sample_is_refused_with_the_declaration_that_cuts_it() -> None:
     flow = DataFlow(_Counts(), device_ids=DEVICES)
     flow.layer_gpus.update(net1=0, net2=1)
     flow.update_flow()
+    counts, options = [1, 2, 3, 4], BatchOptions(inputs={"counts": "items"})
+    whole = flow(X, counts)
     step = flow.train_step(functional.mse_loss)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flow(X, [1, 2, 3, 4], chunks=1)
-        flow(X, [1, 2, 3], chunks=2)
-        step((X, [1, 2, 3]), torch.zeros(4, 5), chunks=2)
     for run in (
-        lambda: flow(X, [1, 2, 3, 4], chunks=2),
-        lambda: step((X, [1, 2, 3, 4]), torch.zeros(4, 5), chunks=2),
+        lambda: flow(X, counts, chunks=2),
+        lambda: step((X, counts), torch.zeros(4, 5), chunks=2),
     ):
-        with pytest.warns(UserWarning, match=r"a list of 4 \(int\) is as long as the batch"):
+        with pytest.raises(BatchError, match=r"inputs=\{'counts': 'items'\}\) gives the batch's results"):
             run()
+    torch.testing.assert_close(flow(X, counts, chunks=2, batch_options=options), whole)
+    with pytest.raises(InputError, match="'x' has shape .*4 along dimension 0.* the batch has 3 samples"):
+        flow(X, [1, 2, 3], chunks=2, batch_options=BatchOptions(inputs={"counts": "items", "x": 0}))
 
 
 def test_targets_of_other_lengths_are_taken_where_nothing_is_cut() -> None:
@@ -333,7 +333,7 @@ def test_targets_of_other_lengths_are_taken_where_nothing_is_cut() -> None:
     flow.layer_gpus.update({"0": 0, "1": 1})
     flow.update_flow()
     step = flow.train_step(lambda output, target: (output.mean() - target["boxes"].mean()).pow(2))
-    with pytest.raises(InputError, match=r"must be the batch; with chunks=1 a dict or list may differ"):
+    with pytest.raises(InputError, match="must be the batch.*or give chunks=1"):
         step(X, {"boxes": torch.ones(7)}, chunks=2)
     for count in (7, 9):
         loss = (model(X).mean() - torch.ones(count).mean()).pow(2)

@@ -20,7 +20,6 @@ from placer import DataFlow, PlacementRequest, capture, profile, solve
 from placer.executor.training.pipeline import Order
 from placer.graph import nested
 from placer.graph.export import export
-from placer.graph.structure import flatten
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
@@ -196,7 +195,7 @@ def test_one_capture_serves_both_ways_through_the_model(
     with logical_devices(3), kept.flow() as flow:
         scatter_layers(flow, 3)
         split = [step(flow, kept.model, (x,), {}) for x in batches]
-        assert len({flow.captured([x], flatten(((x,), {}))[1]) for x in batches}) == 1
+        assert len({flow.captured(flow.laid_out(((x,), {}))) for x in batches}) == 1
     for outcome, sign in zip(split, (1, -1), strict=True):
         assert_same(outcome, kept.whole[sign])
 

@@ -168,7 +168,8 @@ def test_a_compiler_may_choose_the_layout_of_products_and_not_of_what_is_sent() 
     x, target = torch.randn(8, 2, 12, 12, dtype=torch.float64), torch.randn(8, 2, 6, 6, dtype=torch.float64)
     backend = aot_autograd(fw_compiler=chosen)
     step = flow.train_step(functional.mse_loss, None, "zero-bubble", compile=backend)
-    loss = step(x, target, chunks=2)
+    for _ in range(2):  # the first batch is compared before its passes are made
+        loss = step(x, target, chunks=2)
     expected = functional.mse_loss(whole(x), target)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
@@ -217,7 +218,8 @@ def test_what_the_loss_does_not_depend_on_has_no_gradient_compiled_either(schedu
     flow.layer_gpus.update(first=0, lost=0, last=1, aside=1)
     flow.update_flow()
     step = flow.train_step(lambda made, goal: functional.mse_loss(made[0], goal), None, schedule, compile="aot_eager")
-    step(torch.randn(8, 4), torch.randn(8, 4), chunks=CHUNKS)
+    for _ in range(2):  # the first batch is compared before its passes are made
+        step(torch.randn(8, 4), torch.randn(8, 4), chunks=CHUNKS)
     assert len(step.compiled) == 2
     reached = {name for name, weight in model.named_parameters() if weight.grad is not None}
     assert reached == {"first.weight", "first.bias", "last.weight", "last.bias"}

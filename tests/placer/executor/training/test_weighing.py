@@ -147,13 +147,39 @@ def test_a_model_that_computes_its_own_loss_is_weighed_by_the_labels_among_its_i
         )
 
 
-@pytest.mark.parametrize(
-    ("inputs", "target"), [(X, padded()), ({"x": X, "labels": padded()}, None)], ids=["target", "inputs"]
-)
-def test_labels_that_are_left_out_without_a_weight_are_told_once(inputs: Any, target: Any) -> None:
-    def loss_fn(output: Tensor, labels: Any) -> Tensor:
-        return output if labels is None else functional.cross_entropy(output, labels)
+def test_a_function_of_torchs_loss_of_labels_is_weighed_by_those_that_it_counts() -> None:
+    """Also after a first batch in which all samples have as many labels."""
+    model = Tagger().double()
+    whole = copy.deepcopy(model)
 
+    def loss_fn(output: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return functional.cross_entropy(output, labels), {"largest": output.max()}
+
+    with logical_devices(2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flow = DataFlow(model)
+        scatter_layers(flow, 2)
+        step = flow.train_step(loss_fn, batch_options=BatchOptions(outputs={"largest": "max"}))
+        for labels in (LABELS, padded()):
+            loss, values = step(X, labels, chunks=5)
+            expected, expected_values = loss_fn(whole(X), labels)
+            torch.testing.assert_close(loss.cpu(), expected.detach())
+            torch.testing.assert_close(values["largest"].cpu(), expected_values["largest"].detach())
+
+
+@pytest.mark.parametrize("among_inputs", [True, False])
+def test_labels_that_are_left_out_without_a_weight_are_told_once(among_inputs: bool) -> None:
+    """As many are left out of each sample, so that the first batch shows nothing."""
+    labels = LABELS.clone()
+    labels[:, 0] = -100
+
+    def loss_fn(output: Tensor, labels: Any) -> Tensor:
+        if labels is None:
+            return output
+        apart = functional.cross_entropy(output, labels, reduction="none")
+        return apart.sum() / (labels != -100).sum()
+
+    inputs, target = ({"x": X, "labels": labels}, None) if among_inputs else (X, labels)
     flow = DataFlow(Tagger().double(), ["cpu:0", "cpu:1"])
     scatter_layers(flow, 2)
     step = flow.train_step(loss_fn)
