@@ -9,8 +9,6 @@ from torch import Tensor
 
 from placer.errors import InputError, kind_of
 
-_FILLED = (Tensor, Mapping, list, tuple)
-
 
 def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments for the model.
@@ -51,24 +49,6 @@ def refuse_no_tensor(inputs: Any, leaves: Sequence[Any], name: str = "inputs") -
     """
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         raise InputError(f"{name}, {kind_of(inputs)}, hold no tensor; give tensors, as torch.as_tensor(x) is")
-
-
-def lists_as_long(given: Any, batch: int) -> list[list[Any]]:
-    """The lists of anything but tensors that may have an entry for each sample of a batch, as a loader makes them.
-
-    Args:
-        given: the arguments, tuples, lists and dicts of them too.
-        batch: its samples.
-    """
-    found: list[list[Any]] = []
-    waiting = [given]
-    while waiting:
-        value = waiting.pop()
-        parts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else []
-        waiting += parts
-        if isinstance(value, list) and len(value) == batch > 1 and not any(isinstance(part, _FILLED) for part in value):
-            found.append(value)
-    return found
 
 
 def advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:

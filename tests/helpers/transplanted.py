@@ -31,10 +31,10 @@ def captured_once(key: Hashable) -> Iterator[None]:
 
 
 def _once(key: Hashable) -> Callable[..., Exported]:
-    def once(model: nn.Module, args: Any, kwargs: Any) -> Exported:
+    def once(model: nn.Module, args: Any, kwargs: Any, dims: Any) -> Exported:
         if key in _KEPT:
             return transplanted(*_KEPT[key], model)
-        exported = export(model, args, kwargs)
+        exported = export(model, args, kwargs, dims)
         equal = copy.deepcopy(model)
         _KEPT[key] = equal, transplanted(model, exported, equal)
         return exported

@@ -323,7 +323,7 @@ def test_a_list_with_an_entry_for_each_sample_is_refused_with_the_declaration_th
         with pytest.raises(BatchError, match=r"inputs=\{'counts': 'items'\}\) gives the batch's results"):
             run()
     torch.testing.assert_close(flow(X, counts, chunks=2, batch_options=options), whole)
-    with pytest.raises(InputError, match="'x' has shape .*4 along dimension 0.* the batch has 3 samples"):
+    with pytest.raises(InputError, match=r"'x' has shape .*4 along dimension 0.* the batch has 3 samples"):
         flow(X, [1, 2, 3], chunks=2, batch_options=BatchOptions(inputs={"counts": "items", "x": 0}))
 
 
@@ -333,7 +333,7 @@ def test_targets_of_other_lengths_are_taken_where_nothing_is_cut() -> None:
     flow.layer_gpus.update({"0": 0, "1": 1})
     flow.update_flow()
     step = flow.train_step(lambda output, target: (output.mean() - target["boxes"].mean()).pow(2))
-    with pytest.raises(InputError, match="must be the batch.*or give chunks=1"):
+    with pytest.raises(InputError, match=r"must be the batch.*or give chunks=1"):
         step(X, {"boxes": torch.ones(7)}, chunks=2)
     for count in (7, 9):
         loss = (model(X).mean() - torch.ones(count).mean()).pow(2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from unverified import unverified
 
 from placer import DataFlow
 from placer.executor.training.pipeline import TrainingPipeline
@@ -107,7 +108,7 @@ class _Whole(nn.Module):
 def test_micro_batches_are_of_one_size_where_the_model_does_otherwise_with_the_last_one() -> None:
     model = _Whole().double()
     whole = copy.deepcopy(model)
-    flow = DataFlow(model, device_ids=2)
+    flow = unverified(DataFlow(model, device_ids=2))  # micro-batches of another size do something else
     flow.layer_gpus.update({"first": 0, "last": 1})
     flow.update_flow()
     step = flow.train_step(functional.mse_loss)
