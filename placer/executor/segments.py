@@ -82,7 +82,7 @@ class Step:
     def _brought(self, index: int, values: MicroBatch) -> Tensor:
         """Return state that is elsewhere, on this device."""
         tensor, name = self.state[index], self.layer.state[index]
-        flows_back = (torch.is_grad_enabled() and tensor.requires_grad) or devices.has_tangents()
+        flows_back = (torch.is_grad_enabled() and tensor.requires_grad) or devices.is_in_transform()
         if self.make_copy is None or flows_back or name in self.layer.mutated:
             return values.state(name, tensor, self.device)
         if index not in self._copied:

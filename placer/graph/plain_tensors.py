@@ -85,12 +85,16 @@ class PlainTensors(TorchFunctionMode):
                 yield original
 
     def _is_plain(self, tensor: Tensor) -> bool:
-        return type(tensor) in (Tensor, nn.Parameter) and id(tensor) not in self._made
+        if type(tensor) not in (Tensor, nn.Parameter) or id(tensor) in self._made:
+            return False
+        return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
     def _alias(self, tensor: Tensor) -> Tensor:
         if not self._is_plain(tensor) or tensor.requires_grad or id(tensor) in self._original_of:
             return tensor
         if id(tensor) not in self._alias_of:
+            if torch._C._functorch.get_dynamic_layer_stack_depth():
+                return tensor  # inside torch.func an alias would be a part of the transform
             with _disable_current_modes():
                 alias = tensor.detach()
             self._alias_of[id(tensor)], self._original_of[id(alias)] = alias, tensor
@@ -101,7 +105,7 @@ class PlainTensors(TorchFunctionMode):
         """The plain tensor of an alias; any other tensor itself, which was made inside."""
         if id(tensor) in self._original_of:
             return self._original_of[id(tensor)]
-        if not isinstance(tensor, FakeTensor) and id(tensor) not in self._alias_of:
+        if self._is_plain(tensor) and id(tensor) not in self._alias_of:
             self._made[id(tensor)] = tensor
         return tensor
 
