@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from placer.errors import InputError
 from placer.schema.base import (
     FIRST,
     IN_ORDER,
@@ -229,7 +229,8 @@ class Profile(Wire):
         up to date and gradients are added up, once a step.
 
         Returns:
-            The profile. Layers stay together that also share other state, or that ``colocated`` names for other reasons.
+            The profile. Layers stay together that also share other state, or that ``colocated`` names for another
+            reason.
         """
         groups = [set(tie.layers) for tie in self.tied]
         changed = {
@@ -248,6 +249,7 @@ class Profile(Wire):
                 self._refuse_edge(edge, place)
         for group in self.colocated:
             refuse_unknown("colocated", group, place)
+        self._refuse_small_originals(place)
         for tie in self.tied:
             refuse_unknown("tied", tie.layers, place)
             if not tie.split and not any(set(tie.layers) <= set(group) for group in self.colocated):
@@ -257,6 +259,20 @@ class Profile(Wire):
                     "on several devices with split"
                 )
         return self
+
+    def _refuse_small_originals(self, place: dict[str, int]) -> None:
+        """Raise a ValueError if a layer holds less than the parameters of which others hold copies."""
+        copied: Counter[str] = Counter()
+        for tie in self.tied:
+            if tie.split and place.keys() >= set(tie.layers):
+                copied[min(tie.layers, key=place.__getitem__)] += tie.copy_bytes
+        for name, size in copied.items():
+            held = self.layers[place[name]].param_bytes
+            if held < size:
+                raise ValueError(
+                    f"tied: layer {name!r} runs first and has {held} bytes of parameters, but {size} of them are "
+                    "copied; count shared parameters in the param_bytes of the layer that runs first"
+                )
 
     def _refuse_edge(self, edge: Edge, place: dict[str, int]) -> None:
         """Say what is wrong with an edge."""

@@ -122,7 +122,7 @@ class Problem:
         most_layers: how many layers a device may hold; None: all.
         multicast: whether one sending reaches all devices that read a value; over links that are all alike.
         untaxed: devices whose transfers cost them nothing; it costs those that they exchange values with.
-        shared: parameters of which devices hold copies. Bounds may leave them out: copies only add to what devices hold.
+        shared: parameters that devices hold copies of. Bounds may leave them out, as copies only add to what is held.
     """
 
     request: PlacementRequest
@@ -204,8 +204,8 @@ class Problem:
         """Return the problem of placements that are contiguous but for colocated layers; None if it does not help.
 
         Tied embeddings run first and last. If they share a device and every device has one stage, all layers are on
-        that device. So the placement would be free, and a search for the best of all maps. Here the embeddings alone may
-        come back to a device, and what is left is a chain::
+        that device. So the placement would be free, and the best of all maps would be looked for. Here the embeddings
+        alone may come back to a device, and what is left is a chain::
 
             d0  embedding, blocks 0 and 1, head  ──▶  d1  blocks 2 to 4  ──▶  d2  blocks 5 to 7, norm  ──▶  d0
 

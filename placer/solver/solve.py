@@ -124,9 +124,7 @@ def _conflict(
     return conflict.explained([Problem.from_request(way) for way in ways], reason, search, over)
 
 
-def _smallest(
-    problem: Problem, progress: Progress | None, stop: threading.Event | None, meter: Meter
-) -> Placement:
+def _smallest(problem: Problem, progress: Progress | None, stop: threading.Event | None, meter: Meter) -> Placement:
     """The placement with the smallest objective, of those that are contiguous but for colocated layers where there are.
 
     So tied embeddings leave a chain a chain: of all maps the best would be looked for far longer, and would be hardly

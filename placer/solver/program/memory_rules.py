@@ -119,10 +119,10 @@ def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
         most += size
     for number, shared in enumerate(model.problem.shared):
         size = model.units(shared.total_bytes)
-        first, others = (model.nodes.of(layers) for layers in ([shared.first], shared.others))
+        first = model.nodes.node_of[shared.first]
         copied = model.cp.new_bool_var(f"copied{number},{device}")
-        for node in others - first:
-            model.cp.add(copied >= model.on(node, device) - model.on(*first, device))
+        for node in model.nodes.of(shared.others) - {first}:
+            model.cp.add(copied >= model.on(node, device) - model.on(first, device))
         terms.append(size * copied)
         most += size
     fixed = model.cp.new_int_var(0, most, f"fixed{device}")

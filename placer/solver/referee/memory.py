@@ -53,7 +53,7 @@ class Memory:
         return state + sum(max(self.splits(device, flight, again), key=sum))
 
     def copies(self, device: str) -> tuple[int, int]:
-        """The copies of shared parameters on a device, and their gradients: where the first layer is, is the original."""
+        """The copies of shared parameters on a device, and their gradients. The original is with the first layer."""
         copied = []
         for tie in self._shared:
             home = self._where[min(tie.layers, key=self._order.__getitem__)]
