@@ -174,7 +174,7 @@ class Profile(Wire):
         with_loss: whether the layer that makes the model's result has the loss, too, in its times and memory.
         batch_size: samples in the micro-batch that was measured.
         batch_options: where the samples of a batch lie, and how its loss is reduced; taken over by ``update_flow``.
-        granularity: how the layers were cut: ``auto``, ``submodule``, ``fine``, a depth, or ``custom``.
+        granularity: how the layers were cut: ``auto``, ``blocks``, ``submodule``, ``fine``, a depth, or ``custom``.
         captured: whether the graph was captured; if not, execution goes through hooks, and ``not_captured_because``
             says why.
         layers: in execution order: every edge runs forwards.
