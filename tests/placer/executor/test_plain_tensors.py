@@ -6,110 +6,17 @@ to it between calls, was lost on other devices, and torch.export detached those 
 
 from __future__ import annotations
 
-import types
-from collections import namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ClassVar
 
 import pytest
 import torch
+from plain_tables import DTYPE, INPUTS, USES, WHERE, Net, fresh
 from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
 from placer.testing import logical_devices
-
-DTYPE = torch.float64
-Pair = namedtuple("Pair", "table scale")
-
-TABLE = torch.rand(6, dtype=DTYPE)
-ITEMS = [torch.rand(6, dtype=DTYPE)]
-BY_NAME = {"table": torch.rand(6, dtype=DTYPE)}
-PAIR = Pair(torch.rand(6, dtype=DTYPE), 2.0)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x) + table)
-
-
-class Net(nn.Module):
-    """Three blocks that read one plain tensor, which lies where ``where`` says, and code that uses it as ``use``."""
-
-    on_class = torch.rand(6, dtype=DTYPE)
-    in_dict_of_class: ClassVar = {"table": torch.rand(6, dtype=DTYPE)}
-
-    def __init__(self, where: str, use: str) -> None:
-        super().__init__()
-        self.where, self.use = where, use
-        self.a, self.b, self.c = Block(), Block(), Block()
-        self.own = torch.rand(6, dtype=DTYPE)
-        self.items = [torch.rand(6, dtype=DTYPE)]
-        self.nested = {"tables": [(torch.rand(6, dtype=DTYPE),)]}
-        self.settings = types.SimpleNamespace(table=torch.rand(6, dtype=DTYPE))
-        closed_over = torch.rand(6, dtype=DTYPE)
-        self.closure = lambda: closed_over
-        self.double()
-
-    def table(self) -> Tensor:
-        places: dict[str, Callable[[], Tensor]] = {
-            "attribute": lambda: self.own,
-            "list": lambda: self.items[0],
-            "nest": lambda: self.nested["tables"][0][0],
-            "settings": lambda: self.settings.table,
-            "closure": lambda: self.closure(),
-            "class": lambda: self.on_class,
-            "dict of the class": lambda: self.in_dict_of_class["table"],
-            "variable": lambda: TABLE,
-            "list in a variable": lambda: ITEMS[0],
-            "dict in a variable": lambda: BY_NAME["table"],
-            "named tuple in a variable": lambda: PAIR.table,
-        }
-        return places[self.where]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if "hooks" in self.use:
-            x = x + float(x.detach().sum() * 0)  # torch.export refuses a number that depends on values
-        if "before" in self.use:
-            self.table().mul_(0.5)
-        x = self.a(x, self.table())
-        if "item" in self.use:
-            self.table()[2:4] = 0.25
-        if "between" in self.use:
-            self.table().copy_(x.detach().mean(0))
-        x = self.c(self.b(x, self.table()), self.table())
-        if "after" in self.use:
-            self.table().add_(1.0)
-        return x
-
-
-WHERE = [
-    "attribute",
-    "list",
-    "nest",
-    "settings",
-    "closure",
-    "class",
-    "dict of the class",
-    "variable",
-    "list in a variable",
-    "dict in a variable",
-    "named tuple in a variable",
-]
-INPUTS = [torch.randn(4, 6, dtype=DTYPE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-Run = Callable[[Net, Callable[[Net], Any]], list[Tensor]]
-
-
-def _fresh(where: str, use: str, training: bool = False) -> Net:
-    torch.manual_seed(0)
-    for shared in (TABLE, ITEMS[0], BY_NAME["table"], PAIR.table, Net.on_class, Net.in_dict_of_class["table"]):
-        shared.copy_(torch.rand(6, dtype=DTYPE))
-    return Net(where, use).train(training)
 
 
 def _flow(net: Net) -> DataFlow:
@@ -124,16 +31,13 @@ def _equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one.detach().cpu(), other.detach(), rtol=1e-12, atol=1e-12)
 
 
-USES = ["read", "write before", "write item", "write between", "write after"]
-
-
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("use", ["read", "write between"])
 def test_layers_on_several_devices_read_one_wherever_it_lies(where: str, use: str) -> None:
-    net = _fresh(where, use)
+    net = fresh(where, use)
     with torch.no_grad():
         expected = [tensor for x in INPUTS for tensor in (net(x), net.table().clone())]
-    net = _fresh(where, use)
+    net = fresh(where, use)
     with logical_devices(2), torch.no_grad():
         flow = _flow(net)
         found = [tensor for x in INPUTS for tensor in (flow(x), net.table().clone())]
@@ -145,12 +49,12 @@ def test_layers_on_several_devices_read_one_wherever_it_lies(where: str, use: st
 @pytest.mark.parametrize("use", USES)
 def test_what_forward_writes_to_one_is_there_afterwards_in_micro_batches_too(use: str, hooks: bool) -> None:
     use += " hooks" * hooks
-    net = _fresh("variable", use)
+    net = fresh("variable", use)
     with torch.no_grad():
         expected = [
             tensor for x in INPUTS for tensor in (torch.cat([net(part) for part in x.chunk(2)]), net.table().clone())
         ]
-    net = _fresh("variable", use)
+    net = fresh("variable", use)
     with logical_devices(2), torch.no_grad():
         flow = _flow(net)
         found = [tensor for x in INPUTS for tensor in (flow(x, chunks=2), net.table().clone())]
@@ -160,12 +64,12 @@ def test_what_forward_writes_to_one_is_there_afterwards_in_micro_batches_too(use
 
 @pytest.mark.parametrize("use", USES)
 def test_streams_follow_what_forward_and_the_user_write_to_one(use: str) -> None:
-    net = _fresh("list", use)
+    net = fresh("list", use)
     with torch.no_grad():
         expected = [net(x) for x in INPUTS]
         net.table().add_(1.0)
         expected += [net(x) for x in INPUTS]
-    net = _fresh("list", use)
+    net = fresh("list", use)
     with logical_devices(2), torch.no_grad():
         flow = _flow(net)
         found = list(flow.stream(INPUTS))
@@ -176,7 +80,7 @@ def test_streams_follow_what_forward_and_the_user_write_to_one(use: str) -> None
 
 @pytest.mark.parametrize("use", USES)
 def test_training_steps_follow_what_forward_and_the_user_write_to_one(use: str) -> None:
-    net = _fresh("attribute", use, training=True)
+    net = fresh("attribute", use, training=True)
     optimizer, expected = torch.optim.SGD(net.parameters(), lr=0.1), []
     for number, x in enumerate(INPUTS):
         if number == 2:
@@ -186,7 +90,7 @@ def test_training_steps_follow_what_forward_and_the_user_write_to_one(use: str) 
             (functional.mse_loss(net(part), torch.zeros_like(part)) / 2).backward()
         optimizer.step()
         expected += [tensor.detach().clone() for tensor in (*net.parameters(), net.own)]
-    net, found = _fresh("attribute", use, training=True), []
+    net, found = fresh("attribute", use, training=True), []
     with logical_devices(2):
         flow = _flow(net)
         step = flow.train_step(functional.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -201,13 +105,13 @@ def test_training_steps_follow_what_forward_and_the_user_write_to_one(use: str) 
 
 @pytest.mark.parametrize("where", ["attribute", "variable"])
 def test_calls_follow_what_the_user_writes_to_one(where: str) -> None:
-    net = _fresh(where, "read")
+    net = fresh(where, "read")
     with torch.no_grad():
         before = net(INPUTS[0])
         net.table().add_(1.0)
         expected = net(INPUTS[0])
     assert not torch.allclose(before, expected)
-    net = _fresh(where, "read")
+    net = fresh(where, "read")
     with logical_devices(2), torch.no_grad():
         flow = _flow(net)
         found = [flow(INPUTS[0])]
