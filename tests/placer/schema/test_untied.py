@@ -204,7 +204,8 @@ def test_split_ties_give_in_inference_what_the_unsplit_model_gives(how: str, hoo
                     found = [model(batch) for batch in tokens]
             else:
                 found = [flow(batch, chunks=2 if how == "chunks" else 1) for batch in tokens]
-            assert bool(flow.not_captured_because) == hooks
+            if how != "applied":  # where few calls run through hooks rather than be captured
+                assert bool(flow.not_captured_because) == hooks
             for one, batch in zip(found, tokens, strict=True):
                 torch.testing.assert_close(one.cpu(), reference(batch))
             for net in (model, reference):  # the copy follows its original
