@@ -88,7 +88,8 @@ def suggest(
         training: whether a training step or inference is placed; a given profile of inference is placed as such.
         optimizer: whose state takes memory, in training: a name from ``torch.optim``, a class, an optimizer, a list of
             optimizers, or None.
-        granularity: how the model is cut into layers: ``auto``, ``submodule``, ``fine``, a depth, or a function.
+        granularity: how the model is cut into layers: ``auto``, ``blocks``, ``submodule``, ``fine``, a depth, or a
+            function. With ``blocks`` every repeated block is one layer, as ``Placement.device_map`` needs it.
         objective: what is made small: ``throughput``, the bottleneck; ``step``, the time of a whole batch; ``latency``,
             one sample's time; ``memory``, the largest use; or ``devices``, how many keep within ``bottleneck_ms``.
         constraints: what the placement must respect beside memory.
@@ -107,8 +108,8 @@ def suggest(
         break_ties: whether, of placements as good, the one is looked for with less transfer, then better balance.
         bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
         explain: whether to find out, too, what limits the placement and what would help most.
-        split_tied: whether layers that share parameters, in training, may be on several devices, each further one with
-            a copy; see ``Profile.untied``. They are on one device otherwise.
+        split_tied: whether layers that share parameters may be on several devices; each device but that of the first
+            layer then holds a copy, see ``Profile.untied``. They share a device otherwise.
         memory_bytes: what a placement may use, in bytes, of each device or by device; None for all of its memory.
         profile: an earlier profile of the model, to be placed without measuring again; under objective ``step`` also
             several of different micro-batch sizes.

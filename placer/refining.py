@@ -5,7 +5,7 @@ profile ──▶ solve ──▶ placement ──▶ stages on their devices �
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from placer.profiler import inputs
 from placer.profiler.profile import profile as measure_profile
 from placer.schema import Constraints, Placement, PlacementRequest, Profile
 from placer.schema.refinement import Refinement
+from placer.solver import costs
+from placer.solver.problem import Problem
 from placer.solver.solve import solve
 from placer.stage_times import Stages, Timer, device_times
 
@@ -157,12 +159,27 @@ def _profile(
 
 def _request(placement: Placement, profile: Profile) -> PlacementRequest:
     """A question like the one that the placement answers, as far as it tells."""
-    return PlacementRequest(
-        profile=profile,
+    where = placement.layer_devices
+    split = any(len({where.get(layer) for layer in tie.layers}) > 1 for tie in profile.tied)
+    asked = PlacementRequest(
+        profile=profile.untied() if split else profile,
         objective=placement.objective,
-        constraints=Constraints(contiguous=placement.contiguous, recompute="auto" if placement.recompute else "never"),
+        constraints=Constraints(recompute="auto" if placement.recompute else "never"),
         training=placement.training,
         chunks=placement.chunks,
         schedule=placement.schedule,
         steps="alone" if placement.step is None else placement.step.steps,
     )
+    if not placement.contiguous and _is_but_for_groups(asked, where):
+        return asked
+    rules = asked.constraints.model_copy(update={"contiguous": placement.contiguous})
+    return asked.model_copy(update={"constraints": rules})
+
+
+def _is_but_for_groups(request: PlacementRequest, where: Mapping[str, str]) -> bool:
+    """Whether a placement is contiguous but for colocated layers, as placements are where nothing else is asked for."""
+    problem = Problem.from_request(request).but_for_groups()
+    number = {device.name: index for index, device in enumerate(request.devices)}
+    if problem is None or not number.keys() >= set(where.values()):
+        return False
+    return costs.evaluate(problem, [number[where[layer.name]] for layer in request.profile.layers]) is not None

@@ -47,7 +47,7 @@ Memory = Annotated[
 ]
 Inference = Annotated[bool, typer.Option("--inference", help="place inference; a training step otherwise")]
 Optimizer = Annotated[str, typer.Option(help="whose state counts in training: adam, sgd, ... or none")]
-Granularity = Annotated[str, typer.Option(help="how layers are cut: auto, submodule, fine or a depth")]
+Granularity = Annotated[str, typer.Option(help="how layers are cut: auto, blocks, submodule, fine or a depth")]
 CacheFolder = Annotated[
     str | None, typer.Option("--cache", metavar="FOLDER", help="where measurements are kept, and found again")
 ]

@@ -54,6 +54,11 @@ def has_tangents() -> bool:
     return int(getattr(forward_ad, "_current_level", -1)) >= 0
 
 
+def is_in_transform() -> bool:
+    """Whether torch.func or forward-mode derivatives are under way, which what is made now would be a part of."""
+    return has_tangents() or bool(torch._C._functorch.get_dynamic_layer_stack_depth())
+
+
 def copy(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of the tensor's data on that device, without a gradient."""
     if has_detour(location(tensor), device):

@@ -66,16 +66,16 @@ class Sharing:
             chunks: micro-batches in a batch.
 
         Raises:
-            PlacementError: layers on several devices use a buffer that one of them changes; or layers in several
-                stages of one device do, where the next micro-batch is in the first while one is on its way to the last.
+            PlacementError: layers on several devices use a buffer or plain tensor that one of them changes; or layers
+                in several stages of one device do, where the next micro-batch is in the first while one is on its way
+                to the last.
         """
         stage_of = {layer: index for index, stage in enumerate(cut.stages) for layer in stage.layers}
-        users: dict[str, dict[int, str]] = {name: {} for name in graph.state if name not in graph.constants}
+        users: dict[str, dict[int, str]] = {name: {} for name in graph.state}
         mutated = {name for layer in graph.layers for name in layer.mutated}
         for index, layer in enumerate(graph.layers):
             for name in layer.state:
-                if name in users:
-                    users[name].setdefault(stage_of[index], layer.name)
+                users[name].setdefault(stage_of[index], layer.name)
         there = {
             name: tuple(dict.fromkeys(stage % len(cut.devices) for stage in stages)) for name, stages in users.items()
         }
@@ -83,15 +83,16 @@ class Sharing:
             layers = ", ".join(map(repr, users[name].values()))
             if len(there[name]) > 1:
                 raise PlacementError(
-                    f"layers {layers} use the buffer {name!r}, which the model changes while it runs; place them on "
-                    "one device"
+                    f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes while it runs; place "
+                    "them on one device"
                 )
             if len(users[name]) > 1 and chunks > 1:
                 raise PlacementError(
-                    f"layers {layers} use the buffer {name!r}, which the model changes while it runs, and other "
-                    f"devices run layers between them, so that {chunks} micro-batches would change it in another "
+                    f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes while it runs, and "
+                    f"other devices run layers between them, so that {chunks} micro-batches would change it in another "
                     f"order; place those on {cut.devices[there[name][0]]} too, or give chunks=1"
                 )
+        there = {name: positions for name, positions in there.items() if name not in graph.constants}
         unused = frozenset(name for name, positions in there.items() if not positions)
         return cls({name: positions or (0,) for name, positions in there.items()}, frozenset(mutated), unused)
 
@@ -133,6 +134,10 @@ class Sharing:
     def shared(self) -> dict[str, tuple[int, ...]]:
         """What several devices use."""
         return {name: users for name, users in self.users.items() if len(users) > 1}
+
+
+def _kind(name: str, graph: LayerGraph) -> str:
+    return "the plain tensor" if name in graph.constants else "the buffer"
 
 
 class Weights:

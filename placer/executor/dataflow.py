@@ -35,6 +35,7 @@ from placer.executor.segments import Segment, StateLookup, segments
 from placer.executor.state.apply import Home, Whereabouts, bring_state, move_state, settle
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.clones import Clones, state_lookup
+from placer.executor.state.copies import Copies
 from placer.executor.training.update import Optimizers
 from placer.graph.batch_layout import DEFAULT, Call, Part
 from placer.graph.given import optimizers_of, refuse_no_flags, refuse_no_module
@@ -81,6 +82,7 @@ class DataFlow(PlacedCalls):
         gradients_wait: whether the next training step adds to the gradients that are there.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
         lock: held by the thread whose call or stream runs; one for all flows of the model.
+        copies: of the model's state, on devices that read it and do not own it.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class DataFlow(PlacedCalls):
         self.in_flight: Sequence[int] = ()
         self.gradients_wait = False
         self._home = Home(module)
+        self.copies = Copies()
         self._granularity: Granularity = "fine" if fine_grained else "submodule"
         self.layer_gpus: OrderedDict[str, DeviceLike] = self._default_map()
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -363,7 +366,7 @@ class DataFlow(PlacedCalls):
                 self._plans = {known: plan for known, plan in self._plans.items() if self.holds(known)}
                 self._repeated.keep_only(self.holds)
             graph, places = self.layers(capture)
-            parts = segments(graph, places, state_lookup(graph, self._clones))
+            parts = segments(graph, places, state_lookup(graph, self._clones), self.copies.get)
             self._plans[capture] = (graph, with_checkpoints(parts, capture.exported.checkpoints))
         return self._plans[capture]
 
@@ -445,12 +448,13 @@ class DataFlow(PlacedCalls):
         """Without captures and clones, which are made again when needed."""
         state = dict(self.__dict__)
         state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = state["_streams"] = None
-        state["_repeated"] = state["lock"] = state["_optimizers"] = state["_cutter"] = None
+        state["_repeated"] = state["lock"] = state["_optimizers"] = state["_cutter"] = state["copies"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.lock = _lock_of(self.module)
+        self.copies = Copies()
         self._optimizers = WeakSet()  # steps that were copied along bring theirs
         self._program = Program(self.module, self.compare_capture)
         self._cutter = Cutter(self)

@@ -256,7 +256,11 @@ class PlacedCalls(PipelinedRuns):
                 return self._planned(captures)
         self._refresh_clones()
         self._bring_back()
-        return [self._plan(capture) for capture in captures]
+        plans = [self._plan(capture) for capture in captures]
+        for _, parts in plans:
+            for part in parts:
+                part.refresh()
+        return plans
 
     def _run_hooked(
         self, call: Call, cut: MicroBatches, weights: list[float] | None, target: torch.device | None

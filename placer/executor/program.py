@@ -209,7 +209,7 @@ class Program:
                     return None
                 self.refused.pop(mode, None)
                 known.append(fitting)
-                self._attributes.add(fitting.exported.attributes)
+                self._attributes.add(fitting.exported.attributes, fitting.exported.looked_at)
             if len(self._seen) >= _KNOWN_SHAPES:  # a cache that grows by a token a call has a shape for each
                 self._seen.clear()
             self._seen[key] = fitting

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,19 @@ StateLookup = Callable[[str, torch.device], Tensor]
 """The tensor of a parameter, buffer or constant that a layer on this device is to use."""
 
 
+class StateCopy(Protocol):
+    """A copy of a tensor on another device; ``state.copies`` makes them."""
+
+    tensor: Tensor
+
+    def refresh(self) -> None:
+        """Copy the original again if somebody has written to it."""
+
+
+MakeCopy = Callable[[Tensor, torch.device], StateCopy]
+"""The copy of a tensor on a device, up to date."""
+
+
 @dataclass
 class Step:
     """One layer on its device.
@@ -30,6 +43,7 @@ class Step:
         device: where.
         state: its parameters, buffers and constants; one that is elsewhere is moved for every micro-batch.
         foreign: positions in ``state`` of those that are elsewhere.
+        make_copy: copies state that is elsewhere to the device, once; None to move it for every micro-batch.
         private: positions of buffers that the layer changes and may read again in its backward pass, when later
             micro-batches will have changed them further: each micro-batch has a copy.
         forget: values that nothing reads after this step.
@@ -41,6 +55,8 @@ class Step:
     foreign: tuple[int, ...]
     private: tuple[int, ...]
     forget: tuple[str, ...]
+    make_copy: MakeCopy | None = None
+    _copied: dict[int, StateCopy] = field(default_factory=dict)
 
     def run(self, values: MicroBatch) -> None:
         """Compute the layer for one micro-batch."""
@@ -48,7 +64,9 @@ class Step:
         values.trail.enter(layer.name)
         state = self.state
         if self.foreign:
-            state = [values.state(name, tensor, device) for name, tensor in zip(layer.state, state, strict=True)]
+            state = list(state)
+            for index in self.foreign:
+                state[index] = self._brought(index, values)
         if self.private:
             state = [tensor.clone() if index in self.private else tensor for index, tensor in enumerate(state)]
         reads = [values.read(name, device) for name in layer.reads]
@@ -60,6 +78,21 @@ class Step:
             if layer.state[index] in layer.mutated:
                 self._bring_back(index, state[index])
         values.forget(self.forget)
+
+    def _brought(self, index: int, values: MicroBatch) -> Tensor:
+        """Return state that is elsewhere, on this device."""
+        tensor, name = self.state[index], self.layer.state[index]
+        flows_back = (torch.is_grad_enabled() and tensor.requires_grad) or devices.is_in_transform()
+        if self.make_copy is None or flows_back or name in self.layer.mutated:
+            return values.state(name, tensor, self.device)
+        if index not in self._copied:
+            self._copied[index] = self.make_copy(tensor, self.device)
+        return self._copied[index].tensor
+
+    def refresh(self) -> None:
+        """Bring copies of state up to date that is elsewhere."""
+        for copy in self._copied.values():
+            copy.refresh()
 
     def counters(self) -> list[Tensor]:
         """The counters of batches that it counts on where they are."""
@@ -86,6 +119,15 @@ class Segment:
 
     device: torch.device
     steps: list[Step] = field(default_factory=list)
+
+    def refresh(self) -> None:
+        """Bring copies up to date, on this device, of state that is elsewhere; before every call."""
+        for step in self._borrowing:
+            step.refresh()
+
+    @cached_property
+    def _borrowing(self) -> list[Step]:
+        return [step for step in self.steps if step.foreign]
 
     def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
         """While it runs in this, its backward pass leaves what gradients of weights it can to a queue."""
@@ -152,13 +194,16 @@ class MicroBatch:
                 del self._copies[key]
 
 
-def segments(graph: LayerGraph, places: Sequence[torch.device], lookup: StateLookup) -> list[Segment]:
+def segments(
+    graph: LayerGraph, places: Sequence[torch.device], lookup: StateLookup, make_copy: MakeCopy | None = None
+) -> list[Segment]:
     """Cut a layer graph into segments.
 
     Args:
         graph: the layers, in execution order.
         places: the device of each.
         lookup: gives the tensors of a layer's state.
+        make_copy: copies state that is elsewhere to a device, once; None to move it for every micro-batch.
     """
     last_read = {name: index for index, layer in enumerate(graph.layers) for name in (*layer.writes, *layer.reads)}
     kept = set(graph.outputs)
@@ -180,7 +225,7 @@ def segments(graph: LayerGraph, places: Sequence[torch.device], lookup: StateLoo
             for index, name in enumerate(layer.state)
             if name in layer.mutated and index not in foreign and (name in spread or name not in layer.statistics)
         )
-        result[-1].steps.append(Step(layer, device, state, foreign, private, tuple(names)))
+        result[-1].steps.append(Step(layer, device, state, foreign, private, tuple(names), make_copy))
     return result
 
 

@@ -20,6 +20,7 @@ from placer.graph.granularity import hint, is_fixed
 from placer.graph.grouping import Group, storage_roots, written
 from placer.graph.inlining import REGIONS
 from placer.graph.layers import Layer, Value, named_state
+from placer.graph.plain_tensors import plain_names
 from placer.graph.regions import Region, Regions, enter, leave
 from placer.graph.structure import NUMBERS
 
@@ -29,8 +30,8 @@ class State:
     """The tensors that the graph's ``get_attr`` nodes mean, under one name each.
 
     Attributes:
-        tensors: the user's parameters and buffers, and constants of the graph, by name.
-        constants: the names that are no parameter or buffer of the user's.
+        tensors: the user's parameters and buffers, and the plain tensors that the graph reads, by name.
+        constants: the names of the plain tensors: those that are neither parameters nor buffers.
         name_of: get_attr node -> name.
     """
 
@@ -40,22 +41,23 @@ class State:
 
 
 def find_state(exported: Exported, module: nn.Module) -> State:
-    """Match the graph's attributes with the user's own tensors; a tied one goes by its first name."""
+    """Match the graph's attributes with the user's own tensors by identity; a tied one goes by its first name."""
     own = named_state(module)
     first_name = {id(tensor): name for name, tensor in own.items()}
     every = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    plain = plain_names(module)
     tensors, constants, name_of = dict(own), set(), {}
     for node in exported.module.graph.nodes:
         if node.op != "get_attr":
             continue
         path = str(node.target).removeprefix(PREFIX)
-        tensor = every.get(path)
-        if tensor is not None:
-            name_of[node] = first_name[id(tensor)]
-            continue
         value = _attribute(exported.module, str(node.target))
-        if isinstance(value, Tensor):
-            name_of[node] = f"constant {path}"
+        # By path first: while the model was exported, tensors of other devices were replaced by stand-ins.
+        known = first_name.get(id(every.get(path, value)))
+        if known is not None:
+            name_of[node] = known
+        elif isinstance(value, Tensor):
+            name_of[node] = f"constant {plain.get(id(value), path)}"
             tensors[name_of[node]] = value
             constants.add(name_of[node])
     return State(tensors, frozenset(constants), name_of)
@@ -109,7 +111,7 @@ class Builder:
         return tuple(node.name for node in self._returned())
 
     def colocated(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of layers that share a parameter, or a buffer that one of them changes."""
+        """Groups of layers that share a parameter, or another tensor that one of them changes."""
         users: dict[str, list[str]] = {}
         for draft in self._drafts:
             for name in draft.state:
@@ -133,7 +135,7 @@ class Builder:
                         self._read(index, source, needed)
                     elif owner.setdefault(name, index) == index or not self._is_passed_on(name):
                         self._use(draft, name, source)
-                    else:  # a buffer that nobody changes is sent to its later readers like any other value
+                    else:  # a tensor that nobody changes is sent to its later readers like any other value
                         shared.setdefault(name, source)
         for source in [*self._returned(), *shared.values()]:
             name = self._state.name_of.get(source)
@@ -155,8 +157,7 @@ class Builder:
             self._drafts[index].reads.append(source)
 
     def _is_passed_on(self, name: str) -> bool:
-        tensor = self._state.tensors[name]
-        return not isinstance(tensor, nn.Parameter) and name not in self._mutated and name not in self._state.constants
+        return not isinstance(self._state.tensors[name], nn.Parameter) and name not in self._mutated
 
     def _use(self, draft: _Draft, name: str, source: fx.Node) -> None:
         if name not in draft.state_nodes:

@@ -37,9 +37,9 @@ def capture(
         model: any module; it is not changed.
         args: example positional arguments, a tuple, or one tensor.
         kwargs: example keyword arguments.
-        granularity: ``"auto"``: what is large is opened, repeated blocks alike; ``"submodule"``: the model's named
-            children; ``"fine"``: every leaf; a depth; or a function of a module's path and the module, True for a
-            layer.
+        granularity: ``"auto"``: what is large is opened, repeated blocks alike; ``"blocks"``: the same, but each
+            repeated block is one layer; ``"submodule"``: the model's named children; ``"fine"``: every leaf; a depth;
+            or a function of a module's path and the module, True for a layer.
         hooks: whether a model that torch.export refuses is traced through forward hooks; that runs the model once.
         batch_options: where the samples of the inputs lie.
 

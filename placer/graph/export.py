@@ -29,11 +29,13 @@ from placer.graph.batch import Dims, batch_symbols
 from placer.graph.batch_layout import DEFAULT, Parameters, layout_of_inputs
 from placer.graph.effects import has_effect
 from placer.graph.footprint import differs_later
+from placer.graph.grouping import storage_roots, written
 from placer.graph.handed import Left, left_in, written_inputs
 from placer.graph.hooks import refuse_hooks
 from placer.graph.inlining import inline_regions
 from placer.graph.leftovers import Counted, KeptError, put_back, read_before_written
 from placer.graph.module_names import CalledNames
+from placer.graph.plain_tensors import PlainTensors, plain_names
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import GradientMode, OneDevice, Patience, custom_functions
@@ -62,6 +64,7 @@ class Exported:
         batch_size: of the example.
         checkpoints: the modules that ran under ``torch.utils.checkpoint``.
         attributes: the modules and other objects, and names, of the attributes whose values the graph holds.
+        looked_at: the plain tensors whose values Python code asked for, so that the graph holds what followed.
         left: what forward leaves in what it is given; None where that is nothing new.
         is_closed: whether more sizes were to be open and could not be, or not in time.
     """
@@ -74,6 +77,7 @@ class Exported:
     batch_size: int
     checkpoints: tuple[str, ...] = ()
     attributes: tuple[tuple[Any, str], ...] = ()
+    looked_at: tuple[Tensor, ...] = ()
     left: Left | None = None
     is_closed: bool = False
 
@@ -120,6 +124,7 @@ class _Flat(nn.Module):
     def __init__(
         self,
         module: nn.Module,
+        plain: PlainTensors,
         inputs: Structure,
         outputs: list[tuple[Structure, Left | None]],
         copied: set[int],
@@ -128,7 +133,7 @@ class _Flat(nn.Module):
         super().__init__()
         self.module = module
         self.training = module.training
-        self._inputs, self._outputs, self._copied = inputs, outputs, copied
+        self._plain, self._inputs, self._outputs, self._copied = plain, inputs, outputs, copied
         self._patience = patience
         self.custom: set[str] = set()
         self.kept: set[str] = set()
@@ -139,7 +144,7 @@ class _Flat(nn.Module):
         given = [tensor.clone() if place in self._copied else tensor for place, tensor in enumerate(tensors)]
         args, kwargs = self._inputs.unflatten(given)
         one_device = OneDevice(tensors[0].device if tensors else None)
-        with put_back(self.module) as left, Patience(self._patience), GradientMode() as mode, one_device:
+        with put_back(self.module) as left, self._plain, Patience(self._patience), GradientMode() as mode, one_device:
             result = self.module(*args, **kwargs)
             leaves, structure = flatten(result, anew=parts_of_inputs(args, kwargs))
             left.write_buffers()
@@ -219,7 +224,8 @@ def _exported(
     symbols = batch_symbols(graph_module.graph, dims)
     checkpointed, read = tuple(traced.checkpointed), (*traced.notes.only_read(), *only_read(before))
     batch = next((int(one.shape[dim]) for one, dim in zip(tensors, dims, strict=True) if dim is not None), 1)
-    return Exported(graph_module, inputs, traced.outputs, device, symbols, batch, checkpointed, read, traced.left)
+    found = checkpointed, read, traced.looked_at, traced.left
+    return Exported(graph_module, inputs, traced.outputs, device, symbols, batch, *found)
 
 
 class _Traced(NamedTuple):
@@ -229,6 +235,7 @@ class _Traced(NamedTuple):
         module: the graph.
         outputs: structure of the result.
         left: what forward leaves in its inputs.
+        looked_at: the plain tensors whose values Python code asked for.
         counted: the attributes that it sets.
         drawn: the host's generators that were drawn from, in words.
         checkpointed: the modules that run under checkpoints.
@@ -238,6 +245,7 @@ class _Traced(NamedTuple):
     module: fx.GraphModule
     outputs: Structure
     left: Left | None
+    looked_at: tuple[Tensor, ...]
     counted: set[Counted]
     drawn: list[str]
     checkpointed: list[str]
@@ -284,13 +292,14 @@ def _export(
     examples: tuple[Any, ...],
     open_sizes: Sequence[Sequence[_Sizes]],
     patience: float,
-) -> tuple[fx.GraphModule, Structure, Left | None, set[Counted]]:
+) -> tuple[fx.GraphModule, Structure, Left | None, tuple[Tensor, ...], set[Counted]]:
     failure: Exception | None = None
     copied: set[int] = set()
     ways = list(open_sizes)
     while ways:
         structures: list[tuple[Structure, Left | None]] = []
-        flat = _Flat(module, inputs, structures, copied, patience)
+        plain = PlainTensors()
+        flat = _Flat(module, plain, inputs, structures, copied, patience)
         called = CalledNames(flat)
         try:
             # torch.export gives each module a copy of a list that two of them share
@@ -300,9 +309,16 @@ def _export(
             failure = failure or error
             ways = [] if "data-dependent" in str(error).lower() else ways[1:]  # where no fixed shape would help
             continue
+        finally:
+            plain.put_back()
         if flat.custom:
             raise CaptureError(
                 f"{', '.join(sorted(flat.custom))}: a graph would lose the backward pass that it defines"
+            )
+        if plain.untracked:
+            raise CaptureError(
+                f"forward computes with a tensor of shape {min(plain.untracked)} that requires a gradient and is not a "
+                "parameter of the model; a graph would lose its gradient: register it as an nn.Parameter"
             )
         if flat.kept:
             raise KeptError(
@@ -316,7 +332,13 @@ def _export(
             copied = written_to
             continue
         read_before_written(graph_module.graph, {f"{PREFIX}{name}" for name in flat.replaced})
-        return graph_module, *structures[-1], flat.counted
+        plain.replace_aliases(graph_module)
+        changed = _one_node_a_tensor(graph_module, module)
+        if changed.intersection(plain.looked_at):
+            raise CaptureError(
+                "forward asks for the values of a tensor that it writes to, and a graph would keep the first ones"
+            )
+        return graph_module, *structures[-1], tuple(plain.looked_at.values()), flat.counted
     assert failure is not None
     raise CaptureError(_reason(failure)) from failure
 
@@ -326,6 +348,44 @@ def _refuse_shared(tensors: Sequence[Any], written_to: set[int]) -> None:
     places = [_memory(tensor) for tensor in tensors]
     if any(places.count(places[place]) > 1 for place in written_to if places[place] is not None):
         raise CaptureError("forward writes to an input whose memory another input shares, which would not see it")
+
+
+def _one_node_a_tensor(graph_module: fx.GraphModule, module: nn.Module) -> set[int]:
+    """Let a tensor that the model knows by several names be one node, so that writes by one name are seen by all.
+
+    Returns:
+        The identities of the tensors that the graph writes to.
+
+    Raises:
+        CaptureError: forward writes to a tensor that shares memory with another one. On another device each would have
+            a copy of its own, and the write to the one would not be seen in the other.
+    """
+    first: dict[int, fx.Node] = {}
+    sharing: dict[int, set[fx.Node]] = {}
+    values: dict[fx.Node, Tensor] = {}
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        value = operator.attrgetter(node.target)(graph_module) if node.op == "get_attr" else None
+        if not isinstance(value, Tensor):
+            continue
+        values[node] = value
+        if first.setdefault(id(value), node) is not node:
+            node.replace_all_uses_with(first[id(value)])
+            graph.erase_node(node)
+        elif (memory := _memory(value)) is not None:
+            sharing.setdefault(memory, set()).add(node)
+    operations = [node for node in graph.nodes if node.op == "call_function"]
+    roots = storage_roots(operations)
+    changed = {root for node in operations for target in written(node) for root in roots.get(target, {target})}
+    for nodes in sharing.values():
+        if len(nodes) > 1 and not changed.isdisjoint(nodes):
+            plain = plain_names(module)
+            names = sorted(plain.get(id(values[node]), str(node.target).removeprefix(PREFIX)) for node in nodes)
+            raise CaptureError(
+                f"forward writes to memory that {', '.join(map(repr, names))} share; the copies of these on other "
+                "devices would not see it"
+            )
+    return {id(values[node]) for node in changed if node in values}
 
 
 def _memory(tensor: Any) -> int | None:

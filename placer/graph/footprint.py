@@ -28,6 +28,7 @@ from placer.graph.attributes import own
 from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import named_state
 from placer.graph.leftovers import Counted, put_back
+from placer.graph.plain_tensors import PlainTensors
 from placer.graph.structure import flatten, flatten_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import custom_functions
@@ -106,8 +107,14 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         log.parts += [f"input {log.spelt(item)}" for item in given]
         log.parts += [f"state {name} {type(own[name]).__name__} {log.spelt(tensor)}" for name, tensor in state.items()]
         again, others = inputs.unflatten(given)
-        with log.modules(), mode, log:
-            result = torch.func.functional_call(model, state, again, others, tie_weights=True, strict=False)
+        plain = PlainTensors()
+        try:
+            with log.modules(), mode, log, plain:
+                result = torch.func.functional_call(model, state, again, others, tie_weights=True, strict=False)
+        finally:
+            plain.put_back()
+        if plain.untracked:
+            raise CaptureError("gradients of plain tensors")
         leaves, outputs = flatten(result)
         if custom_functions(leaves):
             raise CaptureError("custom autograd functions")

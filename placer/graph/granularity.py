@@ -7,13 +7,14 @@ A module that is not opened is one layer; the operations of an opened one belong
     3               every module less than 3 names deep
     "fine"          every module that calls others: its leaves are the layers
     "auto"          what holds a large share of parameters, time and activations, and all that is built like it
+    "blocks"        as "auto", but no repeated block: what ``_no_split_modules`` names, else what a container repeats
     a callable      every module for which it returns False
     names           what it takes to make these names layers
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,8 +25,11 @@ from torch import Tensor, fx, nn
 from placer.errors import InputError
 from placer.graph.layers import tensor_bytes
 from placer.schema.base import MERGED
+from placer.schema.device_map import never_split
 
 Granularity = str | int | Collection[str] | Callable[[str, nn.Module], bool]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 LARGE_PARAMS, LARGE_TIME, LARGE_ACTIVATIONS = 1 / 4, 1 / 8, 1 / 4
 """A module is opened by ``auto`` while it holds more than one of these shares of the model."""
@@ -91,6 +95,9 @@ def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) ->
     callers = _callers(nodes)
     if granularity == "auto":
         return Opened(_large(module, nodes, callers))
+    if granularity == "blocks":
+        whole = blocks(module)
+        return Opened(_outside(whole, _large(module, nodes, callers)) | _above(whole), named=whole)
     if granularity == "fine":
         return Opened(callers)
     if granularity == "submodule":
@@ -102,9 +109,34 @@ def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) ->
     if isinstance(granularity, Collection) and not isinstance(granularity, str):
         return Opened(_above(granularity), named=frozenset(part for name in granularity for part in name.split(MERGED)))
     raise InputError(
-        f"granularity {granularity!r} is not known; give 'auto', 'submodule', 'fine', a depth of 1 or more, "
+        f"granularity {granularity!r} is not known; give 'auto', 'blocks', 'submodule', 'fine', a depth of 1 or more, "
         "or a function of a module's path and the module that returns True for a layer"
     )
+
+
+def blocks(module: nn.Module) -> frozenset[str]:
+    """Return the paths of the modules that ``granularity="blocks"`` keeps whole.
+
+    These are the modules of the classes that ``_no_split_modules`` names, as models of transformers have it. In other
+    models a block is a module of several parts that an ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` holds
+    together with others of its class. Of blocks inside one another the outermost counts.
+    """
+    named = frozenset(never_split(module))
+    if named:
+        return named
+    found: set[str] = set()
+    for path, container in module.named_modules():
+        if not isinstance(container, _CONTAINERS) or not _outside(found, [path]):
+            continue
+        items = [(name, item) for name, item in container.named_children() if not isinstance(item, _CONTAINERS)]
+        kinds = Counter(type(item) for _, item in items if any(item.children()))
+        found |= {f"{path}.{name}".lstrip(".") for name, item in items if kinds[type(item)] > 1}
+    return frozenset(found)
+
+
+def _outside(whole: Collection[str], paths: Iterable[str]) -> set[str]:
+    """The paths that are neither blocks nor inside of one."""
+    return {path for path in paths if not any(outer in whole for outer in (*_around(path), path))}
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, int]]:

@@ -94,9 +94,10 @@ class LayerGraph:
         values: by name.
         inputs: names of the values that the model is given, in the order of its flattened tensors.
         outputs: names of the values that the model returns, in the order of its flattened tensors.
-        colocated: groups of layers that share a parameter, or a buffer that one of them changes.
-        state: the user's parameters and buffers by name, and the graph's constants.
-        constants: the names in ``state`` that are constants: small tensors that belong to no module.
+        colocated: groups of layers that share a parameter, or another tensor that one of them changes.
+        state: the user's parameters and buffers by name, and the plain tensors that the graph reads.
+        constants: the names in ``state`` of plain tensors: attributes that are not registered, variables, items of
+            lists. They stay where they are, and layers on other devices read copies.
         training: whether the model was captured in training mode.
         batch_size: of the example.
         granularity: how the layers were cut.

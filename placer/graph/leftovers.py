@@ -58,10 +58,18 @@ class Leftovers:
         self._named = list(model.named_modules(remove_duplicate=False))
         self._before = {child: (dict(child.__dict__), _contents(child.__dict__)) for _, child in self._named}
         variables = Variables(model)
-        self._variables = variables.contents()
+        self._variables, self._read = variables.contents(), variables.read()
         holders = [*(child for child in self._before if not is_torchs(type(child))), *variables.objects]
         objects = {id(one): one for one in (*variables.objects, *objects_of(holders))}.values()
         self._objects = [(one, dict(own(one)), _contents(own(one))) for one in objects]
+
+    def plain_tensors(self) -> list[Tensor]:
+        """The tensors among attributes, variables, and what these hold, that are neither parameters nor buffers."""
+        held = [value for child in self._before for key, value in child.__dict__.items() if key not in _STATE]
+        held += [value for one, fields, _ in self._objects for value in fields.values()]
+        held += [value for _, value, _ in (*self._variables, *self._read)]
+        found = (item for value in held for item in flatten(value)[0] if isinstance(item, Tensor))
+        return list({id(tensor): tensor for tensor in found}.values())
 
     def write_buffers(self) -> None:
         """Write the values of buffers that were replaced by others like them into those that were there before."""

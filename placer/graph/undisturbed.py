@@ -15,16 +15,16 @@ from placer.graph.undone import written_back
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Give parameters, buffers, attributes, and random number generators their values back afterwards.
+    """Give parameters, buffers, plain tensors, attributes, and random number generators their values back afterwards.
 
     Args:
         model: the model that runs inside.
     """
     kept = {buffer: buffer.clone() for buffer in model.buffers()}
     places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
-    with put_back(model), chance.given_back(), torch.random.fork_rng(sorted(places)):
+    with put_back(model) as left, chance.given_back(), torch.random.fork_rng(sorted(places)):
         try:
-            with written_back(model):
+            with written_back([*model.parameters(), *left.plain_tensors()]):
                 yield
         finally:
             with torch.no_grad():

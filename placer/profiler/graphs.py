@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from placer.graph import granularity as granularities
 from placer.graph.batch_layout import DEFAULT, Call
 from placer.graph.footprint import footprint
 from placer.graph.granularity import Granularity
@@ -50,7 +51,8 @@ class KnownGraphs:
             return
         prints = [footprint(model, *call) for call in calls]
         if all(prints):  # all are cut as the first one is
-            facts = capture_facts() | {"first": prints[0], "granularity": repr(granularity)}
+            whole = sorted(granularities.blocks(model)) if granularity == "blocks" else []
+            facts = capture_facts() | {"first": prints[0], "granularity": repr(granularity), "blocks": whole}
             facts |= {} if options.inputs == DEFAULT.inputs else {"batch": repr(options.inputs)}
             self._keys = [key_of(footprint=footprint, **facts) for footprint in prints]
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from placer.graph.layers import LayerGraph, tensor_bytes
 from placer.optimizers import OptimizerState
+from placer.schema import TiedParameters
 
 __all__ = ["owned_shares", "state_bytes", "ties"]
 
@@ -43,18 +44,26 @@ def owned_shares(graph: LayerGraph) -> dict[str, float]:
     return shares
 
 
-def ties(graph: LayerGraph) -> dict[tuple[str, ...], int]:
-    """By the layers that share trained parameters, the bytes of these."""
+def ties(graph: LayerGraph, training: bool) -> list[TiedParameters]:
+    """Return the parameters that several layers share, those of the same layers together.
+
+    Layers that share other state, too, which has to stay on one device, are left out.
+    """
     users: dict[Tensor, list[str]] = {}
     for layer in graph.layers:
         for tensor in dict.fromkeys(graph.state[name] for name in layer.state):
-            if tensor.requires_grad:
-                users.setdefault(tensor, []).append(layer.name)
-    found: Counter[tuple[str, ...]] = Counter()
+            users.setdefault(tensor, []).append(layer.name)
+    together = {frozenset(names) for tensor, names in users.items() if not isinstance(tensor, nn.Parameter)}
+    params: Counter[tuple[str, ...]] = Counter()
+    gradients: Counter[tuple[str, ...]] = Counter()
     for tensor, names in users.items():
-        if len(names) > 1:
-            found[tuple(names)] += tensor_bytes(tensor)
-    return found
+        if len(names) > 1 and frozenset(names) not in together:
+            params[tuple(names)] += tensor_bytes(tensor)
+            gradients[tuple(names)] += tensor_bytes(tensor) if training and tensor.requires_grad else 0
+    return [
+        TiedParameters(layers=names, gradient_bytes=gradients[names], param_bytes=size)
+        for names, size in params.items()
+    ]
 
 
 def _total(tensors: Sequence[Tensor]) -> int:

@@ -55,7 +55,6 @@ def write(
     pieces = max(row.memory.pieces_bytes for rows in measured.values() for row in rows) if training else 0
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
-    shared = ties(graph) if training else {}
     first_kept = _first_kept(graph, kept)
     sent = {edge.name for edge in edges}
     layers = []
@@ -106,7 +105,7 @@ def write(
         layers=tuple(layers),
         edges=tuple(edge.edge for edge in edges),
         colocated=graph.colocated,
-        tied=tuple(schema.TiedParameters(layers=names, gradient_bytes=size) for names, size in shared.items()),
+        tied=tuple(ties(graph, training)),
         cluster=cluster,
         versions=_versions(),
     )

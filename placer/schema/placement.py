@@ -7,11 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from placer.errors import PlacementError
 from placer.schema.base import (
-    MERGED,
     SCHEMA_VERSION,
-    WHOLE,
     Bytes,
     Limiting,
     Milliseconds,
@@ -23,6 +20,7 @@ from placer.schema.base import (
     Wire,
 )
 from placer.schema.batch_options import BatchOptions
+from placer.schema.device_map import Place, device_map
 
 
 class MemoryUse(Wire):
@@ -295,56 +293,23 @@ class Placement(Wire):
         """The placement as readable JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=1)
 
-    def device_map(self, model: Any = None) -> dict[str, int | str]:
-        """Where each module goes, as accelerate's ``dispatch_model`` and transformers' ``from_pretrained`` take it.
+    def device_map(self, model: Any = None) -> dict[str, Place]:
+        """Return where each module goes, as accelerate's ``dispatch_model`` and ``from_pretrained`` take it.
 
         A module that is called several times goes where its first call is.
 
         Args:
-            model: the ``nn.Module``, on meta too: what no layer names goes where a layer has the same tensor, and else
-                to the first device. Without it such parameters are not in the map.
+            model: the ``nn.Module`` that was placed, on meta too. With it the map covers all parameters and buffers,
+                names modules that are on one device as a whole, and is known to run: without it, it names the layers of
+                the placement and nothing else.
 
         Returns:
             Paths of modules, or of parameters of the model itself, to GPUs by their index, or to ``"cpu"``; in
             execution order.
 
         Raises:
-            PlacementError: there is no placement, its devices are of several hosts, or it is of another model.
+            PlacementError: there is no placement, its devices are of several hosts, or it is of another model; or
+                accelerate could not run it: it cuts inside a module that ``model._no_split_modules`` keeps whole
+                (``granularity="blocks"`` does not), or splits a tied parameter.
         """
-        found: dict[str, int | str] = {}
-        for name, device in self.layer_devices.items():
-            kind, _, index = device.rpartition("/")[2].partition(":")
-            for part in name.split(MERGED):
-                path = part.partition("@")[0]
-                found.setdefault("" if path == WHOLE else path, int(index or 0) if kind == "cuda" else kind)
-        hosts = sorted({device.partition("/")[0] for device in self.layer_devices.values() if "/" in device})
-        if len(hosts) > 1 or not found:
-            why = f"its devices are of several hosts, {', '.join(hosts)}" if hosts else "it places no layer"
-            raise PlacementError(f"this placement has no device map: {why}")
-        if model is not None and (isinstance(model, type) or not hasattr(model, "named_modules")):
-            raise PlacementError(f"device_map was given {model!r:.80}; give the nn.Module that was placed, or nothing")
-        return found if model is None else _completed(found, model)
-
-
-def _completed(found: dict[str, int | str], model: Any) -> dict[str, int | str]:
-    """The map, with what the model has beside the modules in it."""
-    modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
-    if other := [path for path in found if path not in modules]:
-        raise PlacementError(
-            f"layer {other[0]!r} is no module of {type(model).__name__}; give the model that was placed"
-        )
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    places: dict[int, int | str] = {}
-    missing: dict[str, list[int]] = {}
-    for name, tensor in named:
-        above = [name[:end] for end, letter in enumerate(name) if letter == "."]
-        inside = next((path for path in reversed(["", *above]) if path in found), None)
-        if inside is None:
-            missing.setdefault(above[-1] if above else name, []).append(id(tensor))
-        else:
-            places.setdefault(id(tensor), found[inside])
-    first = next(iter(found.values()))
-    return found | {path: next((places[one] for one in of if one in places), first) for path, of in missing.items()}
+        return device_map(self.layer_devices, model)

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from placer.errors import InputError
 from placer.schema.base import (
     FIRST,
     IN_ORDER,
@@ -138,16 +137,27 @@ class Edge(Wire):
 
 
 class TiedParameters(Wire):
-    """Parameters that the same layers share, tied embeddings say.
+    """Parameters that the same layers share, such as tied embeddings.
 
     Attributes:
-        layers: two or more, which are colocated.
-        gradient_bytes: of these parameters: in a backward pass each layer's gradient is added to that of the one after
-            it, so that one waits from the last layer to the first.
+        layers: two or more. They share a device unless ``split``.
+        gradient_bytes: the gradients of these parameters, in training. In a backward pass each layer's gradient is
+            added to the gradient of the layer after it, so that one waits from the last layer to the first.
+        param_bytes: the parameters themselves. They count in the layer that runs first. If 0, as in profiles that do
+            not tell, they take what their gradients take.
+        split: whether the layers may be on several devices. Then each device that holds some of them and not the first
+            holds a copy of the parameters and, in training, of their gradients.
     """
 
     layers: Annotated[tuple[Name, ...], Field(min_length=2), FIRST]
-    gradient_bytes: Bytes
+    gradient_bytes: Bytes = 0
+    param_bytes: Bytes = 0
+    split: bool = False
+
+    @property
+    def copy_bytes(self) -> int:
+        """The parameters of one copy, in bytes."""
+        return self.param_bytes or self.gradient_bytes
 
 
 class Profile(Wire):
@@ -164,13 +174,14 @@ class Profile(Wire):
         with_loss: whether the layer that makes the model's result has the loss, too, in its times and memory.
         batch_size: samples in the micro-batch that was measured.
         batch_options: where the samples of a batch lie, and how its loss is reduced; taken over by ``update_flow``.
-        granularity: how the layers were cut: ``auto``, ``submodule``, ``fine``, a depth, or ``custom``.
+        granularity: how the layers were cut: ``auto``, ``blocks``, ``submodule``, ``fine``, a depth, or ``custom``.
         captured: whether the graph was captured; if not, execution goes through hooks, and ``not_captured_because``
             says why.
         layers: in execution order: every edge runs forwards.
         edges: the values that cross layers.
         colocated: groups of layers that share state and so one device.
-        tied: the trained parameters that several layers share, in training.
+        tied: the parameters that several layers share. Layers that also share other state, which one of them changes,
+            are not among them.
         cluster: the devices and links that were measured; None in a profile that is to be merged with a cluster later.
         versions: of python, torch and placer.
     """
@@ -211,42 +222,20 @@ class Profile(Wire):
         )
 
     def untied(self) -> Profile:
-        """The same where layers that share trained parameters, tied embeddings say, may be on several devices.
+        """Return the same profile in which layers that share parameters may be on several devices.
 
-        Each but the first of them then has a copy, as execution gives it one, whose memory and gradient count wherever
-        it is. That copies are brought up to date and their gradients added up, once a step, takes no time here.
+        Each device that holds some of them and not the one that runs first has a copy, as in execution. Its memory, and
+        in training its gradient, count on that device. In training, the time is not counted in which copies are brought
+        up to date and gradients are added up, once a step.
 
         Returns:
-            The profile. Layers that have buffers stay together.
-
-        Raises:
-            InputError: it is of inference, and does not tell what layers share.
+            The profile. Layers stay together that also share other state, or that ``colocated`` names for another
+            reason.
         """
-        if not self.training:
-            raise InputError(
-                "this profile is of inference, which does not tell which layers share parameters, so that they stay "
-                "together: leave split_tied out, or profile a training step"
-            )
-        with_buffers = {layer.name for layer in self.layers if layer.buffer_bytes}
-        apart = [tie for tie in self.tied if with_buffers.isdisjoint(tie.layers)]
-        groups = [set(tie.layers) for tie in apart]
-        copied: Counter[str] = Counter()
-        for tie in apart:
-            in_order = [layer.name for layer in self.layers if layer.name in tie.layers]
-            copied.update(dict.fromkeys(in_order[1:], tie.gradient_bytes))
-        layers = [
-            layer.model_copy(
-                update={
-                    "param_bytes": layer.param_bytes + copied[layer.name],
-                    "grad_bytes": layer.grad_bytes + copied[layer.name],
-                }
-            )
-            for layer in self.layers
-        ]
+        groups = [set(tie.layers) for tie in self.tied]
         changed = {
-            "layers": tuple(layers),
             "colocated": tuple(group for group in self.colocated if set(group) not in groups),
-            "tied": tuple(tie for tie in self.tied if tie not in apart),
+            "tied": tuple(tie.model_copy(update={"split": True}) for tie in self.tied),
         }
         return self.model_copy(update=changed)
 
@@ -260,12 +249,30 @@ class Profile(Wire):
                 self._refuse_edge(edge, place)
         for group in self.colocated:
             refuse_unknown("colocated", group, place)
+        self._refuse_small_originals(place)
         for tie in self.tied:
             refuse_unknown("tied", tie.layers, place)
-            if not any(set(tie.layers) <= set(group) for group in self.colocated):
+            if not tie.split and not any(set(tie.layers) <= set(group) for group in self.colocated):
                 sharing = ", ".join(map(repr, tie.layers))
-                raise ValueError(f"tied: layers {sharing} share parameters; name them together in colocated, too")
+                raise ValueError(
+                    f"tied: layers {sharing} share parameters; name them together in colocated, too, or let them be "
+                    "on several devices with split"
+                )
         return self
+
+    def _refuse_small_originals(self, place: dict[str, int]) -> None:
+        """Raise a ValueError if a layer holds less than the parameters of which others hold copies."""
+        copied: Counter[str] = Counter()
+        for tie in self.tied:
+            if tie.split and place.keys() >= set(tie.layers):
+                copied[min(tie.layers, key=place.__getitem__)] += tie.copy_bytes
+        for name, size in copied.items():
+            held = self.layers[place[name]].param_bytes
+            if held < size:
+                raise ValueError(
+                    f"tied: layer {name!r} runs first and has {held} bytes of parameters, but {size} of them are "
+                    "copied; count shared parameters in the param_bytes of the layer that runs first"
+                )
 
     def _refuse_edge(self, edge: Edge, place: dict[str, int]) -> None:
         """Say what is wrong with an edge."""

@@ -34,7 +34,8 @@ class Constraints(Wire):
     Attributes:
         contiguous: each stage is a set of layers with no path that leaves it and comes back (the quotient graph over
             devices is acyclic). None: contiguous, unless a group of colocated layers would then pull the whole model
-            onto one device, as tied embeddings do; then free.
+            onto one device, as tied embeddings do. Then all other layers are contiguous under objective
+            ``throughput``, where that fits into memory, and else the placement is free.
         recompute: whether a device that holds layers keeps, in training, of micro-batches in flight only the values
             that come from other devices, and runs forwards once more before each backward pass: ``never``, ``always``,
             or ``auto``, if memory would not do otherwise. One word for all devices, or device -> word; a device of

@@ -93,7 +93,7 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
         "batch_options": profile.batch_options,
         "chunks": request.chunks,
         "schedule": request.schedule,
-        "contiguous": problem.contiguous,
+        "contiguous": problem.one_stage_each,
         "through_host": tuple((link.source, link.target) for link in request.placed_on.links if link.route == "host"),
     }
 

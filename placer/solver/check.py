@@ -218,7 +218,7 @@ def _check_loads(
     for device, load in zip(request.devices, placement.devices, strict=True):
         equal(f"layers of {device.name}", load.layers, len(layers[device.name]))
         _check_load(request, times[device.name], load)
-        _check_state(request, layers[device.name], load)
+        _check_state(request, layers[device.name], load, memory)
         flight = _flight(request, placement.stages, placement.contiguous, device.name, reading)
         _check_memory(memory, flight, placement, device, load)
         equal(f"bottleneck of {device.name}", load.bottleneck, close(load.load_ms, largest))
@@ -246,10 +246,11 @@ def _by_device(request: PlacementRequest, where: Where) -> dict[str, list[Layer]
     return layers
 
 
-def _check_state(request: PlacementRequest, layers: list[Layer], load: DeviceLoad) -> None:
+def _check_state(request: PlacementRequest, layers: list[Layer], load: DeviceLoad, memory: Memory) -> None:
+    copied = dict(zip(("param_bytes", "grad_bytes"), memory.copies(load.device), strict=True))
     for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
         counts = request.is_training or kind in ("param_bytes", "buffer_bytes")
-        true = sum(getattr(layer, kind) for layer in layers) * counts
+        true = (sum(getattr(layer, kind) for layer in layers) + copied.get(kind, 0)) * counts
         equal(f"{kind} of {load.device}", getattr(load.memory, kind), true)
 
 

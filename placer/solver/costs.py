@@ -254,7 +254,7 @@ def _by_segment(problem: Problem) -> bool:
 def in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
     """Micro-batches that a device holds at once in training."""
     request = problem.request
-    if problem.contiguous and device in stages:
+    if problem.one_stage_each and device in stages:
         return schedule.in_flight(request.schedule, len(stages), stages.index(device), request.chunks)
     return request.chunks
 
@@ -268,12 +268,13 @@ def pipeline_order(problem: Problem, assignment: Assignment, footprints: Footpri
     arcs = {
         (number[assignment[value.source]], number[target])
         for value in problem.values
-        if value.ordered
-        for target in receivers(value.readers, assignment, assignment[value.source])
+        for target in receivers(value.bound_readers, assignment, assignment[value.source])
     }
     order = topological_order(len(used), arcs)
     if len(order) < len(used):
         return None
+    if problem.loose:
+        return tuple(used)
     stages = tuple(used[index] for index in order)
     request = problem.request
     if not problem.training or request.schedule not in ("1f1b", "interleaved") or request.chunks == 1:

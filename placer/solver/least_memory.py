@@ -46,5 +46,5 @@ def least_of_all(problem: Problem) -> int:
 def _least_flight(problem: Problem) -> int:
     """The fewest micro-batches in flight that a device may have."""
     request = problem.request
-    few = request.schedule != "fill-drain" and problem.contiguous
+    few = request.schedule != "fill-drain" and problem.one_stage_each
     return 1 if few or problem.may_recompute else request.chunks

@@ -9,6 +9,9 @@ later, on d, or anywhere if m(s) = d: it is received as soon as it is made, and 
     use(d) = params(d) + buffers(d) + max over steps l of
              (sum of bytes(v) live on d at l  +  forward_workspace(l) if m(l) = d)
 
+Parameters that several layers share count in the first of them. If these layers may be on several devices, params(d)
+and gradients(d) have a copy on every device that holds some of them and not the first.
+
 **Memory in training**, in bytes, where placements need not be contiguous. Layers run forwards and backwards at their
 steps t. A value is kept on d if a layer that saves it, a keeper, is on d; it counts once per device. What a layer
 makes, what it reads and does not keep, and the gradients of both are in its workspaces, so only what waits for another
@@ -178,20 +181,20 @@ def held_with(problem: Problem, layers: Iterable[int]) -> Held:
 
 def footprint(problem: Problem, held: Held) -> Footprint:
     """The memory of a device that holds this."""
-    layers = [problem.layers[layer] for layer in held.layers]
+    layers, here = [problem.layers[layer] for layer in held.layers], set(held.layers)
+    copies = [shared for shared in problem.shared if shared.is_copied_to(here)]
     state = {
-        "param_bytes": sum(layer.param_bytes for layer in layers),
+        "param_bytes": sum(layer.param_bytes for layer in layers) + sum(copy.param_bytes for copy in copies),
         "buffer_bytes": sum(layer.buffer_bytes for layer in layers),
     }
     if not problem.training:
         live, workspace = _worst_of_inference(problem, held)
         return Footprint(MemoryUse(**state, activation_bytes=live, workspace_bytes=workspace))
-    state["grad_bytes"] = sum(layer.grad_bytes for layer in layers)
+    state["grad_bytes"] = sum(layer.grad_bytes for layer in layers) + sum(copy.grad_bytes for copy in copies)
     state["optimizer_bytes"] = sum(layer.optimizer_bytes for layer in layers)
     kept = kept_by_step(problem, held)
     activations, workspace = _worst_of_training(problem, held, kept)
     one = MemoryUse(**state, activation_bytes=activations, workspace_bytes=workspace)
-    here = set(held.layers)
     entering = sum(
         value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.reader_set)
     )

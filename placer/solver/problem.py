@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -34,6 +34,7 @@ class Value:
         arriving_bytes: of its gradient, what has a place beside passes where it comes from another device: none where
             the weight pass of its source waits with it anyhow.
         ordered: whether its source must be at its readers' stage or before, where contiguity is asked for.
+        unbound: readers of which this is not asked.
         weightless: whether it takes no memory, as in published inputs that count state alone.
     """
 
@@ -47,12 +48,18 @@ class Value:
     rest_until: int = 0
     arriving_bytes: int = 0
     ordered: bool = True
+    unbound: frozenset[int] = frozenset()
     weightless: bool = False
 
     @cached_property
     def reader_set(self) -> frozenset[int]:
         """The layers that read it."""
         return frozenset(self.readers)
+
+    @property
+    def bound_readers(self) -> tuple[int, ...]:
+        """The readers that must be at its source's stage or behind it, where contiguity is asked for."""
+        return tuple(reader for reader in self.readers if reader not in self.unbound) if self.ordered else ()
 
     @property
     def held_bytes(self) -> int:
@@ -63,6 +70,34 @@ class Value:
     def waiting_bytes(self) -> int:
         """What waits of its gradient at the most, and beside it."""
         return self.gradient_bytes + self.rest_bytes
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """Parameters that several layers share and that may be on several devices.
+
+    They count in the state of the layer that runs first. A device that holds others and not the first holds a copy.
+
+    Attributes:
+        first: the layer that runs first.
+        others: the other layers.
+        param_bytes: of a copy.
+        grad_bytes: of its gradients; 0 in inference.
+    """
+
+    first: int
+    others: frozenset[int]
+    param_bytes: int
+    grad_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What a copy takes."""
+        return self.param_bytes + self.grad_bytes
+
+    def is_copied_to(self, layers: Collection[int]) -> bool:
+        """Whether a device that holds these layers, a set, holds a copy."""
+        return self.first not in layers and not self.others.isdisjoint(layers)
 
 
 @dataclass(frozen=True)
@@ -81,11 +116,13 @@ class Problem:
         allowed: by layer, the devices that it may be on.
         groups: layers that must share a device, two or more each; layers pinned to one device are such a group.
         contiguous: whether the quotient graph over devices must be acyclic.
+        loose: layers that this does not bind, see ``but_for_groups``.
         most_devices: how many devices may be used.
         least_devices: how many must be.
         most_layers: how many layers a device may hold; None: all.
         multicast: whether one sending reaches all devices that read a value; over links that are all alike.
         untaxed: devices whose transfers cost them nothing; it costs those that they exchange values with.
+        shared: parameters that devices hold copies of. Bounds may leave them out, as copies only add to what is held.
     """
 
     request: PlacementRequest
@@ -103,6 +140,8 @@ class Problem:
     most_layers: int | None = None
     multicast: bool = False
     untaxed: frozenset[int] = frozenset()
+    loose: frozenset[int] = frozenset()
+    shared: tuple[SharedState, ...] = ()
 
     @classmethod
     def from_request(cls, request: PlacementRequest) -> Self:
@@ -131,6 +170,7 @@ class Problem:
             most_devices=min(request.constraints.max_devices or len(devices), len(devices), len(layers)),
             least_devices=request.constraints.min_devices or 1,
             most_layers=request.constraints.max_layers,
+            shared=_shared(request, place),
         )
 
     @property
@@ -151,9 +191,38 @@ class Problem:
         return self.training and self.request.schedule == "zero-bubble"
 
     @property
+    def one_stage_each(self) -> bool:
+        """Whether each device has one stage, so that the placement is reported as contiguous."""
+        return self.contiguous and not self.loose
+
+    @property
     def recorded(self) -> bool:
         """Whether memory is that of recorded passes: in training, but where a device may have several stages."""
-        return self.weights_apart or (self.training and self.contiguous)
+        return self.weights_apart or (self.training and self.one_stage_each)
+
+    def but_for_groups(self) -> Problem | None:
+        """Return the problem of placements that are contiguous but for colocated layers; None if it does not help.
+
+        Tied embeddings run first and last. If they share a device and every device has one stage, all layers are on
+        that device. So the placement would be free, and the best of all maps would be looked for. Here the embeddings
+        alone may come back to a device, and what is left is a chain::
+
+            d0  embedding, blocks 0 and 1, head  ──▶  d1  blocks 2 to 4  ──▶  d2  blocks 5 to 7, norm  ──▶  d0
+
+        Every placement of this problem is a placement of the free problem, at the same costs.
+        """
+        chosen = self.request.constraints.contiguous is not None
+        if self.contiguous or chosen or self.request.objective != "throughput":
+            return None
+        grouped = {layer for group in self.groups for layer in group}
+        components = strong_components(len(self.layers), arcs_of(self.values), self.groups)
+        pulling = [grouped.intersection(component) for component in components if not grouped.issuperset(component)]
+        loose = frozenset[int]().union(*pulling)
+        values = tuple(
+            replace(value, ordered=value.ordered and value.source not in loose, unbound=loose & value.reader_set)
+            for value in self.values
+        )
+        return replace(self, contiguous=True, loose=loose, values=values)
 
     @cached_property
     def touching(self) -> tuple[tuple[int, ...], ...]:
@@ -291,10 +360,22 @@ def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ..
             )
         )
     for tie in request.profile.tied if training else ():
+        if tie.split or not tie.gradient_bytes:
+            continue
         sharing = sorted(place[layer] for layer in tie.layers)
         first, last = sharing[0], sharing[-1]
         values.append(Value(first, (last,), 0, 0, (), tie.gradient_bytes, first, last, ordered=False))
     return tuple(values)
+
+
+def _shared(request: PlacementRequest, place: dict[str, int]) -> tuple[SharedState, ...]:
+    found = []
+    for tie in request.profile.tied:
+        if tie.split:
+            first, *others = sorted({place[layer] for layer in tie.layers})
+            gradients = tie.gradient_bytes if request.is_training else 0
+            found.append(SharedState(first, frozenset(others), tie.copy_bytes, gradients))
+    return tuple(found)
 
 
 def _backward_ms(request: PlacementRequest) -> tuple[tuple[float, ...], ...]:
@@ -364,7 +445,7 @@ def _contiguous(
 
 def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
     """Every pair of a layer that makes a value and one that reads it, where contiguity orders the two."""
-    return [(value.source, reader) for value in values if value.ordered for reader in value.readers]
+    return [(value.source, reader) for value in values for reader in value.bound_readers]
 
 
 def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None:

@@ -95,7 +95,7 @@ def solve(
     elif request.objective == "devices":
         placement = _fewest_search(request, progress, stop, meter).answer()
     else:
-        placement = Portfolio(Problem.from_request(request), progress, stop, meter=meter).answer()
+        placement = _smallest(Problem.from_request(request), progress, stop, meter)
     if placement.infeasible is not None:
         why = _conflict(request, placement.infeasible, stop, meter, began)
         placement = placement.model_copy(update={"infeasible": why})
@@ -122,6 +122,22 @@ def _conflict(
     search = Searcher(left_s, request.workers, request.seed, stop, meter)
     ways = questions(request) if request.objective == "step" else [request]
     return conflict.explained([Problem.from_request(way) for way in ways], reason, search, over)
+
+
+def _smallest(problem: Problem, progress: Progress | None, stop: threading.Event | None, meter: Meter) -> Placement:
+    """The placement with the smallest objective, of those that are contiguous but for colocated layers where there are.
+
+    So tied embeddings leave a chain a chain: of all maps the best would be looked for far longer, and would be hardly
+    better, with many more changes of device.
+    """
+    pipeline = problem.but_for_groups()
+    if pipeline is None:
+        return Portfolio(problem, progress, stop, meter=meter).answer()
+    search = Portfolio(pipeline, progress, stop, meter=meter)
+    placement = search.answer()
+    if placement.status != "infeasible":
+        return placement
+    return Portfolio(problem, progress, stop, meter=meter, began=search.began).answer()
 
 
 def _step_search(
@@ -217,7 +233,7 @@ class Portfolio(Search):
     def _program(self) -> Infeasibility | None:
         """The integer program, in rounds, each narrowed by what the last one found; the reason if infeasible."""
         if none_in_any_order(self):
-            return searched_reason(self.problem, self.nodes, self._searcher())
+            return self._reason()
         staged = stage_scope.applies(self.problem) and stage_scope.worth_building(self.problem, self.nodes)
         if not staged and stage_scope.bounds(self.problem) and stage_scope.worth_building(self.problem, self.nodes):
             self._relax()
@@ -238,12 +254,18 @@ class Portfolio(Search):
             nodes = reduced(self.problem, self.value if self.enough is None else min(self.value, self.enough))
             result = PlacementModel(self.problem, nodes, upper=upper).solve(self.limits(work))
             if result.infeasible and self.best is None and self.enough is None:
-                return searched_reason(self.problem, self.nodes, self._searcher())
+                return self._reason()
             self.prove(self.nothing_below() if result.infeasible else result.bound)
             self.offer(result.devices, "integer program")
             if not self.open() or self.over(1.0):
                 break
         return None
+
+    def _reason(self) -> Infeasibility:
+        """Why there is no placement."""
+        if self.problem.loose:  # free placements are looked for next, and the reason is theirs
+            return Infeasibility(reason=CONTRADICTION)
+        return searched_reason(self.problem, self.nodes, self._searcher())
 
     def _every_map(self) -> Infeasibility | None:
         """Every map, where they are few; the reason if none is a placement."""

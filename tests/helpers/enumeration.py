@@ -202,6 +202,7 @@ class Enumeration:
             need, kept = self.need(names)
             return need + (flight - 1) * kept
         held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
+        held += sum(tie.param_bytes or tie.gradient_bytes for tie in self.copied(mine))
         worst = 0
         for step, layer in enumerate(self.layers):
             to_come = {x.name for x in self.layers[step:]}
@@ -215,10 +216,16 @@ class Enumeration:
             worst = max(worst, now + (layer.forward_workspace_bytes if layer.name in later else 0))
         return held + worst
 
-    @staticmethod
-    def state(mine):
+    def state(self, mine):
         """What is there all the time in training."""
-        return sum(x.param_bytes + x.buffer_bytes + x.grad_bytes + x.optimizer_bytes for x in mine)
+        own = sum(x.param_bytes + x.buffer_bytes + x.grad_bytes + x.optimizer_bytes for x in mine)
+        return own + sum((tie.param_bytes or tie.gradient_bytes) + tie.gradient_bytes for tie in self.copied(mine))
+
+    def copied(self, mine):
+        """The parameters of which a device of these layers has a copy."""
+        names = {layer.name for layer in mine}
+        ties = [tie for tie in self.request.profile.tied if tie.split]
+        return [tie for tie in ties if names & set(tie.layers) and min(tie.layers, key=self.order.index) not in names]
 
     def shared(self, mine):
         """What weight passes that run apart work in, one after another, and then the optimizer."""
@@ -317,7 +324,7 @@ class Enumeration:
                     total += e.gradient_bytes if readers & mine & to_come and readers & mine & done else 0
                 if back and e.rest_bytes:
                     total += self.rest(e, mine, now)
-        for tie in self.request.profile.tied if back else ():
+        for tie in [tie for tie in self.request.profile.tied if not tie.split] if back else ():
             first, *_, last = sorted(map(order.index, tie.layers))
             total += tie.gradient_bytes if first <= now < last and set(tie.layers) <= mine else 0
         return total

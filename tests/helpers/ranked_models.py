@@ -80,6 +80,31 @@ def frozen_beginning() -> Case:
     return model, inputs, target, loss_fn
 
 
+class Table(nn.Module):
+    """Three layers that read one plain tensor, to which forward writes if ``writes``."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+        self.front, self.middle, self.back = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.table = torch.linspace(0.5, 2.0, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x) * self.table
+        x = self.middle(x) + self.table
+        if self.writes:
+            self.table.add_(1.0)
+        return self.back(x) - self.table  # type: ignore[no-any-return]
+
+
+def plain_table() -> Case:
+    return Table(writes=False).double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+
+
+def written_table() -> Case:
+    return Table(writes=True).double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+
+
 def frozen_tied_tokens() -> Case:
     model, inputs, target, loss_fn = tied_tokens()
     model.embedding.weight.requires_grad_(False)

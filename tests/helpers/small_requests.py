@@ -12,7 +12,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from placer.errors import InputError
-from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
+from placer.schema import (
+    Cluster,
+    Constraints,
+    Device,
+    Edge,
+    Layer,
+    Link,
+    PlacementRequest,
+    Profile,
+    TiedParameters,
+)
 
 MS = (0.0, 0.25, 1.0, 1.5, 2.0, 3.1, 7.3)
 SIZES = (0, 1, 2, 3, 5, 8)
@@ -74,6 +84,7 @@ class DrawnRequest:
             colocated=colocated,
             tied=[self.tie(group) for group in colocated if training and len(set(group)) > 1],
         )
+        profile = self.splitting(profile) if self.random.random() < 0.3 else profile
         asked = PlacementRequest(
             profile=profile,
             objective=choice(self.objectives),
@@ -124,6 +135,23 @@ class DrawnRequest:
         """Parameters that layers of a group share."""
         layers = self.random.sample(sorted(set(group)), self.random.randint(2, len(set(group))))
         return {"layers": layers, "gradient_bytes": self.random.choice(SIZES)}
+
+    def splitting(self, profile):
+        """With parameters that layers share and that may be on several devices."""
+        first, *others = sorted(self.random.sample(range(len(self.layers)), min(len(self.layers), 3)))
+        if not others:
+            return profile
+        size, gradient = self.random.choice(SIZES), self.random.choice(SIZES)
+        layers = list(profile.layers)
+        layers[first] = layers[first].model_copy(
+            update={
+                "param_bytes": layers[first].param_bytes + max(size, gradient),
+                "grad_bytes": layers[first].grad_bytes + gradient,
+            }
+        )
+        names = [self.layers[index] for index in (first, *others[: self.random.choice([1, 2])])]
+        tie = TiedParameters(layers=names, param_bytes=size, gradient_bytes=gradient, split=True)
+        return profile.model_copy(update={"layers": tuple(layers), "tied": (*profile.tied, tie)})
 
     def bans(self):
         named = [self.random.choice([*self.layers, "*"]) for _ in range(self.random.randint(1, 2))]

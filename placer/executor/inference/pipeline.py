@@ -24,6 +24,7 @@ from placer.executor.inference.compiled import compile_stage
 from placer.executor.inference.stage import Slot, Stage
 from placer.executor.issued import Issued
 from placer.executor.segments import Segment, StateLookup, segments, taken_in_turn
+from placer.executor.state.copies import Copies
 from placer.executor.state.replicas import Replicas, mutated
 from placer.graph.layers import LayerGraph
 from placer.graph.structure import Structure
@@ -82,6 +83,7 @@ class InferencePipeline:
         outputs: Structure,
         target: torch.device,
         lookup: StateLookup,
+        copies: Copies,
         lanes: dict[torch.device, Lane],
         courier: Courier,
         compile: Backend | None = None,
@@ -91,7 +93,7 @@ class InferencePipeline:
         self.trace: list[Any] | None = None
         self.outputs = outputs
         self._target = target
-        self._state = Replicas(graph, lookup)
+        self._state = Replicas(graph, lookup, copies)
         parts = segments(graph, places, self._state.lookup)
         self.in_turn = taken_in_turn(parts) is not None
         self.stages = _stages(graph, parts)
@@ -111,12 +113,7 @@ class InferencePipeline:
     @property
     def leaves_nothing(self) -> bool:
         """Whether a recorded pass may turn out to be of no use: it changes nothing and reads nothing but the model."""
-        return (
-            self._is_open
-            and self._is_pure
-            and self._state.are_none
-            and not any(stage.not_recorded_because for stage in self.stages)
-        )
+        return self._is_open and self._is_pure and not any(stage.not_recorded_because for stage in self.stages)
 
     def compiling(self) -> dict[str, tuple[str, str]]:
         """By segment that was to be compiled: what was gained, or else why it is not."""
@@ -128,6 +125,10 @@ class InferencePipeline:
 
     def _named(self, index: int) -> str:
         return f"segment {index} of {len(self.stages)} on {self.stages[index].device}"
+
+    def is_current(self, lookup: StateLookup) -> bool:
+        """Whether copies of the model's state are up to date, and the state is where it was."""
+        return self._state.is_current(lookup)
 
     def refresh(self, lookup: StateLookup) -> bool:
         """Bring copies of the model's state up to date; False where the state is no longer where it was."""

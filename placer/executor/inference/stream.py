@@ -34,6 +34,7 @@ from placer.executor.latest_shapes import LatestShapes
 from placer.executor.program import Capture, shapes
 from placer.executor.segments import StateLookup
 from placer.executor.state.assignment import Assignment
+from placer.executor.state.copies import Copies
 from placer.graph import arguments, autocast
 from placer.graph.batch_layout import Call, Part, refuse_no_options
 from placer.graph.layers import LayerGraph
@@ -80,6 +81,10 @@ class Flow(Protocol):
 
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
         """The layers of a capture and the device of each."""
+
+    @property
+    def copies(self) -> Copies:
+        """The copies of the model's state on devices that read it and do not own it."""
 
     def weights(self, graph: LayerGraph) -> StateLookup:
         """What the layers of a graph use for their state."""
@@ -154,7 +159,7 @@ class Streams:
 
         def are_current() -> bool:
             return is_unchanged() and all(
-                pipeline.refresh(self._flow.weights(graph)) for pipeline, graph in graphs.items()
+                pipeline.is_current(self._flow.weights(graph)) for pipeline, graph in graphs.items()
             )
 
         try:
@@ -291,7 +296,7 @@ class Streams:
         graph, places = self._flow.layers(batch.capture)
         outputs, target = batch.capture.exported.outputs, self._flow.output_device
         weights = self._flow.weights(graph)
-        shared = weights, self.lanes, self.courier
+        shared = weights, self._flow.copies, self.lanes, self.courier
         pipeline = InferencePipeline(graph, places, outputs, target, *shared, batch.backend)
         self._pipelines[key] = (graph, pipeline)
         self._wait_for_callers()

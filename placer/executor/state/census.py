@@ -37,6 +37,7 @@ _Holder = TypeVar("_Holder")
 _tables = operator.itemgetter(*_TABLES)
 _trains = operator.itemgetter("training")
 _dtype = operator.attrgetter("dtype")
+_version = operator.attrgetter("_version")
 
 
 class Census:
@@ -114,17 +115,25 @@ class Census:
 class Attributes:
     """The attributes of a model's own modules, and of objects that these have, whose values the captures of it hold.
 
-    Of lists, tuples and dicts it is what is in them.
+    Of lists, tuples and dicts it is what is in them. Of plain tensors whose values a capture holds it is how often they
+    were written to.
     """
 
     def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
         self._was: dict[tuple[int, str], tuple[Any, list[object]]] = {}
         self._readers: list[tuple[Callable[[Any], object], list[Any]]] = []
         self._containers: list[tuple[Callable[[Any], object], list[Any]]] = []
         self._values: list[object] = []
 
-    def add(self, read: Iterable[tuple[Any, str]]) -> None:
-        """Look at these too, given as holders and names; from now on they are to be what they are now."""
+    def add(self, read: Iterable[tuple[Any, str]], looked_at: Iterable[Tensor] = ()) -> None:
+        """Look at these too; from now on they are to be what they are now.
+
+        Args:
+            read: attributes, given as holders and names.
+            looked_at: plain tensors.
+        """
+        self._tensors += looked_at
         for holder, name in read:
             self._was[id(holder), name] = holder, [*_inside(getattr(holder, name))]
         named = [(holder, name) for (_, name), (holder, _) in self._was.items()]
@@ -158,7 +167,7 @@ class Attributes:
         values = [*chain.from_iterable([map(read, holders) for read, holders in self._readers])]
         for read, holders in self._containers:
             values += chain.from_iterable(map(_inside, map(read, holders)))
-        return values
+        return [*values, *map(_version, self._tensors)]
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:

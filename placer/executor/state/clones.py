@@ -88,20 +88,17 @@ class Clones:
 
 
 def state_lookup(graph: LayerGraph, clones: Clones | None) -> StateLookup:
-    """What the layers of a graph use for their state.
+    """Return what the layers of a graph use for their state.
 
     Args:
-        graph: the layers; a constant of theirs has a copy on each device that reads it.
-        clones: of the model's state; None to use that itself.
+        graph: the layers. Their plain tensors are the model's own, wherever these are.
+        clones: of the model's parameters and buffers; None to use these themselves.
     """
-    constants: dict[tuple[str, torch.device], Tensor] = {}
 
     def lookup(name: str, place: torch.device) -> Tensor:
-        if name in graph.constants:
-            if (name, place) not in constants:
-                constants[name, place] = devices.move(graph.state[name].detach(), place)
-            return constants[name, place]
-        return graph.state[name] if clones is None else clones.get(name, place)
+        if clones is None or name in graph.constants:
+            return graph.state[name]
+        return clones.get(name, place)
 
     return lookup
 

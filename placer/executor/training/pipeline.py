@@ -206,6 +206,7 @@ class TrainingPipeline:
         given: dict[Key, Any] = {**dict(zip(self.graph.inputs, batch, strict=True)), **dict(enumerate(targets))}
         owners = {devices.location(item) for item in given.values() if isinstance(item, Tensor)}
         callers = {place: Lane(place, caller=True) for place in (*self.lanes, *owners, *self.weights.homes)}
+        self.weights.refresh()  # in the caller's order: the lanes begin after it
         begun = {place: caller.mark() for place, caller in callers.items()}
         dims: dict[Key, int | None] = dict(zip(self.graph.inputs, self.recipe.dims, strict=True))
         dims |= enumerate(self.recipe.goal_dims)

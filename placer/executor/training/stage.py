@@ -239,6 +239,10 @@ class Stage:
         """Turn the passes of every slot into CUDA graphs, where the device has them and the layers allow it."""
         if self.device.type != "cuda":
             return
+        for step in self.segment.steps:
+            if any(step.state[index].device.type == devices.CPU for index in step.foreign):
+                self.not_recorded_because = f"layer {step.layer.name!r} changes state that is on the host"
+                return
         self._shared_memory = devices.memory_pool(self.device)
         every = [*self.slots, *self.tail.values()]
         if not self.split and len(every) > 1:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.devices import Lane, Mark
+from placer.executor.state.copies import Copies, Copy
+from placer.executor.state.replicas import mutated
 from placer.executor.weakly import weakly
 from placer.graph.layers import LayerGraph
 
@@ -62,6 +64,8 @@ class Weights:
     _reached: set[int] = field(default_factory=set)
     _handed: dict[int, ref[Tensor]] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
+    _copies: Copies = field(default_factory=Copies)
+    _read: dict[int, Copy] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: LayerGraph) -> Weights:
@@ -79,17 +83,30 @@ class Weights:
 
     def lookup(self, graph: LayerGraph) -> Callable[[str, torch.device], Tensor]:
         """What the layers of a graph use for their state."""
+        copied = graph.constants - mutated(graph)  # what layers change has to be the model's own
 
         def find(name: str, place: torch.device) -> Tensor:
             if name not in self.parameters:
-                tensor = graph.state[name]
-                return devices.move(tensor.detach(), place) if name in graph.constants else tensor
+                return self._plain(graph.state[name], place) if name in copied else graph.state[name]
             for (known, where), alias in self.aliases.items():
                 if known == name and devices.same(where, place):
                     return alias
             return self._alias(name, place)
 
         return find
+
+    def _plain(self, tensor: Tensor, place: torch.device) -> Tensor:
+        """Return a plain tensor on a device."""
+        if devices.same(devices.location(tensor), place):
+            return tensor
+        copy = self._copies.get(tensor, place)
+        self._read[id(copy)] = copy
+        return copy.tensor
+
+    def refresh(self) -> None:
+        """Bring the copies of plain tensors up to date, before a batch begins."""
+        for copy in self._read.values():
+            copy.refresh()
 
     def _alias(self, name: str, place: torch.device) -> Tensor:
         parameter = self.parameters[name]

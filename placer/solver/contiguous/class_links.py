@@ -45,7 +45,7 @@ class ClassNets:
             source = nodes.node_of[value.source]
             readers = tuple(sorted(nodes.of(value.readers) - {source}))
             if readers:
-                found[source, readers, value.ordered] += _costs_ms(
+                found[source, readers, value.bound_readers == value.readers] += _costs_ms(
                     value, links, never_ms, problem.request.transfers == "overlapped"
                 )
         self.costs_ms = np.minimum(np.array(list(found.values())).reshape(-1, len(classes), len(classes)), never_ms)

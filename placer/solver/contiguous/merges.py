@@ -142,7 +142,9 @@ def _weighty(problem: Problem) -> frozenset[int]:
         return frozenset()
     if not memory_rules.holds_state_alone(problem):
         return frozenset(range(len(layers)))
-    return frozenset(index for index, layer in enumerate(layers) if memory_rules.state_bytes(problem, layer))
+    copied = {layer for shared in problem.shared for layer in shared.others}
+    held = {index for index, layer in enumerate(layers) if memory_rules.state_bytes(problem, layer)}
+    return frozenset(held | copied)
 
 
 @dataclass

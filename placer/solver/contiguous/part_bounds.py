@@ -59,7 +59,13 @@ def part_of(problem: Problem, layers: Sequence[int]) -> Problem:
         return tuple(number[layer] for layer in of if layer in number)
 
     def within(value: Value) -> Value:
-        part = replace(value, source=number[value.source], readers=some(value.readers), keepers=some(value.keepers))
+        part = replace(
+            value,
+            source=number[value.source],
+            readers=some(value.readers),
+            keepers=some(value.keepers),
+            unbound=frozenset(some(sorted(value.unbound))),
+        )
         if not number.keys() >= {value.rest_from, value.rest_until, value.readers[-1]}:
             return replace(part, rest_bytes=0)  # less may be held
         return replace(part, rest_from=number[value.rest_from], rest_until=number[value.rest_until])
@@ -72,6 +78,8 @@ def part_of(problem: Problem, layers: Sequence[int]) -> Problem:
         backward_ms=tuple(problem.backward_ms[layer] for layer in layers),
         allowed=tuple(problem.allowed[layer] for layer in layers),
         groups=tuple(some(group) for group in problem.groups if len(some(group)) > 1),
+        loose=frozenset(some(sorted(problem.loose))),
         most_devices=min(problem.most_devices, len(layers)),
         least_devices=1,
+        shared=(),  # less is held without copies
     )

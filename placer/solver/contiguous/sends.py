@@ -75,9 +75,9 @@ class Labels(NamedTuple):
 
 
 def applies(problem: Problem) -> bool:
-    """Whether a value may be sent more than once, and none is read before its source's stage."""
-    several = any(len(value.readers) > 1 for value in problem.values)
-    return several and not problem.multicast and all(value.ordered for value in problem.values)
+    """Whether a value may be sent more than once, and no such value is read before its source's stage."""
+    several = [value for value in problem.values if len(value.readers) > 1]
+    return bool(several) and not problem.multicast and all(value.bound_readers == value.readers for value in several)
 
 
 class Sends:

@@ -59,6 +59,8 @@ class StageRoom:
         request = self._problem.request
         if not self._problem.training:
             return 1
+        if not self._problem.one_stage_each:
+            return request.chunks
         return in_flight(request.schedule, stages, stages - stages_left, request.chunks)
 
     def least(self, device: int, flight: int) -> Vector:

@@ -30,8 +30,8 @@ def bounds(problem: Problem) -> bool:
 
 
 def knows_memory(problem: Problem) -> bool:
-    """Whether the form can state the limits of memory."""
-    return not memory_rules.can_bind(problem) or (problem.training and _steady(problem))
+    """Whether the form can state the limits of memory; it does not know copies."""
+    return not memory_rules.can_bind(problem) or (problem.training and _steady(problem) and not problem.shared)
 
 
 def worth_building(problem: Problem, nodes: Reduction) -> bool:

@@ -34,7 +34,7 @@ class Room:
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
         self._problem, self._nodes = problem, nodes
         self.limited = memory_rules.can_bind(problem)
-        self._adds_up = memory_rules.holds_state_alone(problem)
+        self._adds_up = memory_rules.holds_state_alone(problem) and not problem.shared
         sizes = [memory_rules.state_bytes(problem, layer) for layer in problem.layers]
         if self.limited and not self._adds_up:
             self._add_what_stays(sizes)

@@ -158,8 +158,10 @@ class TrainingMoments:
     def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
         """Forwards, from the source or the reader before, in stages without a keeper until then."""
         keepers = {self._step[keeper] for keeper in value.keepers}
+        if self._recorded and not (readers or keepers):
+            return  # as for gradients
         if self._recorded:  # where it is made, until it is kept: for a reader there, or for one that it is sent to
-            end = min((step for step in keepers if step >= source), default=readers[-1])
+            end = min((step for step in keepers if step >= source), default=max(readers, default=source))
             here = self._block[source]
             yield _Wait(here, 0, (0, here + 1), (source + 1, end), value.held_bytes)
             return
@@ -173,6 +175,8 @@ class TrainingMoments:
 
     def _gradients(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
         """Backwards: where the source is, for it; elsewhere from one reader to the next."""
+        if not readers:  # what colocated layers read may stand behind them in an order that need not be the profile's
+            return
         here = self._block[source]
         yield _Wait(here, 1, (0, here + 1), (source + 1, readers[-1]), size)
         for before, reader in pairwise(readers):

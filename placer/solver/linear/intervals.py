@@ -62,6 +62,8 @@ class Intervals:
         request = self.problem.request
         if not self.problem.training or not self._limited:
             return 1
+        if not self.problem.one_stage_each:
+            return request.chunks
         return in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def cost(self, device: int, flight: int) -> Table:
@@ -200,6 +202,7 @@ class Intervals:
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
         self._fixed = self._summed([memory_rules.state_bytes(problem, layer) for layer in problem.layers])
+        self._fixed = self._fixed + self._copied()
         self._kept, self._moment, self._each, self._landing, self._shared = (np.zeros(shape) for _ in range(5))
         if memory_rules.holds_state_alone(problem):
             return
@@ -220,6 +223,15 @@ class Intervals:
             self._moment = np.maximum(moments.moment, self._summed(problem.step_bytes))
         if not problem.training:
             self._moment = inference_moments(problem, self._layers)
+
+    def _copied(self) -> Table:
+        """The copies of shared parameters in each interval that has some of their layers and not the first."""
+        transfers = _Transfers(self._count)
+        for shared in self.problem.shared:
+            first = self._block_of[shared.first]
+            others = sorted({self._block_of[layer] for layer in shared.others} - {first})
+            transfers.enter(first, others, shared.total_bytes)
+        return transfers.size
 
     def _summed(self, sizes: Sequence[int]) -> Table:
         """The sums over intervals of what each layer holds."""

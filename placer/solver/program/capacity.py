@@ -67,6 +67,9 @@ def most_held(problem: Problem, nodes: Reduction, flight: int) -> Vector:
         for index in {value.source, *value.readers}:
             # kept or waiting, and where it crosses; its gradient waiting, where it crosses, and where it lands
             held[index] += flight * (2 * value.held_bytes + 3 * value.gradient_bytes) + value.rest_bytes
+    for shared in problem.shared:
+        for index in shared.others:
+            held[index] += shared.total_bytes
     return _by_node(held, nodes)
 
 

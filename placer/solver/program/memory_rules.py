@@ -80,6 +80,7 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
     sizes = [value.held_bytes * often for value in problem.values]
     sizes += [size * often for size in (*problem.deferred_bytes, *problem.back_workspace_bytes)]
     sizes += [*problem.weights_workspace_bytes, *problem.step_bytes]
+    sizes += [shared.total_bytes for shared in problem.shared]
     for layer in problem.layers:
         sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes * (often if problem.recorded else 1)]
         if problem.training:
@@ -109,12 +110,20 @@ def _within(model: PlacementModel, device: int, use: Term, given: Sequence[cp_mo
 
 
 def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
-    """Parameters, buffers and, in training, gradients and optimizer state of the layers on a device."""
+    """Parameters, buffers and, in training, gradients and optimizer state of the layers on a device, and copies."""
     terms: list[Term] = []
     most = 0
     for node, layers in enumerate(model.nodes.nodes):
         size = sum(model.units(state_bytes(model.problem, model.problem.layers[layer])) for layer in layers)
         terms.append(size * model.on(node, device))
+        most += size
+    for number, shared in enumerate(model.problem.shared):
+        size = model.units(shared.total_bytes)
+        first = model.nodes.node_of[shared.first]
+        copied = model.cp.new_bool_var(f"copied{number},{device}")
+        for node in model.nodes.of(shared.others) - {first}:
+            model.cp.add(copied >= model.on(node, device) - model.on(first, device))
+        terms.append(size * copied)
         most += size
     fixed = model.cp.new_int_var(0, most, f"fixed{device}")
     model.cp.add(fixed >= sum(terms))
@@ -163,7 +172,7 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
     if model.problem.recompute[device] != "never":
         yield 1, []
         return
-    if not model.problem.contiguous or schedule == "fill-drain":
+    if not model.problem.one_stage_each or schedule == "fill-drain":
         yield chunks, []
         return
     if schedule == "zero-bubble":

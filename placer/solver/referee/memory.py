@@ -31,7 +31,8 @@ class Memory:
     def __init__(self, request: PlacementRequest, where: Mapping[str, str], contiguous: bool) -> None:
         self._request, self._training, self._where = request, request.is_training, where
         self._step_share = request.profile.optimizer_step_share
-        self._ties = request.profile.tied
+        self._ties = [tie for tie in request.profile.tied if not tie.split]
+        self._shared = [tie for tie in request.profile.tied if tie.split]
         self._apart = request.is_training and request.schedule == "zero-bubble"
         self._recorded = self._apart or (request.is_training and contiguous)
         self._order = {layer.name: step for step, layer in enumerate(request.profile.layers)}
@@ -46,10 +47,19 @@ class Memory:
     def total(self, device: str, flight: Flight, again: bool = False) -> int:
         """All bytes on a device at the worst moment, with so many micro-batches in flight."""
         mine = self._layers[device]
-        state = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
+        state = sum(layer.param_bytes + layer.buffer_bytes for layer in mine) + self.copies(device)[0]
         if self._training:
-            state += sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
+            state += sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine) + self.copies(device)[1]
         return state + sum(max(self.splits(device, flight, again), key=sum))
+
+    def copies(self, device: str) -> tuple[int, int]:
+        """The copies of shared parameters on a device, and their gradients. The original is with the first layer."""
+        copied = []
+        for tie in self._shared:
+            home = self._where[min(tie.layers, key=self._order.__getitem__)]
+            if home != device and device in {self._where[layer] for layer in tie.layers}:
+                copied.append(tie)
+        return sum(tie.param_bytes or tie.gradient_bytes for tie in copied), sum(tie.gradient_bytes for tie in copied)
 
     def splits(self, device: str, flight: Flight, again: bool = False) -> set[Split]:
         """The activations and the workspace at each of the worst moments."""

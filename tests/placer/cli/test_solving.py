@@ -293,6 +293,19 @@ def test_suggest_uses_as_many_devices_as_it_must(run: Run) -> None:
     assert len(set(devices.values())) == 2 and devices["net1"] == "cpu:1"
 
 
+def test_suggest_places_whole_blocks_and_splits_ties_of_inference(run: Run) -> None:
+    sizes = {"layers": 2, "width": 8, "heads": 2, "vocabulary": 11, "tied": True}
+    given = [word for name, value in sizes.items() for word in ("--arg", f"{name}={value}")]
+    cut = ("-i", "tokens=2x5:int64", "--inference", "--granularity", "blocks", "--devices", "2", "--min-devices", "2")
+    for more in ((), ("--split-tied",)):
+        answer = run("suggest", "placer.zoo.gpt:gpt", *given, *cut, *more)
+        assert answer.code == 0, answer.err
+        where = answer.placement.layer_devices
+        assert {"blocks.0", "blocks.1"} <= set(where)
+        assert (where["token_embedding"] == where["head"]) == (not more)
+        assert answer.placement.contiguous == bool(more)
+
+
 def test_suggest_counts_the_loss_as_a_profile_with_it_does(run: Run) -> None:
     loss = ("--loss", "torch.nn.functional:mse_loss", "--target", "4x5")
     asked = ("--objective", "memory", "--max-devices", "1")

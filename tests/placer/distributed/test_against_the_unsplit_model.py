@@ -129,6 +129,12 @@ def test_three_devices_share_a_tied_weight_among_the_first_and_the_last(ranks: R
     check(ranks, models.tied_tokens, places, 4, "1f1b")
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_layers_in_several_processes_read_one_plain_tensor(ranks: RankPool, schedule: str) -> None:
+    places = {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"}
+    check(ranks, models.plain_table, places, 4, schedule)
+
+
 def test_a_frozen_tied_weight_is_used_and_not_trained(ranks: RankPool) -> None:
     places = {"embedding": "cpu:0", "mix": "cpu:1", "head": "cpu:2"}
     check(ranks, models.frozen_tied_tokens, places, 4, "zero-bubble")

@@ -30,6 +30,16 @@ def test_a_buffer_that_two_stages_of_one_device_change_is_refused_for_several_mi
         )
 
 
+def test_a_plain_tensor_that_layers_of_several_devices_change_is_refused(ranks: RankPool) -> None:
+    places = {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:1"}
+    for found in ranks.run(training.refusal, ranked_models.written_table, places)[:2]:
+        assert re.match(
+            r"PlacementError: layers 'front', 'middle' use the plain tensor 'constant table', which the model changes "
+            r"while it runs; place them on one device",
+            found,
+        )
+
+
 def test_one_micro_batch_changes_a_buffer_in_two_stages_as_the_unsplit_model_does(ranks: RankPool) -> None:
     parts = ranks.run(ranked.split_step, models.normalised_twice, AROUND, 1, "1f1b", 2, [0, 1])
     _, _, buffers = ranked.unsplit_step(models.normalised_twice, 1, 2)

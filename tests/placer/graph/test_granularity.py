@@ -7,8 +7,9 @@ import pytest
 import torch
 from model_list import torchvision_models
 from small_models import Skips, Tagger
-from torch import nn
+from torch import Tensor, nn
 
+import placer
 from placer.errors import InputError
 from placer.graph import LayerGraph, capture
 from placer.graph.capture import layer_graph
@@ -44,6 +45,75 @@ def test_auto_cuts_a_gpt_of_48_blocks_into_about_50_layers() -> None:
     names = _names(model, torch.randint(0, 50, (2, 8)), "auto")
     assert 48 <= len(names) <= 56
     assert [name for name in names if name.startswith("blocks.")] == [f"blocks.{index}" for index in range(48)]
+
+
+def test_blocks_are_whole_however_large_each_is() -> None:
+    model = gpt(layers=2, width=32, heads=2, context=8, vocabulary=10)
+    assert "blocks.0" not in _names(model, torch.randint(0, 10, (2, 8)), "auto")
+    names = _names(model, torch.randint(0, 10, (2, 8)), "blocks")
+    assert [name for name in names if name.startswith("blocks.")] == ["blocks.0", "blocks.1"]
+
+
+def test_blocks_of_a_resnet_are_those_that_its_stages_repeat() -> None:
+    names = _names(_resnet50(), IMAGE, "blocks")
+    stages = [name for name in names if name.startswith("layer")]
+    assert stages == [f"layer{stage}.{block}" for stage, many in enumerate([3, 4, 6, 3], 1) for block in range(many)]
+
+
+class _Marked(nn.Module):
+    """A block whose class is named, with a list of parts that repeats another class inside."""
+
+    _no_split_modules = ("_Half",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(_Half() for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for half in self.halves:
+            x = half(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class _Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = x + part(x)
+        return x
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_blocks_that_a_model_names_are_layers_on_the_hook_path_too(hooks: bool) -> None:
+    model = _Marked().eval()
+    if hooks:
+        model.register_forward_hook(lambda *_: None)
+    graph = capture(model, torch.randn(2, 4), granularity="blocks")
+    assert graph.captured != hooks and graph.granularity == "blocks"
+    assert [layer.name for layer in graph.layers] == ["halves.0", "halves.1", "halves.2", "head"]
+
+
+def test_a_model_without_blocks_is_cut_as_auto_cuts_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert _names(model, torch.randn(2, 4), "blocks") == _names(model, torch.randn(2, 4), "auto")
+
+
+def test_a_remembered_capture_is_of_the_blocks_that_the_model_names_now() -> None:
+    x, sizes = torch.randn(2, 4), []
+    for named in (("_Half",), ()):
+        model = _Marked().eval()
+        model._no_split_modules = named
+        found = placer.profile(model, x, devices=["cpu:0"], training=False, granularity="blocks", progress=False)
+        sizes.append([layer.name for layer in found.layers])
+    assert sizes[0] == ["halves.0", "halves.1", "halves.2", "head"]
+    assert sizes[1] == sizes[0]  # those that the list repeats
+    model._no_split_modules = ("Linear",)
+    found = placer.profile(model, x, devices=["cpu:0"], training=False, granularity="blocks", progress=False)
+    assert "halves.0" not in [layer.name for layer in found.layers]
 
 
 def test_auto_cuts_resnet50_into_about_20_layers() -> None:

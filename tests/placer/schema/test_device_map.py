@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
-from model_list import CASES
-from torch import nn
+from model_list import CASES, transformers
+from torch import Tensor, nn
 
-from placer import Placement, capture
-from placer.errors import PlacementError
+import placer
+from placer import Constraints, Placement, capture
+from placer.errors import MixedDevicesError, PlacementError
+from placer.graph import LayerGraph
+from placer.testing import logical_devices
 
 
 def _placed(**layers: str) -> Placement:
@@ -48,13 +54,29 @@ def test_a_map_of_what_is_no_model_is_refused(model: object) -> None:
         _placed(a="cuda:0").device_map(model)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "resnet18"])
-@pytest.mark.parametrize("granularity", ["auto", "fine"])
+def _halves(graph: LayerGraph) -> Placement:
+    """The first half of the layers on one device, the second on another; colocated ones together."""
+    count = len(graph.layers)
+    where = {layer.name: f"cuda:{2 * index // count}" for index, layer in enumerate(graph.layers)}
+    for group in graph.colocated:
+        where |= dict.fromkeys(group, where[group[0]])
+    return _placed(**where)
+
+
+LANGUAGE_MODELS = ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForMaskedLM"]
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE_MODELS, "resnet18"])
+@pytest.mark.parametrize("granularity", ["auto", "fine", "blocks"])
 def test_every_parameter_lies_in_a_module_of_the_map_as_accelerate_wants_it(name: str, granularity: str) -> None:
     model = CASES[name].make()
     args, kwargs = CASES[name].inputs(False)
-    layers = capture(model.eval(), args, kwargs, granularity=granularity).layers
-    found = _placed(**{layer.name: f"cuda:{index % 2}" for index, layer in enumerate(layers)}).device_map(model)
+    graph = capture(model.eval(), args, kwargs, granularity=granularity)
+    try:
+        found = _halves(graph).device_map(model)
+    except PlacementError:
+        assert hasattr(model, "_no_split_modules")
+        return
     for key in model.state_dict():
         assert any(key.startswith(f"{path}.") for path in found), key
 
@@ -73,3 +95,164 @@ class _Own(nn.Module):
 def test_what_no_layer_names_goes_where_its_tensor_is_or_to_the_first_device() -> None:
     found = _placed(first="cuda:1", last="cuda:0").device_map(_Own())
     assert found == {"first": 1, "last": 0, "scale": 1, "shared": 0}
+
+
+def test_modules_are_named_as_large_as_their_parts_allow() -> None:
+    """What is added inside a block has to be brought to the block's device, as accelerate moves nothing in between."""
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    )
+    placement = _placed(**{"0.0": "cuda:0", "0.1": "cuda:0", "1.0": "cuda:0", "1.1": "cuda:1", "1.2": "cuda:1"})
+    assert placement.device_map(model) == {"0": 0, "1.0": 0, "1.1": 1, "1.2": 1}
+    together = _placed(**dict.fromkeys(placement.layer_devices, "cuda:3"))
+    assert together.device_map(model) == {"": 3}
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_accelerate_runs_whole_blocks_on_several_devices(name: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = CASES[name].make().eval()
+    args, kwargs = CASES[name].inputs(False)
+    with torch.no_grad():
+        expected = model(*args, **kwargs)[0]
+    found = _halves(capture(model, args, kwargs, granularity="blocks")).device_map(model)
+    assert set(found.values()) == {0, 1}
+    with logical_devices(2), torch.no_grad():
+        dispatched = accelerate.dispatch_model(
+            copy.deepcopy(model), {path: f"cpu:{place}" for path, place in found.items()}
+        )
+        torch.testing.assert_close(dispatched(*args, **kwargs)[0].cpu(), expected)
+
+
+def _cut_in_a_block(model: nn.Module) -> Placement:
+    kwargs = {"input_ids": torch.randint(3, 50, (2, 7))}
+    names = [layer.name for layer in capture(model, (), kwargs, granularity="fine").layers]
+    cut = next(index for index, name in enumerate(names) if name.startswith("model.layers.1.mlp"))
+    return _placed(**{name: f"cuda:{int(index >= cut)}" for index, name in enumerate(names)})
+
+
+def _llama(**options: Any) -> nn.Module:
+    library = transformers()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = library.LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes, **options)
+    model: nn.Module = library.LlamaForCausalLM(config).eval()
+    return model
+
+
+def test_a_map_that_cuts_inside_a_block_is_refused_as_accelerate_fails_on_it() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = _llama()
+    placement = _cut_in_a_block(model)
+    refused = (
+        r"cuts inside 'model.layers.1', a LlamaDecoderLayer, .* \('model.layers.1.mlp.gate_proj' on cuda:1, "
+        r"'model.layers.1.input_layernorm' on cuda:0\): place whole blocks with granularity=\"blocks\""
+    )
+    with pytest.raises(PlacementError, match=refused):
+        placement.device_map(model)
+    with logical_devices(2), torch.no_grad(), pytest.raises(MixedDevicesError):
+        places = {path: f"cpu:{place}" for path, place in placement.device_map().items()}
+        accelerate.dispatch_model(copy.deepcopy(model), places)(torch.randint(3, 50, (2, 7)))
+
+
+def test_stand_ins_of_the_cpu_are_devices_of_their_own_until_the_map_is_made() -> None:
+    model = _llama()
+    gpus = _cut_in_a_block(model).layer_devices
+    with pytest.raises(PlacementError, match=r"cuts inside 'model.layers.1'"):
+        _placed(**{name: device.replace("cuda", "cpu") for name, device in gpus.items()}).device_map(model)
+
+
+class _Wrapper(nn.Module):
+    """A model around another one, which hands on what it does not have, as wrappers of PEFT do."""
+
+    def __init__(self, base: nn.Module, hands_on: bool) -> None:
+        super().__init__()
+        self.base_model = base
+        self.hands_on = hands_on
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "base_model" or not self.hands_on:
+                raise
+            return getattr(self.base_model, name)
+
+
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_blocks_of_a_model_in_a_wrapper_stay_whole(hands_on: bool) -> None:
+    model = _Wrapper(_llama(), hands_on)
+    where = {f"base_model.{name}": device for name, device in _cut_in_a_block(model.base_model).layer_devices.items()}
+    with pytest.raises(PlacementError, match=r"cuts inside 'base_model.model.layers.1'"):
+        _placed(**where).device_map(model)
+
+
+def test_blocks_of_all_models_that_a_model_is_made_of_stay_whole() -> None:
+    """A vision-language model: its parts name classes of their own."""
+    library = transformers()
+    vision = library.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=14
+    )
+    language = _llama().config
+    language.vocab_size = 60
+    model = library.LlavaForConditionalGeneration(
+        library.LlavaConfig(vision_config=vision, text_config=language, image_token_index=59, vision_feature_layer=-1)
+    ).eval()
+    tokens = torch.randint(3, 50, (2, 8))
+    tokens[:, 1:5] = 59
+    kwargs = {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 28, 28)}
+    graph = capture(model, (), kwargs, granularity="blocks")
+    names = [layer.name for layer in graph.layers]
+    assert {"model.vision_tower.encoder.layers.1", "model.language_model.layers.2"} <= set(names)
+    assert set(_halves(graph).device_map(model).values()) == {0, 1}
+    inside = dict.fromkeys(names, "cuda:0") | {"model.vision_tower.encoder.layers.1.mlp.fc2": "cuda:1"}
+    with pytest.raises(PlacementError, match=r"cuts inside 'model.vision_tower.encoder.layers.1', a CLIPEncoderLayer"):
+        _placed(**inside).device_map(model)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(11, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens)))  # type: ignore[no-any-return]
+
+
+def test_a_tied_parameter_on_two_devices_is_refused_as_accelerate_keeps_it_on_one() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = _Tied().eval()
+    apart = _placed(embed="cuda:0", body="cuda:0", head="cuda:1")
+    with pytest.raises(
+        PlacementError, match=r"'embed.weight' and 'head.weight' are one parameter, .* without split_tied"
+    ):
+        apart.device_map(model)
+    assert _placed(embed="cuda:0", body="cuda:1", head="cuda:0").device_map(model) == {"embed": 0, "body": 1, "head": 0}
+    with logical_devices(2), torch.no_grad(), pytest.raises(MixedDevicesError):
+        places = {path: f"cpu:{place}" for path, place in apart.device_map().items()}
+        accelerate.dispatch_model(copy.deepcopy(model), places)(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_tied_language_model_is_placed_as_a_chain_of_whole_blocks_with_a_valid_map(training: bool) -> None:
+    model = _llama(tie_word_embeddings=True).train(training)
+    placement = placer.suggest(
+        model,
+        {"input_ids": torch.randint(3, 50, (2, 7))},
+        devices=["cpu:0", "cpu:1"],
+        training=training,
+        granularity="blocks",
+        progress=False,
+        cache=False,
+        constraints=Constraints(min_devices=2),
+    )
+    assert placement.status == "optimal"
+    assert placement.layer_devices["model.embed_tokens"] == placement.layer_devices["lm_head"]
+    found = placement.device_map(model)
+    assert set(found.values()) == {"cpu"} and "lm_head" in found
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        assert any(name.startswith(f"{path}.") for path in found), name

@@ -1,0 +1,153 @@
+"""Device maps in the form that accelerate's ``dispatch_model`` and transformers' ``from_pretrained`` take.
+
+Such a map names modules, and accelerate moves what a module is given to the module's device. Between modules nothing is
+moved. So what happens inside a module has to be on one device, unless the module only calls its parts one after the
+other. transformers names the classes that have to stay whole in ``_no_split_modules``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from placer.errors import PlacementError
+from placer.schema.base import MERGED, WHOLE
+
+Place = int | str
+"""What accelerate has for a device: a GPU's index, or the name of another device."""
+
+
+def device_map(layer_devices: Mapping[str, str], model: Any = None) -> dict[str, Place]:
+    """Return where each module goes, in execution order; see ``Placement.device_map``.
+
+    Args:
+        layer_devices: layer -> device.
+        model: the ``nn.Module`` that was placed; None for the modules that layers name, as they are.
+
+    Raises:
+        PlacementError: there is no layer, the devices are of several hosts, it is not a model of these layers, or the
+            map would not run.
+    """
+    hosts = sorted({device.partition("/")[0] for device in layer_devices.values() if "/" in device})
+    if len(hosts) > 1 or not layer_devices:
+        why = f"its devices are of several hosts, {', '.join(hosts)}" if hosts else "it places no layer"
+        raise PlacementError(f"this placement has no device map: {why}")
+    found: dict[str, str] = {}
+    for name, device in layer_devices.items():
+        for part in name.split(MERGED):
+            path = part.partition("@")[0]
+            found.setdefault("" if path == WHOLE else path, device.rpartition("/")[2])
+    # Stand-ins of the CPU are devices of their own until here, so that what cannot run on GPUs is seen on them.
+    return {path: _place(device) for path, device in (found if model is None else _completed(found, model)).items()}
+
+
+def _place(device: str) -> Place:
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        return int(index or 0)
+    return "cpu" if kind == "cpu" else device
+
+
+def _completed(found: Mapping[str, str], model: Any) -> dict[str, str]:
+    """Return a map that covers all parameters and buffers of a model, with modules as large as their parts allow."""
+    if isinstance(model, type) or not hasattr(model, "named_modules"):
+        raise PlacementError(f"device_map was given {model!r:.80}; give the nn.Module that was placed, or nothing")
+    modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    if other := [path for path in found if path not in modules]:
+        raise PlacementError(
+            f"layer {other[0]!r} is no module of {type(model).__name__}; give the model that was placed"
+        )
+    every = _with_rest(found, model)
+    tensors = {name: _covering(every, name) for name, _ in _tensors(model)}
+    _refuse_ties_apart(model, tensors)
+    places: dict[str, set[str]] = {}
+    for name, place in (*tensors.items(), *every.items()):
+        for path in _around(name):
+            places.setdefault(path, set()).add(place)
+    _refuse_cuts(model, every, places)
+    whole = {path for path, devices in places.items() if len(devices) == 1 and path in modules}
+    result: dict[str, str] = {}
+    for name, place in every.items():
+        result.setdefault(next((path for path in _around(name) if path in whole), name), place)
+    return result
+
+
+def never_split(model: Any) -> dict[str, str]:
+    """Return the modules that ``_no_split_modules`` keeps whole, the outermost ones, with the names of their classes.
+
+    A model, the models that it is made of, and the model inside a wrapper may each name classes.
+    """
+    names: set[str] = set()
+    for module in model.modules():
+        named = getattr(module, "_no_split_modules", None)
+        names.update(named if isinstance(named, list | tuple | set | frozenset) else ())
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if type(module).__name__ in names and not any(outer in found for outer in _around(path)):
+            found[path] = type(module).__name__
+    return found
+
+
+def _with_rest(found: Mapping[str, str], model: Any) -> dict[str, str]:
+    """The map, with the modules, and the parameters of the model itself, that are in none of its modules.
+
+    They go where the same tensor is, and else to the first device.
+    """
+    places: dict[int, str] = {}
+    missing: dict[str, list[int]] = {}
+    for name, tensor in _tensors(model):
+        inside = _covering(found, name)
+        if inside is None:
+            path = name.rpartition(".")[0]
+            missing.setdefault(path or name, []).append(id(tensor))
+        else:
+            places.setdefault(id(tensor), inside)
+    first = next(iter(found.values()))
+    rest = {path: next((places[one] for one in of if one in places), first) for path, of in missing.items()}
+    return {**found, **rest}
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters and buffers by all of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _around(name: str) -> Iterator[str]:
+    """The paths around a name, from that of the model to itself."""
+    yield ""
+    steps = name.split(".") if name else []
+    yield from (".".join(steps[:depth]) for depth in range(1, len(steps) + 1))
+
+
+def _covering(found: Mapping[str, str], name: str) -> Any:
+    """The device of the innermost module of a map around a tensor; None if there is none."""
+    return next((found[path] for path in reversed(list(_around(name))) if path in found), None)
+
+
+def _refuse_ties_apart(model: Any, places: Mapping[str, str]) -> None:
+    known: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = known.setdefault(id(parameter), name)
+        if places[first] != places[name]:
+            raise PlacementError(
+                f"{first!r} and {name!r} are one parameter, which this placement has on {places[first]} and "
+                f"{places[name]}; accelerate keeps it on one device, so that the other module fails: make the "
+                "placement without split_tied, or run it with DataFlow"
+            )
+
+
+def _refuse_cuts(model: Any, found: Mapping[str, str], places: Mapping[str, set[str]]) -> None:
+    for path, kind in never_split(model).items():
+        if len(places.get(path, ())) > 1:
+            parts = ", ".join(f"{name!r} on {place}" for place, name in _inside(path, found).items())
+            raise PlacementError(
+                f"this placement cuts inside {path!r}, a {kind}, which the model's _no_split_modules keeps whole "
+                f'({parts}): place whole blocks with granularity="blocks", or run this placement with DataFlow'
+            )
+
+
+def _inside(path: str, found: Mapping[str, str]) -> dict[str, str]:
+    """By device, the first module that a map has there, of those at a path or inside it."""
+    inside = [(name, place) for name, place in found.items() if name == path or name.startswith(f"{path}.")]
+    return {place: name for name, place in reversed(inside)}
