@@ -14,6 +14,7 @@ import os
 import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -36,8 +37,9 @@ from placer.graph.leftovers import Counted, KeptError, put_back, read_before_wri
 from placer.graph.module_names import CalledNames
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
-from placer.graph.tracing import GradientMode, OneDevice, Patience, custom_functions
+from placer.graph.tracing import GradientMode, HiddenGradientMode, OneDevice, Patience, custom_functions
 from placer.graph.variables import Variables, only_read
+from placer.graph.weights import define_functions, refuse_weights
 
 _LIBRARIES = tuple(str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 """Where code that is not the model's own lies."""
@@ -64,6 +66,7 @@ class Exported:
         attributes: the modules and other objects, and names, of the attributes whose values the graph holds.
         left: what forward leaves in what it is given; None where that is nothing new.
         is_closed: whether more sizes were to be open and could not be, or not in time.
+        stops_gradients: whether the class of a weight stops gradients that the graph would let through.
     """
 
     module: fx.GraphModule
@@ -76,6 +79,7 @@ class Exported:
     attributes: tuple[tuple[Any, str], ...] = ()
     left: Left | None = None
     is_closed: bool = False
+    stops_gradients: bool = False
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -130,7 +134,9 @@ class _Flat(nn.Module):
         self.training = module.training
         self._inputs, self._outputs, self._copied = inputs, outputs, copied
         self._patience = patience
+        self._defines_functions = define_functions(module)  # now: while it is traced others stand in for its weights
         self.custom: set[str] = set()
+        self.hidden: set[str] = set()
         self.kept: set[str] = set()
         self.counted: set[Counted] = set()
         self.replaced: set[str] = set()
@@ -139,7 +145,9 @@ class _Flat(nn.Module):
         given = [tensor.clone() if place in self._copied else tensor for place, tensor in enumerate(tensors)]
         args, kwargs = self._inputs.unflatten(given)
         one_device = OneDevice(tensors[0].device if tensors else None)
-        with put_back(self.module) as left, Patience(self._patience), GradientMode() as mode, one_device:
+        mode = GradientMode()
+        hidden = HiddenGradientMode(mode, self.hidden) if self._defines_functions else nullcontext()
+        with put_back(self.module) as left, Patience(self._patience), mode, hidden, one_device:
             result = self.module(*args, **kwargs)
             leaves, structure = flatten(result, anew=parts_of_inputs(args, kwargs))
             left.write_buffers()
@@ -177,6 +185,7 @@ def export(
         CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph would not run.
     """
     refuse_hooks(module)
+    refuse_weights(module)
     tensors, inputs = flatten_inputs(args, kwargs)
     if dims is None:
         dims = layout_of_inputs((args, kwargs), tensors, inputs, DEFAULT, Parameters()).dims
@@ -219,7 +228,8 @@ def _exported(
     symbols = batch_symbols(graph_module.graph, dims)
     checkpointed, read = tuple(traced.checkpointed), (*traced.notes.only_read(), *only_read(before))
     batch = next((int(one.shape[dim]) for one, dim in zip(tensors, dims, strict=True) if dim is not None), 1)
-    return Exported(graph_module, inputs, traced.outputs, device, symbols, batch, checkpointed, read, traced.left)
+    found = Exported(graph_module, inputs, traced.outputs, device, symbols, batch, checkpointed, read, traced.left)
+    return replace(found, stops_gradients=traced.stops_gradients)
 
 
 class _Traced(NamedTuple):
@@ -230,6 +240,7 @@ class _Traced(NamedTuple):
         outputs: structure of the result.
         left: what forward leaves in its inputs.
         counted: the attributes that it sets.
+        stops_gradients: whether the class of a weight stops gradients that the graph would let through.
         drawn: the host's generators that were drawn from, in words.
         checkpointed: the modules that run under checkpoints.
         notes: the attributes that were read and written.
@@ -239,6 +250,7 @@ class _Traced(NamedTuple):
     outputs: Structure
     left: Left | None
     counted: set[Counted]
+    stops_gradients: bool
     drawn: list[str]
     checkpointed: list[str]
     notes: attributes.Notes
@@ -284,7 +296,7 @@ def _export(
     examples: tuple[Any, ...],
     open_sizes: Sequence[Sequence[_Sizes]],
     patience: float,
-) -> tuple[fx.GraphModule, Structure, Left | None, set[Counted]]:
+) -> tuple[fx.GraphModule, Structure, Left | None, set[Counted], bool]:
     failure: Exception | None = None
     copied: set[int] = set()
     ways = list(open_sizes)
@@ -297,9 +309,13 @@ def _export(
             with put_back(module), called.watched():
                 program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(ways[0]),))
         except Exception as error:  # whatever the model's own code may raise while it is traced
+            _release_frames(error)
             failure = failure or error
             ways = [] if "data-dependent" in str(error).lower() else ways[1:]  # where no fixed shape would help
             continue
+        hidden = bool(flat.hidden)
+        if hidden and module.training:
+            flat.custom.update(flat.hidden)
         if flat.custom:
             raise CaptureError(
                 f"{', '.join(sorted(flat.custom))}: a graph would lose the backward pass that it defines"
@@ -316,9 +332,25 @@ def _export(
             copied = written_to
             continue
         read_before_written(graph_module.graph, {f"{PREFIX}{name}" for name in flat.replaced})
-        return graph_module, *structures[-1], flat.counted
+        return graph_module, *structures[-1], flat.counted, hidden
     assert failure is not None
     raise CaptureError(_reason(failure)) from failure
+
+
+def _release_frames(error: BaseException) -> None:
+    """Let go of the local variables of the frames in which tracing failed.
+
+    Some of them are guards of torch, which set what the dispatcher does in this thread until they are destroyed. Left
+    to Python's garbage collector, they set it back in the middle of any later operation.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
 
 
 def _refuse_shared(tensors: Sequence[Any], written_to: set[int]) -> None:

@@ -35,7 +35,8 @@ def writes(tensors: Sequence[Tensor]) -> list[int]:
     """What is another list once a tensor was written to, in an optimizer's step or otherwise, or has other storage."""
     own = {id(tensor) for tensor in tensors}
     step = max((step for optimizer, step in _latest.items() if _holds(optimizer, own)), default=0)
-    return [step, *map(_VERSION, tensors), *devices.addresses(tensors)]
+    inside = devices.unwrapped_all(tensors)
+    return [step, *map(_VERSION, inside), *devices.addresses(inside)]
 
 
 def _holds(optimizer: Optimizer, own: set[int]) -> bool:
