@@ -276,8 +276,7 @@ class _Rebuilding:
 
 def _take_over(tensor: Tensor, made: Tensor) -> None:
     if tensor.layout in (*_BY_ROWS, *_BY_COLUMNS):
-        # Assigning to ``data`` leaves the components of these layouts as they are. The flag and the gradient go along
-        # with the data.
+        # Assigning to ``data`` does not replace the components of these layouts. Swapping takes the flag along.
         made.requires_grad_(tensor.requires_grad)
         torch._C._swap_tensor_impl(tensor, made)
     else:

@@ -1,4 +1,4 @@
-"""Weights that a captured graph would not see as they are.
+"""Weights that torch.export would take for plain tensors.
 
 While torch.export traces a model, plain tensors without data stand in for its parameters. The attributes of a parameter
 and the methods of its class are not there then: code that asks for them fails, or does something else.
