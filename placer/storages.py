@@ -93,13 +93,16 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return max(0, *itertools.accumulate(self._changes, initial=0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(devices.dispatches, types)):
+            return NotImplemented  # the class takes the operation apart; what it makes inside is seen here
         if isinstance(func, torch._ops.HigherOrderOperator):
             result = run_under(self, func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == self._device and tensor.layout == torch.strided:
-                self._see(tensor)
+                for part in devices.own_parts(tensor):
+                    self._see(part)
         return result
 
     def _see(self, tensor: Tensor) -> None:

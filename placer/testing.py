@@ -93,17 +93,18 @@ class _Tags:
 
     def get(self, tensor: Tensor) -> int:
         try:
-            known = self._of.get(_storage(tensor)._cdata)
-        except (NotImplementedError, RuntimeError, ValueError):  # no storage: sparse, functional, fake, uninitialised
+            known = self._of.get(_storages(tensor)[-1]._cdata)
+        except (IndexError, NotImplementedError, RuntimeError, ValueError):  # no storage: functional, fake, empty
             return _HOST
         return known[1] if known is not None and not known[0].expired() else _HOST  # type: ignore[no-untyped-call]
 
     def put(self, tensor: Tensor, index: int) -> None:
         try:
-            storage = _storage(tensor)
+            storages = _storages(tensor)
         except (NotImplementedError, RuntimeError):
             return
-        self._of[storage._cdata] = (StorageWeakRef(storage), index)  # type: ignore[no-untyped-call]
+        for storage in storages:
+            self._of[storage._cdata] = (StorageWeakRef(storage), index)  # type: ignore[no-untyped-call]
         self._writes += 1
         if self._writes % _PURGE_EVERY == 0:
             self._of = {key: entry for key, entry in self._of.items() if not entry[0].expired()}  # type: ignore[no-untyped-call]
@@ -144,10 +145,9 @@ class _Tags:
         return nullcontext() if is_here else self.answers
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """The storage of a tensor; of a sparse one, that of its values; inside ``torch.func``, that of what it wraps."""
-    tensor = devices.unwrapped(tensor)
-    return (tensor._values() if tensor.layout == torch.sparse_coo else tensor).untyped_storage()
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The storages of all plain tensors that a tensor consists of; inside ``torch.func``, those of what it wraps."""
+    return [part.untyped_storage() for part in devices.own_parts(devices.unwrapped(tensor))]
 
 
 def _tensors(nest: Any) -> list[Tensor]:
@@ -202,6 +202,8 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         if not devices.observed():
             return func(*args, **kwargs)
         self._leaves.watch(_tensors((args, kwargs)))
+        if any(map(devices.dispatches, types)):
+            return NotImplemented  # the class takes the operation apart; this mode checks what it does inside
         if isinstance(func, torch._ops.HigherOrderOperator):
             return self._nested(func, args, kwargs)
         name = func._schema.name

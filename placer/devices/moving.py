@@ -9,13 +9,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from placer.devices.names import CPU, synchronise
+from placer.devices.parts import USUAL, Known, is_plain, own_parts, parts, rebuilt, rebuilt_object
 from placer.devices.routes import HOST, has_detour
 from placer.devices.stand_ins import registries, stand_ins
 
 
 def location(tensor: Tensor) -> torch.device:
-    """The device that holds the tensor, under ``logical_devices`` the stand-in."""
-    return registries[-1].device(tensor) if registries else tensor.device
+    """Return the device that holds the tensor, under ``logical_devices`` the stand-in."""
+    if registries:
+        return registries[-1].device(tensor)
+    if type(tensor) in USUAL:
+        return tensor.device
+    inside = own_parts(tensor)  # of a wrapper, which may remember the device on which it was made
+    return inside[-1].device if inside else tensor.device
 
 
 def same(a: torch.device, b: torch.device) -> bool:
@@ -59,8 +65,33 @@ def is_in_transform() -> bool:
     return has_tangents() or bool(torch._C._functorch.get_dynamic_layer_stack_depth())
 
 
-def copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of the tensor's data on that device, without a gradient."""
+def copy(tensor: Tensor, device: torch.device, known: Known | None = None) -> Tensor:
+    """Return a copy of a tensor on a device, without a history.
+
+    A quantised weight, say, is copied with all that it consists of: a wrapper with the tensors inside it, and
+    attributes with the tensors in them.
+
+    Args:
+        tensor: any tensor.
+        device: of the copy.
+        known: copies of plain tensors made before, so that what shares memory does so again; see ``rebuilt``.
+    """
+    if known is None and is_plain(tensor):
+        return _copied(tensor, device)
+    return rebuilt(tensor, lambda part: _copied(part, device), known)
+
+
+def copied_object(value: Any, device: torch.device, known: Known | None = None) -> Any:
+    """Return a container or an object like this one with copies of its tensors on a device; see ``copy``."""
+    return rebuilt_object(value, lambda part: _copied(part, device), known)
+
+
+def is_at(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor, and all that it wraps and that is attached to it, is on a device."""
+    return all(same(location(part), device) for part in parts(tensor))
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     if has_detour(location(tensor), device):
         tensor = _copy_straight(tensor, HOST)
     return _copy_straight(tensor, device)
@@ -90,6 +121,10 @@ def staged(tensor: Tensor, device: torch.device) -> Tensor:
 @torch.no_grad()
 def fill(target: Tensor, source: Tensor) -> None:
     """Copy into a tensor on any device, by way of the host's memory where it must be; waits only if that is its end."""
+    if not is_plain(target):
+        for inner, given in zip(own_parts(target), own_parts(source), strict=True):
+            fill(inner, given)
+        return
     here, there = location(source), location(target)
     if has_detour(here, there):
         source, here = _copy_straight(source, HOST), HOST

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from placer import devices
 from placer.distributed import optimizer_state
 from placer.distributed.parcels import as_bytes
 from placer.distributed.together import together
@@ -46,25 +47,45 @@ def gather(
     Returns:
         In that process the tensors on the CPU, elsewhere None.
     """
-    shapes: list[dict[str, tuple[Any, ...]]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(shapes, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}, group=group)
+    forms: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(group))]
+    taken = {name: _taken_apart(tensor) for name, tensor in own.items()}
+    dist.all_gather_object(forms, {name: form for name, (form, _) in taken.items()}, group=group)
     here = dist.get_rank(group)
     if here != rank:
-        for tensor in own.values():
-            if tensor.numel():
-                dist.send(as_bytes(tensor.detach().to(device)), _global(rank, group), group=group)
+        for _, parts in taken.values():
+            for part in parts:
+                if part.numel():
+                    dist.send(as_bytes(part.to(device)), _global(rank, group), group=group)
         return None
-    found = {name: tensor.detach().cpu().clone() for name, tensor in own.items()}
-    for source, there in enumerate(shapes):
+    found = {name: devices.rebuilt(tensor, _on_host) for name, tensor in own.items()}
+
+    def received(part: Tensor) -> Tensor:
+        arrived = torch.empty(part.shape, dtype=part.dtype, device=device)
+        if arrived.numel():
+            raw = as_bytes(arrived)
+            dist.recv(raw, _global(source, group), group=group)
+            arrived = raw.view(part.dtype).view(part.shape)
+        return arrived.cpu()
+
+    for source, there in enumerate(forms):
         if source != rank:
-            for name, (shape, dtype) in there.items():
-                arrived = torch.empty(shape, dtype=dtype, device=device)
-                if arrived.numel():
-                    raw = as_bytes(arrived)
-                    dist.recv(raw, _global(source, group), group=group)
-                    arrived = raw.view(dtype).view(shape)
-                found[name] = arrived.cpu()
+            found |= {name: devices.rebuilt(form, received) for name, form in there.items()}
     return {key: found[key] for key in keys if key in found}
+
+
+def _taken_apart(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A tensor like this one on meta, and the plain tensors that it consists of, in the order of ``rebuilt``."""
+    parts: list[Tensor] = []
+
+    def bare(part: Tensor) -> Tensor:
+        parts.append(part.detach())
+        return torch.empty(part.shape, dtype=part.dtype, device="meta")
+
+    return devices.rebuilt(tensor, bare), parts
+
+
+def _on_host(part: Tensor) -> Tensor:
+    return part.detach().cpu().clone()
 
 
 def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> None:

@@ -204,10 +204,11 @@ class Weights:
         operations = []
         for name, (owner, *others) in self._shared.items():
             if owner == self._position:
-                data = self.own[name].detach().contiguous()
-                operations += [self._operation(dist.isend, data, other) for other in others]
+                data = [part.detach().contiguous() for part in devices.own_parts(self.own[name])]
+                operations += [self._operation(dist.isend, part, other) for other in others for part in data]
             elif self._position in others:
-                operations.append(self._operation(dist.irecv, self.copies[name].detach(), owner))
+                parts = devices.own_parts(self.copies[name])
+                operations += [self._operation(dist.irecv, part.detach(), owner) for part in parts]
         _run(operations)
 
     def begin(self) -> None:
@@ -270,15 +271,20 @@ def _settle(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    data = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+    """A tensor of the same kind on a device, without values."""
+
+    def empty(part: Tensor) -> Tensor:
+        return torch.empty_like(part, device=device, memory_format=torch.contiguous_format)
+
+    data = devices.rebuilt(tensor, empty)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, which others are received into."""
     if tensor.is_meta:
         return _like(tensor, device)
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    copied.copy_(tensor.detach())
+    copied = devices.rebuilt(tensor, lambda part: part.to(device, copy=True, memory_format=torch.contiguous_format))
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 

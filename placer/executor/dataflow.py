@@ -230,6 +230,7 @@ class DataFlow(PlacedCalls):
             self._clones.cover(assignment.devices)
             return
         move_state(self.module, assignment.of_state, optimizers)
+        self._program.accept_changes()
         for optimizer in given:
             bring_state(optimizer)
         if self.clear_cache:
@@ -244,6 +245,7 @@ class DataFlow(PlacedCalls):
         with self.lock:
             self._hooks.refuse_standing()
             self._home.restore(self.module, self._optimizers)
+            self._program.accept_changes()
             self._streams.clear()
             self.__dict__.update({"_assignment": None, "_assumed": None, **self._no_plans()})
         self._granularity = "fine" if self.fine_grained else "submodule"
@@ -285,6 +287,7 @@ class DataFlow(PlacedCalls):
         """Move state to its layers again that somebody else moved: another flow of the model, or ``model.to``."""
         if self._clones is None and self._assignment is not None and self._places != self._places_now():
             move_state(self.module, self._assignment.of_state, self._optimizers)
+            self._program.accept_changes()
             self._plans.clear()
             self._settled.clear()
             self._places = self._places_now()

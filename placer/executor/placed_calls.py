@@ -228,6 +228,8 @@ class PlacedCalls(PipelinedRuns):
         if results is None:
             with torch.inference_mode(False):  # inside it, constants could not be trained with later
                 captures = self._program.captures(parts, self._needs_captures, waits=self._hooks.stand)
+        if captures is not None and self._program.stops_gradients(captures, parts):
+            return None, None
         if results is None and captures is not None and self._can_be_streamed(sizes):
             results = self._repeated.run(captures, [part.tensors for part in parts], sizes)
         return captures, results

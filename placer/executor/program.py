@@ -113,6 +113,18 @@ class Program:
         self._in_vain = self._in_vain + 1 if self._made > before else 0
         return found
 
+    def stops_gradients(self, captures: Sequence[Capture], parts: Sequence[Part]) -> bool:
+        """Return whether the model stops gradients of a call that its captures would let through.
+
+        Args:
+            captures: of the micro-batches.
+            parts: the inputs of each.
+        """
+        if not (torch.is_grad_enabled() and any(capture.exported.stops_gradients for capture in captures)):
+            return False
+        given = (tensor for part in parts for tensor in part.tensors if isinstance(tensor, Tensor))
+        return any(item.requires_grad for item in (*self.module.parameters(), *given))
+
     def layout(self, call: Any, tensors: Sequence[Any], inputs: Structure, options: BatchOptions) -> BatchLayout:
         """Return where the samples of a call's inputs lie, as far as sizes and options tell.
 
@@ -267,6 +279,11 @@ class Program:
         self._looks += 1
         assert self._census is not None
         return self._census
+
+    def accept_changes(self) -> None:
+        """Forget all captures if attributes have changed, without a warning: the flow itself moved what they hold."""
+        if not self._attributes.hold():
+            self._forget()
 
     def _forget(self) -> None:
         self._captures.clear()

@@ -11,16 +11,14 @@ calls: a trainer's count of steps, an epoch.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from placer.objects import is_object, is_torchs, own
 
 _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 _NONE = object()
@@ -101,15 +99,6 @@ def objects_of(modules: Iterable[nn.Module]) -> list[Any]:
     return list(known.values())
 
 
-def own(holder: Any) -> dict[str, Any]:
-    """The attributes of an object itself, whose class may look them up in a way of its own."""
-    kind = type(holder)
-    is_usual = issubclass(kind, nn.Module) or getattr(kind, "__getattribute__", None) is object.__getattribute__
-    # Where that is so the compiler of a branch of torch.cond follows.
-    found: dict[str, Any] = holder.__dict__ if is_usual else object.__getattribute__(holder, "__dict__")
-    return found
-
-
 def identity(holder: Any) -> int:
     """Return a number that tells an object from all others that live now.
 
@@ -154,16 +143,6 @@ def _names(holder: Any) -> set[str]:
     return {name for name in free if name in vars(holder) or _is_plain(defaults[name])}
 
 
-def is_object(value: Any) -> bool:
-    """Whether it is one of a class of somebody's own, such as a configuration."""
-    if isinstance(value, (*_PLAIN, nn.Module, type, Enum)) or callable(value):
-        return False
-    kind = type(value)
-    own = not is_torchs(kind) and kind.__module__.split(".")[0] not in sys.stdlib_module_names
-    own = own or isinstance(value, argparse.Namespace | types.SimpleNamespace)
-    return own and isinstance(getattr(value, "__dict__", None), dict)
-
-
 def _default(cls: type, name: str) -> Any:
     """What a class has under a name, as it is written there."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _NONE)
@@ -171,8 +150,3 @@ def _default(cls: type, name: str) -> Any:
 
 def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
-
-
-def is_torchs(cls: type) -> bool:
-    """Whether a class is torch's own."""
-    return cls is object or cls.__module__.split(".")[0] == "torch"

@@ -6,6 +6,7 @@ group of nodes  ->  def forward(device, regions, state..., reads...): ...; retur
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from placer import devices
 from placer.graph import nested
 from placer.graph.effects import draws_random, updates_running_statistics
 from placer.graph.export import PREFIX, Exported
@@ -211,7 +213,8 @@ class Builder:
             program=program.graph,
             signature=self._signature(draft),
             random=any(draws_random(node) for node in draft.group.nodes),
-            told_by_signature=all(_is_known(node.target) for node in draft.group.nodes),
+            told_by_signature=all(_is_known(node.target) for node in draft.group.nodes)
+            and all(devices.is_block(self._state.tensors[name]) for name in draft.state),
         )
 
     def _statistics(self, draft: _Draft) -> tuple[str, ...]:
@@ -364,7 +367,20 @@ def _shape_of(value: Any, flag: bool) -> str:
     if not isinstance(value, Tensor):
         return "number"
     shape = tuple(hint(size) for size in value.shape)
-    return f"{shape}{_steps(value, shape)}{value.dtype}{value.requires_grad}{flag}"
+    return f"{shape}{_steps(value, shape)}{value.dtype}{value.requires_grad}{flag}{_inside(value)}"
+
+
+_PLACES = re.compile(r"device\(.*?\)| at 0x[0-9a-f]+")
+"""What differs between equal wrappers in the text of a context: the device, and where an object lies in memory."""
+
+
+def _inside(value: Tensor) -> str:
+    """What a wrapper or a sparse tensor consists of; two that look alike may cost something else."""
+    if devices.is_block(value):
+        return ""
+    context = repr(value.__tensor_flatten__()[1]) if hasattr(value, "__tensor_flatten__") else ""
+    inside = [f"{tuple(part.shape)}{part.dtype}" for part in devices.own_parts(value)]
+    return f"{type(value).__qualname__}{value.layout}{inside}{_PLACES.sub('', context)}"
 
 
 def _steps(value: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:

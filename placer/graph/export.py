@@ -14,6 +14,7 @@ import os
 import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -38,8 +39,9 @@ from placer.graph.module_names import CalledNames
 from placer.graph.plain_tensors import PlainTensors, plain_names
 from placer.graph.structure import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.graph.surroundings import capture_device, example, traceable
-from placer.graph.tracing import GradientMode, OneDevice, Patience, custom_functions
+from placer.graph.tracing import GradientMode, HiddenGradientMode, OneDevice, Patience, custom_functions
 from placer.graph.variables import Variables, only_read
+from placer.graph.weights import define_functions, refuse_weights
 
 _LIBRARIES = tuple(str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 """Where code that is not the model's own lies."""
@@ -67,6 +69,7 @@ class Exported:
         looked_at: the plain tensors whose values Python code asked for, so that the graph holds what followed.
         left: what forward leaves in what it is given; None where that is nothing new.
         is_closed: whether more sizes were to be open and could not be, or not in time.
+        stops_gradients: whether the class of a weight stops gradients that the graph would let through.
     """
 
     module: fx.GraphModule
@@ -80,6 +83,7 @@ class Exported:
     looked_at: tuple[Tensor, ...] = ()
     left: Left | None = None
     is_closed: bool = False
+    stops_gradients: bool = False
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -135,7 +139,9 @@ class _Flat(nn.Module):
         self.training = module.training
         self._plain, self._inputs, self._outputs, self._copied = plain, inputs, outputs, copied
         self._patience = patience
+        self._defines_functions = define_functions(module)  # now: while it is traced others stand in for its weights
         self.custom: set[str] = set()
+        self.hidden: set[str] = set()
         self.kept: set[str] = set()
         self.counted: set[Counted] = set()
         self.replaced: set[str] = set()
@@ -144,7 +150,9 @@ class _Flat(nn.Module):
         given = [tensor.clone() if place in self._copied else tensor for place, tensor in enumerate(tensors)]
         args, kwargs = self._inputs.unflatten(given)
         one_device = OneDevice(tensors[0].device if tensors else None)
-        with put_back(self.module) as left, self._plain, Patience(self._patience), GradientMode() as mode, one_device:
+        mode = GradientMode()
+        hidden = HiddenGradientMode(mode, self.hidden) if self._defines_functions else nullcontext()
+        with put_back(self.module) as left, self._plain, Patience(self._patience), mode, hidden, one_device:
             result = self.module(*args, **kwargs)
             leaves, structure = flatten(result, anew=parts_of_inputs(args, kwargs))
             left.write_buffers()
@@ -182,6 +190,7 @@ def export(
         CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph would not run.
     """
     refuse_hooks(module)
+    refuse_weights(module)
     tensors, inputs = flatten_inputs(args, kwargs)
     if dims is None:
         dims = layout_of_inputs((args, kwargs), tensors, inputs, DEFAULT, Parameters()).dims
@@ -224,8 +233,19 @@ def _exported(
     symbols = batch_symbols(graph_module.graph, dims)
     checkpointed, read = tuple(traced.checkpointed), (*traced.notes.only_read(), *only_read(before))
     batch = next((int(one.shape[dim]) for one, dim in zip(tensors, dims, strict=True) if dim is not None), 1)
-    found = checkpointed, read, traced.looked_at, traced.left
-    return Exported(graph_module, inputs, traced.outputs, device, symbols, batch, *found)
+    return Exported(
+        module=graph_module,
+        inputs=inputs,
+        outputs=traced.outputs,
+        device=device,
+        symbols=symbols,
+        batch_size=batch,
+        checkpoints=checkpointed,
+        attributes=read,
+        looked_at=traced.looked_at,
+        left=traced.left,
+        stops_gradients=traced.stops_gradients,
+    )
 
 
 class _Traced(NamedTuple):
@@ -237,6 +257,7 @@ class _Traced(NamedTuple):
         left: what forward leaves in its inputs.
         looked_at: the plain tensors whose values Python code asked for.
         counted: the attributes that it sets.
+        stops_gradients: whether the class of a weight stops gradients that the graph would let through.
         drawn: the host's generators that were drawn from, in words.
         checkpointed: the modules that run under checkpoints.
         notes: the attributes that were read and written.
@@ -247,6 +268,7 @@ class _Traced(NamedTuple):
     left: Left | None
     looked_at: tuple[Tensor, ...]
     counted: set[Counted]
+    stops_gradients: bool
     drawn: list[str]
     checkpointed: list[str]
     notes: attributes.Notes
@@ -292,7 +314,7 @@ def _export(
     examples: tuple[Any, ...],
     open_sizes: Sequence[Sequence[_Sizes]],
     patience: float,
-) -> tuple[fx.GraphModule, Structure, Left | None, tuple[Tensor, ...], set[Counted]]:
+) -> tuple[fx.GraphModule, Structure, Left | None, tuple[Tensor, ...], set[Counted], bool]:
     failure: Exception | None = None
     copied: set[int] = set()
     ways = list(open_sizes)
@@ -306,11 +328,15 @@ def _export(
             with put_back(module), called.watched():
                 program = torch.export.export(flat, examples, strict=False, dynamic_shapes=(tuple(ways[0]),))
         except Exception as error:  # whatever the model's own code may raise while it is traced
+            _release_frames(error)
             failure = failure or error
             ways = [] if "data-dependent" in str(error).lower() else ways[1:]  # where no fixed shape would help
             continue
         finally:
             plain.put_back()
+        hidden = bool(flat.hidden)
+        if hidden and module.training:
+            flat.custom.update(flat.hidden)
         if flat.custom:
             raise CaptureError(
                 f"{', '.join(sorted(flat.custom))}: a graph would lose the backward pass that it defines"
@@ -338,9 +364,25 @@ def _export(
             raise CaptureError(
                 "forward asks for the values of a tensor that it writes to, and a graph would keep the first ones"
             )
-        return graph_module, *structures[-1], tuple(plain.looked_at.values()), flat.counted
+        return graph_module, *structures[-1], tuple(plain.looked_at.values()), flat.counted, hidden
     assert failure is not None
     raise CaptureError(_reason(failure)) from failure
+
+
+def _release_frames(error: BaseException) -> None:
+    """Let go of the local variables of the frames in which tracing failed.
+
+    Some of them are guards of torch, which set what the dispatcher does in this thread until they are destroyed. Left
+    to Python's garbage collector, they set it back in the middle of any later operation.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
 
 
 def _refuse_shared(tensors: Sequence[Any], written_to: set[int]) -> None:

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from placer.errors import CaptureError, kind_of
 from placer.graph import chance, checkpoints
 from placer.graph.alone import alone
-from placer.graph.attributes import own
 from placer.graph.hooks import refuse_hooks
 from placer.graph.layers import named_state
 from placer.graph.leftovers import Counted, put_back
@@ -32,6 +31,8 @@ from placer.graph.plain_tensors import PlainTensors
 from placer.graph.structure import flatten, flatten_inputs
 from placer.graph.surroundings import capture_device, example, traceable
 from placer.graph.tracing import custom_functions
+from placer.graph.weights import refuse_weights
+from placer.objects import own
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -55,6 +56,7 @@ def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """
     try:
         refuse_hooks(model)
+        refuse_weights(model)
         if any(child._compiled_call_impl is not None or hasattr(child, "_orig_mod") for child in model.modules()):
             return None
         with put_back(model) as left, chance.given_back() as drawn:

@@ -9,7 +9,7 @@ Profiler and executor both stand on it: a layer is a function of a device, its s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from placer import devices
 from placer.graph.structure import Structure
+from placer.objects import fields
 
 LayerFunction = Callable[[torch.device, Sequence[Tensor], Sequence[Any]], tuple[Any, ...]]
 """``function(device, state, reads) -> writes``; differentiable, no moves between devices inside."""
@@ -145,9 +146,21 @@ class LayerGraph:
         return readers
 
 
-def tensor_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements (of its storage where it is not a view); of a sparse one of those it has."""
-    return sum(part.numel() * part.element_size() for part in devices.parts(tensor))
+def tensor_bytes(tensor: Tensor, counted: set[Any] | None = None) -> int:
+    """Return the bytes that are stored for a tensor: those of what it wraps and of what is attached to it included.
+
+    Args:
+        tensor: any tensor.
+        counted: the memory that was counted before, which is not counted again; what is counted now is added.
+    """
+    counted = set() if counted is None else counted
+    total = 0
+    for part in devices.parts(tensor):
+        key = devices.memory_key(part)
+        if key not in counted:
+            counted.add(key)
+            total += part.numel() * part.element_size()
+    return total
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -155,3 +168,36 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = dict(module.named_parameters())
     state.update(module.named_buffers())
     return state
+
+
+def attached_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors in objects and dicts that modules have as attributes, by name.
+
+    Libraries keep the state of quantised weights there. Tensors that are attributes themselves, or items of a list, are
+    constants of a graph; those in attributes of parameters belong to these.
+    """
+    return {
+        ".".join(filter(None, (path, attribute, inside))): tensor
+        for path, _, attribute, value in attachments(module)
+        for inside, tensor in devices.named_tensors(value)
+    }
+
+
+def attachments(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield the objects and dicts with tensors in them that modules have as attributes.
+
+    Yields:
+        The path of a module, the module, the name of the attribute, and its value.
+    """
+    known: dict[int, bool] = {}  # modules often share an object, such as a configuration
+    for path, child in module.named_modules():
+        for name, value in child.__dict__.items():
+            if name in _OF_EVERY_MODULE or not (type(value) is dict or fields(value)):
+                continue
+            if id(value) not in known:
+                known[id(value)] = devices.holds_tensors(value)
+            if known[id(value)]:
+                yield path, child, name, value
+
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)

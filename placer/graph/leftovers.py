@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer.errors import CaptureError
-from placer.graph.attributes import is_torchs, objects_of, own
+from placer.graph.attributes import objects_of
 from placer.graph.structure import flatten
 from placer.graph.variables import Variables
 from placer.graph.variables import put_back as put_back_variables
+from placer.objects import is_torchs, own
 
 
 class KeptError(CaptureError):

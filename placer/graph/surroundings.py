@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,9 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
                 if tensor is None or tensor.device == device:
                     continue
                 if id(tensor) not in twins:
-                    twin = torch.empty_like(tensor, device=device) if device.type == "cpu" else _bare(tensor, device)
+                    twin_of = partial(torch.empty_like if device.type == "cpu" else _bare, device=device)
+                    # Of a sparse tensor, one without elements is enough.
+                    twin = devices.rebuilt(tensor, twin_of) if tensor.layout == torch.strided else twin_of(tensor)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
                 undo.append((table, name, tensor))

@@ -24,13 +24,13 @@ from placer.graph import arguments
 from placer.graph import granularity as granularities
 from placer.graph.alignment import Alignment
 from placer.graph.alone import alone
-from placer.graph.attributes import is_torchs
 from placer.graph.granularity import Granularity, Opened
-from placer.graph.layers import Layer, LayerGraph, Value, named_state, tensor_bytes
+from placer.graph.layers import Layer, LayerGraph, Value, attached_state, attachments, named_state, tensor_bytes
 from placer.graph.leftovers import put_back
 from placer.graph.packed import LengthsOnHost
 from placer.graph.structure import CONSTANTS, Structure, flatten, flatten_inputs
 from placer.graph.undisturbed import undisturbed
+from placer.objects import fields, is_torchs
 from placer.schema.base import WHOLE
 
 
@@ -172,7 +172,8 @@ class _Watch:
     def __init__(self, model: nn.Module, opened: Opened) -> None:
         self._model = model
         self._opened = opened
-        self._state = named_state(model)
+        self._attached = attached_state(model)
+        self._state = named_state(model) | self._attached
         self._constants: dict[str, Tensor] = {}
         self._drafts: list[_Draft] = []
         self._values: dict[str, Value] = {}
@@ -275,7 +276,9 @@ class _Watch:
             outputs=outputs,
             colocated=tuple(
                 dict.fromkeys(
-                    tuple(names) for state, names in sharing.items() if len(names) > 1 and state not in self._constants
+                    tuple(names)
+                    for state, names in sharing.items()
+                    if len(names) > 1 and state not in self._constants and state not in self._attached
                 )
             ),
             state=self._state | self._constants,
@@ -292,10 +295,10 @@ class _Watch:
     def _layers(self) -> list[Layer]:
         covered: set[str] = set()
         own: list[list[str]] = []
-        first_name = {id(tensor): name for name, tensor in self._state.items()}
+        first_name = {id(tensor): name for name, tensor in reversed([*self._state.items()])}
         for draft in self._drafts:
-            inner = [*draft.module.named_parameters(), *draft.module.named_buffers()]
-            own.append([first_name[id(tensor)] for _, tensor in inner])
+            inner = named_state(draft.module) | attached_state(draft.module)
+            own.append([first_name[id(tensor)] for tensor in inner.values()])
             covered.update(own[-1])
         loose = [name for name in self._state if name not in covered]  # used by functional operations alone
         return [
@@ -351,7 +354,8 @@ def _function(
     draft: _Draft, names: list[str], constants: list[str], reads: list[str]
 ) -> Callable[..., tuple[Any, ...]]:
     unchanged = nullcontext if _runs_torchs_code_alone(draft.module) else put_back
-    relative = [name for name, _ in (*draft.module.named_parameters(), *draft.module.named_buffers())]
+    relative = [*named_state(draft.module)]
+    objects = _Objects(draft.module)
     extras = tuple(draft.extras.values())
 
     def run(device: torch.device, state: Sequence[Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
@@ -360,11 +364,68 @@ def _function(
         args, kwargs = draft.inputs.unflatten([env[name] for name in draft.reads])
         if draft.given_objects:
             args, kwargs = _apart((args, kwargs), draft.module)
-        given = dict(zip(relative, state[: len(names)], strict=True))
+        given = dict(zip(relative, state[: len(relative)], strict=True))
         has_lengths = any(isinstance(value, Tensor) and value.dtype == torch.int64 for value in values)
-        with unchanged(draft.module), LengthsOnHost() if has_lengths else nullcontext():
+        attached = objects.hold(state, state[len(relative) : len(names)])
+        with unchanged(draft.module), attached, LengthsOnHost() if has_lengths else nullcontext():
             result = torch.func.functional_call(draft.module, given, args, kwargs)
         made = [devices.copy(item, device) if isinstance(item, Tensor) else item for item in extras]
         return (*flatten(result)[0], *made)
 
     return run
+
+
+class _Objects:
+    """The objects in which the modules of a layer keep state; a layer that is measured has objects of its own.
+
+    Some libraries move state from a weight into such an object in the first call. So what belongs to one weight stays
+    together for as long as that weight lives.
+
+    Args:
+        module: of the layer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors = [*attached_state(module).values()]
+        self._all = [(child, name, value) for _, child, name, value in attachments(module)]
+        known = {(id(child), name) for child, name, _ in self._all}
+        for child in module.modules():
+            if any(map(_has_state_of_its_own, child._parameters.values())):
+                named = [(name, value) for name, value in vars(child).items() if fields(value)]
+                self._all += [(child, name, value) for name, value in named if (id(child), name) not in known]
+        self._made = WeakIdKeyDictionary()
+
+    @contextmanager
+    def hold(self, state: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the modules have other objects like theirs, with other tensors.
+
+        Args:
+            state: of the layer.
+            tensors: one for each of ``attached_state(module)``, in the same order.
+        """
+        if not self._all:
+            yield
+            return
+        made: list[Any] | None = self._made.get(state[0])  # type: ignore[no-untyped-call]
+        if made is None:
+            made = self._made[state[0]] = self._like_theirs(tensors)
+        try:
+            for (child, name, _), value in zip(self._all, made, strict=True):
+                vars(child)[name] = value
+            yield
+        finally:
+            for child, name, value in self._all:
+                vars(child)[name] = value
+
+    def _like_theirs(self, tensors: Sequence[Tensor]) -> list[Any]:
+        others = {id(was): tensor for was, tensor in zip(self._tensors, tensors, strict=True)}
+        made: dict[int, Any] = {}
+        for _, _, value in self._all:
+            if id(value) not in made:
+                made[id(value)] = copy.copy(devices.with_tensors(value, others))
+        return [made[id(value)] for _, _, value in self._all]
+
+
+def _has_state_of_its_own(parameter: Tensor | None) -> bool:
+    """Whether a parameter is more than its numbers."""
+    return parameter is not None and not (devices.is_block(parameter) and not devices.attached(parameter))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _REENTRANT = "a reentrant checkpoint (CheckpointFunction; one with use_reentrant=False is captured)"
 
@@ -29,20 +30,42 @@ class GradientMode(TorchFunctionMode):
 
     Attributes:
         custom: what was found, in words.
+        enabled: whether the code that was seen left gradients on.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.custom: set[str] = set()
-        self._enabled = torch.is_grad_enabled()
+        self.enabled = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ON_GRADIENTS:
             self.custom.add(_ON_GRADIENTS[func])
         elif func is torch._C._set_grad_enabled:
-            self._enabled = bool(args[0])
-        elif self._enabled and not torch.is_grad_enabled():
+            self.enabled = bool(args[0])
+        elif self.enabled and not torch.is_grad_enabled():
             self.custom.add("custom autograd function (or a reentrant checkpoint)")
+        return func(*args, **(kwargs or {}))
+
+
+class HiddenGradientMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes that the class of a weight turns gradients off inside the operations that it defines.
+
+    Inside the ``__torch_function__`` of a class neither torch.export nor ``GradientMode`` sees ``torch.no_grad()``. So
+    a graph has the operations without it, and would let a gradient flow back that the model stops.
+
+    Args:
+        seen: knows what both of them see.
+        hidden: the rest is added to it, in words.
+    """
+
+    def __init__(self, seen: GradientMode, hidden: set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen, self._hidden = seen, hidden
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._seen.enabled and not torch.is_grad_enabled():
+            self._hidden.add("torch.no_grad() inside the class of a weight")
         return func(*args, **(kwargs or {}))
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from placer import devices
 from placer.graph import chance
 from placer.graph.leftovers import put_back
 from placer.graph.undone import written_back
@@ -20,7 +21,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model that runs inside.
     """
-    kept = {buffer: buffer.clone() for buffer in model.buffers()}
+    kept = {part: part.clone() for buffer in model.buffers() for part in devices.own_parts(buffer)}
     places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
     with put_back(model) as left, chance.given_back(), torch.random.fork_rng(sorted(places)):
         try:

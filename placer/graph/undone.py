@@ -1,8 +1,12 @@
-"""Tensors that forward itself writes to, such as a teacher that follows a student: a look gives their values back."""
+"""Tensors that forward itself changes: they are given back what they had after the model ran for a look.
+
+A teacher that follows a student is written to. A library replaces the data of a quantised weight by the layout that its
+kernels want, and what is attached to the weight with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,20 +15,65 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from placer import devices
+
+_NONE = object()
 _OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 _OF_ITSELF = {"requires_grad_", "detach_"}
 
 
 @contextmanager
-def written_back(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Give these tensors back the values that they had. A tensor is copied only if a function inside writes to it."""
+def written_back(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Give these tensors back the values that functions inside write to, and the data and attributes that they replace.
+
+    A tensor is copied only if a function writes to it.
+    """
+    replaced = [_Held(tensor) for tensor in tensors]
     writes = _Writes(tensors)
     try:
         with writes:
             yield
     finally:
+        for held in replaced:
+            held.put_back()
         for tensor, value in writes.before.values():
             tensor.data.copy_(value)
+
+
+class _Held:
+    """What a tensor had: its data, and what its attributes and the objects among them held."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        # A wrapper has no data of its own: what it wraps is in its attributes.
+        self._data = tensor.detach() if devices.has_own_memory(tensor) else None
+        self._contents: dict[int, tuple[Any, dict[Any, Any]]] = {}
+        self._note(vars(tensor))
+
+    def _note(self, holder: Any, depth: int = 0) -> None:
+        inside = devices.contents(holder)
+        if not inside or id(holder) in self._contents or depth == devices.MAX_DEPTH:
+            return
+        if not isinstance(holder, tuple):
+            self._contents[id(holder)] = holder, inside
+        for item in inside.values():
+            self._note(item, depth + 1)
+
+    def put_back(self) -> None:
+        """Give the tensor back what it had."""
+        for holder, inside in self._contents.values():
+            if isinstance(holder, list):
+                holder[:] = inside.values()
+                continue
+            now = devices.contents(holder)
+            for key, item in inside.items():
+                if now.get(key, _NONE) is not item:
+                    devices.put(holder, key, item)
+            fields = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+            for key in (now.keys() - inside.keys()) & fields.keys():
+                del fields[key]
+        if self._data is not None and devices.memory_key(self._tensor) != devices.memory_key(self._data):
+            self._tensor.data = self._data
 
 
 class _Writes(TorchFunctionMode):

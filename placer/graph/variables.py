@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from placer.graph.attributes import is_object, is_torchs
 from placer.graph.structure import flatten
+from placer.objects import is_object, is_torchs
 
 _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 _FILLED = (list, dict, OrderedDict, set, deque)

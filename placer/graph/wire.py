@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, fx, nn
 
+from placer import devices
 from placer.errors import CaptureError
 from placer.graph import autocast
 from placer.graph.layers import Layer, LayerGraph, Value
@@ -77,6 +78,12 @@ def _used(graph: LayerGraph) -> Mapping[str, Tensor]:
 
 
 def _state(name: str, tensor: Tensor, graph: LayerGraph) -> GraphState:
+    if not devices.is_block(tensor):
+        what = f"a {type(tensor).__name__}" if tensor.layout == torch.strided else f"of layout {tensor.layout}"
+        raise CaptureError(
+            f"{name!r} is {what}, and a graph that is sent has plain tensors only; profile the model on the machine "
+            "with the devices"
+        )
     kind = "constant" if name in graph.constants else "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     return GraphState(
         name=name,

@@ -55,8 +55,11 @@ def measure_halves(trial: Trial) -> Halves:
     """Run the layer forwards and, in halves, backwards, and account for the memory of both.
 
     Args:
-        trial: the layer; it must have run both ways before.
+        trial: the layer; it must have run both ways before. If a trained parameter is sparse or a wrapper, its backward
+            pass is not split.
     """
+    if not all(map(devices.is_block, trial.parameters)):
+        return Halves()
     try:
         return _measured(trial, again=True)
     except torch.OutOfMemoryError:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from placer.graph.layers import LayerGraph, tensor_bytes
@@ -17,6 +19,7 @@ __all__ = ["owned_shares", "state_bytes", "ties"]
 def state_bytes(graph: LayerGraph, training: bool, optimizer: OptimizerState) -> dict[str, dict[str, int]]:
     """The bytes of each layer's state by kind; what several layers share counts in the first of them."""
     counted: set[int] = set()
+    memory: set[Any] = set()
     held = {}
     for layer in graph.layers:
         own = [graph.state[name] for name in layer.state if id(graph.state[name]) not in counted]
@@ -24,10 +27,10 @@ def state_bytes(graph: LayerGraph, training: bool, optimizer: OptimizerState) ->
         parameters = [tensor for tensor in own if isinstance(tensor, nn.Parameter)]
         trained = [tensor for tensor in parameters if training and tensor.requires_grad]
         held[layer.name] = {
-            "param_bytes": _total(parameters),
-            "grad_bytes": _total(trained),
+            "param_bytes": sum(tensor_bytes(tensor, memory) for tensor in parameters),
+            "grad_bytes": sum(map(_gradient_bytes, trained)),
             "optimizer_bytes": sum(optimizer.bytes(tensor) for tensor in trained),
-            "buffer_bytes": _total([tensor for tensor in own if not isinstance(tensor, nn.Parameter)]),
+            "buffer_bytes": sum(tensor_bytes(tensor, memory) for tensor in own if not isinstance(tensor, nn.Parameter)),
         }
     return held
 
@@ -64,6 +67,12 @@ def ties(graph: LayerGraph, training: bool) -> list[TiedParameters]:
         TiedParameters(layers=names, gradient_bytes=gradients[names], param_bytes=size)
         for names, size in params.items()
     ]
+
+
+def _gradient_bytes(parameter: Tensor) -> int:
+    """The bytes of a parameter's gradient: a gradient of a wrapper is one block of numbers, whatever that wraps."""
+    is_sparse = parameter.layout != torch.strided
+    return tensor_bytes(parameter) if is_sparse else parameter.numel() * parameter.element_size()
 
 
 def _total(tensors: Sequence[Tensor]) -> int:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.devices.parts import has_own_memory
 from placer.profiler.side_by_side import measure_share
 from placer.profiler.trial import Trial
 
@@ -139,7 +140,7 @@ def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int
 
 def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
     """What leaves in the device's cache no more than a neighbour would: what it just made, and what it read for it."""
-    tensors = [tensor for tensor in neighbours if isinstance(tensor, Tensor) and tensor.layout == torch.strided]
+    tensors = [tensor for tensor in neighbours if isinstance(tensor, Tensor) and has_own_memory(tensor)]
     written = [tensor.data for tensor in tensors if not (tensor.is_floating_point() and tensor.itemsize == 1)]
     pairs = [(tensor, _beside(cache, tensor)) for tensor in written]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,7 +159,9 @@ class Trial:
         for leaf in self._leaves:
             leaf.grad = None
         for parameter in self.parameters if present else ():
-            parameter.grad = torch.zeros_like(parameter)
+            # Of a wrapper its class decides what a gradient is.
+            is_wrapper = parameter.layout == torch.strided and not devices.has_own_memory(parameter)
+            parameter.grad = None if is_wrapper else torch.zeros_like(parameter)
 
     def _ends(self) -> list[Tensor]:
         """The writes that gradients come back to."""
@@ -173,11 +176,16 @@ class Trial:
 
 
 def bring_state(layer: Layer, state: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of a layer's parameters and buffers on the device; random ones for those on ``meta``."""
+    """Return copies of a layer's parameters and buffers on a device; those on ``meta`` get random numbers there."""
+    known = devices.Known()
     brought = []
     for name in layer.state:
         tensor = state[name]
-        copied = _random_state(tensor, device) if tensor.is_meta else devices.copy(tensor, device)
+        if tensor.is_meta:
+            made = partial(_random_state, device=device, is_parameter=isinstance(tensor, nn.Parameter))
+            copied = devices.rebuilt(tensor, made)
+        else:
+            copied = devices.copy(tensor, device, known)
         brought.append(copied.requires_grad_(tensor.requires_grad))
     return brought
 
@@ -195,12 +203,12 @@ def bring_input(value: Any, device: torch.device) -> Any:
     return torch.empty_like(value, device=device).copy_(torch.randn(value.shape, device=device))
 
 
-def _random_state(tensor: Tensor, device: torch.device) -> Tensor:
+def _random_state(tensor: Tensor, device: torch.device, is_parameter: bool) -> Tensor:
     """Small random numbers: of both signs for parameters, positive for buffers, which may be variances."""
     made = torch.empty_like(tensor, device=device)
     if not _differentiable(tensor):
         return made.zero_()
-    low = -0.02 if isinstance(tensor, nn.Parameter) else 0.01
+    low = -0.02 if is_parameter else 0.01
     return made.copy_(torch.empty(tensor.shape, device=device).uniform_(low, 0.02))
 
 

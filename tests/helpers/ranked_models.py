@@ -13,6 +13,7 @@ from model_list import torchvision_models
 from small_models import Skips, TiedTokens, tokens_loss
 from torch import Tensor, nn
 from torch.nn import functional
+from weight_kinds import WIDTH, Scaled
 
 from placer.zoo import gpt, resnet18, unet
 
@@ -253,3 +254,23 @@ class _Auxiliary(nn.Module):
 def _auxiliary_loss(output: Any, target: Tensor) -> Tensor:
     result, aside = output
     return functional.mse_loss(result, target) + aside.pow(2).mean()
+
+
+class _SharedWrapper(nn.Module):
+    """Layers of which the first and the last have one frozen weight of whole numbers and scales, and a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.own, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(4))
+        for layer in (self.first, self.own):
+            layer.weight = nn.Parameter(Scaled.of(layer.weight.detach()), requires_grad=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.own(self.middle(self.first(x).relu()).relu()).relu())
+        return result
+
+
+def quantised() -> Case:
+    inputs, target = torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double()
+    return _SharedWrapper(), inputs, target, functional.mse_loss

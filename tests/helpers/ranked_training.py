@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ranked import Make, built, gradients, micro_batches, unsplit_pass
 from refused import told
 from torch import Tensor, nn
+from weight_kinds import Scaled
 
 from placer import DataFlow, distributed
 from placer.distributed import Pipeline
@@ -373,3 +374,18 @@ def of_wrapped_flow(make: Make) -> tuple[str, dict[str, Tensor]]:
     refusal = told(lambda: flow.train_step(loss_fn))
     loss_fn(wrapped(mine[0]), mine[1]).backward()
     return refusal, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def gathered_and_loaded(make: Make, places: Mapping[str, str], path: str) -> Any:
+    """The whole model's state as gathered in the first process, and after a checkpoint was written and read."""
+    pipeline, *_ = built(make, places, 2, None)
+    found = [pipeline.full_state_dict()]
+    pipeline.save(path)
+    with torch.no_grad():
+        for parameter in pipeline.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    with torch.serialization.safe_globals([Scaled]):  # torch asks for it, as with any class in a file
+        pipeline.load(path)
+    found.append(pipeline.full_state_dict())
+    return found

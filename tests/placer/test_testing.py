@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from weight_kinds import Scaled
 
+from placer import devices
 from placer.errors import InputError
 from placer.testing import MixedDevicesError, _tensors, logical_devices
 
@@ -260,3 +262,22 @@ def test_tensors_without_data_say_so_and_are_not_moved() -> None:
         with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
             layer.to("cpu:1")
         assert layer.to_empty(device="cpu:1").weight.device == torch.device("cpu:1")
+
+
+def test_an_inner_tensor_of_a_wrapper_that_was_left_behind_is_seen() -> None:
+    """The wrapper itself has no storage; what it wraps meets in operations that its class calls."""
+    whole = Scaled.of(torch.randn(4, 4))
+    with logical_devices(2):
+        weight: Any = devices.copy(whole, ONE)
+        assert (weight @ _on(ONE, 4)).device == weight.device == ONE
+        weight.scale = weight.scale.to(ZERO)
+        with pytest.raises(MixedDevicesError, match="aten::mul met tensors on two devices"):
+            weight @ _on(ONE, 4)
+
+
+def test_a_wrapper_is_copied_to_a_device_with_what_it_wraps() -> None:
+    with logical_devices(2):
+        moved: Any = Scaled.of(torch.randn(4, 4)).to(ONE)
+        assert type(moved) is Scaled
+        assert moved.numbers.device == moved.scale.device == moved.device == ONE
+        assert (moved @ _on(ONE, 4)).cpu().device == torch.device("cpu")

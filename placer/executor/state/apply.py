@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from placer import devices
 from placer.errors import PlacementError
 from placer.executor.faults import clear_frames
-from placer.graph.layers import LayerGraph, named_state
+from placer.graph.layers import LayerGraph, attached_state, attachments, named_state, tensor_bytes
 from placer.units import bytes_text
 
 
@@ -21,7 +21,8 @@ class Home:
     """Where a model's state was, and which of it required a gradient, before anything was moved."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = {name: devices.location(tensor) for name, tensor in named_state(module).items()}
+        state = named_state(module) | attached_state(module)
+        self._places = {name: devices.location(tensor) for name, tensor in state.items()}
         for name, place in list(self._places.items()):
             for around in _surroundings(name):
                 self._places.setdefault(around, place)
@@ -56,7 +57,7 @@ class Whereabouts:
     def __init__(self, module: nn.Module, optimizers: Collection[torch.optim.Optimizer] = ()) -> None:
         self._module = module
         self._optimizers = list(optimizers)
-        self._places = [(tensor, devices.location(tensor)) for tensor in named_state(module).values()]
+        self._places = [(value, _location(value)) for own in _by_module(module).values() for _, value in own]
         self._of_optimizers = [
             (state, {name: devices.location(value) for name, value in state.items() if isinstance(value, Tensor)})
             for optimizer in self._optimizers
@@ -65,9 +66,9 @@ class Whereabouts:
 
     def restore(self) -> None:
         """Move back what has moved since."""
-        moved = [(tensor, place) for tensor, place in self._places if not _is_at(tensor, place)]
-        for tensor, place in reversed(moved):  # the device that was filled last is emptied first
-            relocate(tensor, place, self._optimizers)
+        moved = [(value, place) for value, place in self._places if not devices.same(_location(value), place)]
+        for value, place in reversed(moved):  # the device that was filled last is emptied first
+            _move(value, place, self._optimizers)
         for state, places in self._of_optimizers:
             state.update(
                 {name: devices.copy(state[name], at) for name, at in places.items() if not _is_at(state[name], at)}
@@ -83,6 +84,9 @@ def move_state(
 ) -> None:
     """Move parameters, gradients, buffers and optimizer state; all of them or, after an error, none.
 
+    What parameters wrap and what is attached to them moves along, and so do tensors in objects that modules have,
+    unless modules on several devices share the object: what it holds is copied where it is used.
+
     Args:
         module: whose state is moved.
         place_of: name of a parameter or buffer -> its device; None to leave it where it is.
@@ -94,12 +98,14 @@ def move_state(
     before = Whereabouts(module, optimizers)
     try:
         has_moved = False
-        for name, tensor in named_state(module).items():
-            target = place_of(name)
-            if target is not None and not _is_at(tensor, target):
-                _refuse_without_data(name, tensor)
-                _relocate_named(name, tensor, target, optimizers)
-                has_moved = True
+        shared = _shared_by_devices(module, place_of)
+        for own in _by_module(module).values():
+            known = devices.Known()  # for one module: the memory that it is for lives until the module has moved
+            for name, value in own:
+                target = place_of(name)
+                if target is not None and not _is_at(value, target) and id(value) not in shared:
+                    _move_named(name, value, target, optimizers, known)
+                    has_moved = True
         if has_moved:
             _compact_rnn_weights(module)
     except BaseException:
@@ -107,19 +113,56 @@ def move_state(
         raise
 
 
-def _relocate_named(
-    name: str, tensor: Tensor, target: torch.device, optimizers: Collection[torch.optim.Optimizer]
+def _by_module(module: nn.Module) -> dict[str, list[tuple[str, Any]]]:
+    """By the path of each module its parameters and buffers, and its objects with tensors in them, with their names."""
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for name, tensor in named_state(module).items():
+        found.setdefault(name.rpartition(".")[0], []).append((name, tensor))
+    for path, _, attribute, value in attachments(module):
+        found.setdefault(path, []).append((f"{path}.{attribute}".lstrip("."), value))
+    return found
+
+
+def _shared_by_devices(module: nn.Module, place_of: Callable[[str], torch.device | None]) -> set[int]:
+    """The ``id`` of each object with tensors in it that modules on several devices have."""
+    users: dict[int, set[torch.device | None]] = {}
+    for path, _, attribute, value in attachments(module):
+        users.setdefault(id(value), set()).add(place_of(f"{path}.{attribute}".lstrip(".")))
+    return {key for key, places in users.items() if len(places) > 1}
+
+
+def _move_named(
+    name: str,
+    value: Any,
+    target: torch.device,
+    optimizers: Collection[torch.optim.Optimizer],
+    known: devices.Known,
 ) -> None:
-    """Move one tensor; where its device is full, raise an error that names both."""
+    """Move a tensor, or what an object holds; where the device is full, raise an error that names both."""
+    if isinstance(value, Tensor):
+        _refuse_without_data(name, value)
     try:
-        relocate(tensor, target, optimizers)
+        _move(value, target, optimizers, known)
     except torch.OutOfMemoryError as error:
         clear_frames(error)  # they hold the copies for which there was room
-        size = bytes_text(tensor.numel() * tensor.element_size())
+        size = bytes_text(sum(map(tensor_bytes, _tensors(value))))
         raise PlacementError(
             f"no room on {target} for {name!r} ({size}); the model was put back. "
             "Place fewer layers there, or give the placement a lower memory limit for it"
         ) from error
+
+
+def _move(
+    value: Any,
+    target: torch.device,
+    optimizers: Collection[torch.optim.Optimizer],
+    known: devices.Known | None = None,
+) -> None:
+    if isinstance(value, Tensor):
+        relocate(value, target, optimizers, known)
+        return
+    with torch.inference_mode(False):
+        devices.take_over_object(value, devices.copied_object(value, target, known))
 
 
 def settle(
@@ -141,19 +184,30 @@ def settle(
             if name in settled or name in graph.constants:
                 continue
             settled.add(name)
-            if not devices.same(devices.location(graph.state[name]), place):
+            if not _is_at(graph.state[name], place):
                 relocate(graph.state[name], place, optimizers)
 
 
 @torch.inference_mode(False)  # inside it, what is made could not be trained later
-def relocate(tensor: Tensor, target: torch.device, optimizers: Collection[torch.optim.Optimizer] = ()) -> None:
+def relocate(
+    tensor: Tensor,
+    target: torch.device,
+    optimizers: Collection[torch.optim.Optimizer] = (),
+    known: devices.Known | None = None,
+) -> None:
     """Move one tensor's data, its gradient and the optimizers' state for it; the object stays the same.
 
     After an error all of them are as before.
+
+    Args:
+        tensor: a parameter or buffer; what it wraps and what is attached to it moves along.
+        target: where to.
+        optimizers: those that may hold state for it.
+        known: copies made before; what shares memory with the tensor does so afterwards, too.
     """
     gradient = tensor.grad if tensor.is_leaf else None
     moved = _Contents(
-        devices.copy(tensor, target),
+        devices.copy(tensor, target, known),
         None if gradient is None else devices.copy(gradient, target),
         [
             (each.state[tensor], _moved_optimizer_state(tensor, target, each))
@@ -161,12 +215,17 @@ def relocate(tensor: Tensor, target: torch.device, optimizers: Collection[torch.
             if tensor in each.state
         ],
     )
-    before = _Contents(tensor.data, gradient, [(state, dict(state)) for state, _ in moved.states])
+    data = tensor.data if devices.is_plain(tensor) else devices.rebuilt(tensor, _same)
+    before = _Contents(data, gradient, [(state, dict(state)) for state, _ in moved.states])
     try:
         moved.fill(tensor)
     except BaseException:
         before.fill(tensor)
         raise
+
+
+def _same(part: Tensor) -> Tensor:
+    return part
 
 
 @dataclass(frozen=True)
@@ -181,7 +240,7 @@ class _Contents:
         """Let the tensor hold all of this."""
         if tensor.is_leaf:
             tensor.grad = None  # one on another device than the data is refused
-        tensor.data = self.data
+        devices.take_over(tensor, self.data)
         if self.gradient is not None:
             tensor.grad = self.gradient
         for state, contents in self.states:
@@ -212,8 +271,17 @@ def _moved_optimizer_state(tensor: Tensor, target: torch.device, optimizer: torc
     }
 
 
-def _is_at(tensor: Tensor, place: torch.device) -> bool:
-    return devices.same(devices.location(tensor), place)
+def _is_at(value: Any, place: torch.device) -> bool:
+    return all(devices.is_at(tensor, place) for tensor in _tensors(value))
+
+
+def _location(value: Any) -> torch.device:
+    return devices.location(_tensors(value)[-1])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """A tensor, or the tensors in an object."""
+    return [value] if isinstance(value, Tensor) else [tensor for _, tensor in devices.named_tensors(value)]
 
 
 def _refuse_without_data(name: str, tensor: Tensor) -> None:

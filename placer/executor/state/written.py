@@ -35,11 +35,12 @@ def writes(tensors: Sequence[Tensor]) -> list[int]:
     """What is another list once a tensor was written to, in an optimizer's step or otherwise, or has other storage."""
     own = {id(tensor) for tensor in tensors}
     step = max((step for optimizer, step in _latest.items() if _holds(optimizer, own)), default=0)
+    inside = devices.unwrapped_all(tensors)
     try:
-        versions = [*map(_VERSION, tensors)]
+        versions = [*map(_VERSION, inside)]
     except RuntimeError:  # torch does not count the writes to tensors that were made in inference mode
-        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-    return [step, *versions, *devices.addresses(tensors)]
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in inside]
+    return [step, *versions, *devices.addresses(inside)]
 
 
 def _holds(optimizer: Optimizer, own: set[int]) -> bool:

@@ -126,8 +126,9 @@ class Pipelines:
 
         So they do where there is no capture; where a layer reads a number that another took from a tensor: passes are
         prepared once, and would keep the number that they were prepared with; where a segment uses what another one
-        changes; where parameters have hooks, which passes over aliases of them would not run; where the loss reads
-        some by itself, whose gradients such passes would not find; and where a list has samples for items.
+        changes; where a trained parameter is sparse or a wrapper of other tensors; where parameters have hooks, which
+        passes over aliases of them would not run; where the loss reads some by itself, whose gradients such passes
+        would not find; and where a list has samples for items.
 
         Args:
             batch: what is to be trained on, or one like it.
@@ -156,7 +157,7 @@ class Pipelines:
             return None if _hooked(known.weights) or _penalised(known) else known
         self._made.keep_only(lambda other: other != key and flow.holds(other[0]))
         graph, places = flow.layers(capture)
-        if graph.passes_numbers_on or _hooked(Weights.of(graph)):
+        if graph.passes_numbers_on or _hooked(Weights.of(graph)) or _has_unusual_gradients(graph):
             return None
         if len(sizes) > 1 and _in_turn(graph, places, flow.deferred_batch_norm):
             return None
@@ -223,6 +224,16 @@ def _hooked(weights: Weights) -> bool:
     """Whether the user has hooks on a parameter; says so."""
     name = weights.hooked()
     return name is not None and tell_in_turn(f"parameter {name!r} has hooks, which a pipeline would not run")
+
+
+def _has_unusual_gradients(graph: LayerGraph) -> bool:
+    """Whether a trained parameter is sparse or wraps other tensors; says so.
+
+    Passes add to a gradient that is one block of numbers. Of these parameters their class decides what a gradient is.
+    """
+    used = (name for layer in graph.layers for name in layer.state)
+    name = next((name for name in used if (it := graph.state[name]).requires_grad and not devices.is_block(it)), None)
+    return name is not None and tell_in_turn(f"parameter {name!r} is trained and not a plain tensor")
 
 
 def _penalised(pipeline: TrainingPipeline) -> bool:

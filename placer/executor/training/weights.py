@@ -133,7 +133,7 @@ class Weights:
     def stale(self) -> bool:
         """Whether a parameter's data is another tensor now than when its alias was made, or it is frozen or thawed."""
         used, required, own, pointers = self._as_made
-        return [*map(_REQUIRES_GRAD, used)] != required or [*map(Tensor.data_ptr, own)] != pointers
+        return [*map(_REQUIRES_GRAD, used)] != required or devices.addresses(own) != pointers
 
     def hooked(self) -> str | None:
         """The name of a parameter on which the user has hooks, which run when its gradient is made; None if of none."""
@@ -149,7 +149,7 @@ class Weights:
             used,
             [alias.requires_grad for alias in self.aliases.values()],
             [parameter for parameter, _ in self._own],
-            [alias.data_ptr() for _, alias in self._own],
+            devices.addresses([alias for _, alias in self._own]),
         )
 
     @cached_property

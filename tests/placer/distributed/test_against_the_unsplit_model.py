@@ -12,6 +12,7 @@ import torch
 from rank_pool import RankPool
 from ranked import joined, split_step, split_step_held_to_its_layout, unsplit_pass, unsplit_step
 
+from placer import devices
 from placer.graph.capture import capture
 
 EXACT = 1e-10
@@ -253,3 +254,21 @@ def test_evaluation_on_a_map_of_its_own_has_the_weights_as_they_are_trained(
 def test_a_buffer_that_training_changes_elsewhere_is_refused(ranks: RankPool) -> None:
     told = ranks.run(training.trained_elsewhere, models.auxiliary, _TRAINED, _TRAINED | {"norm": "cpu:1"})
     assert "'norm.running_mean' changes while the model runs, and belongs to process 0 since an earlier" in str(told[0])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_weights_that_wrap_others_train_where_processes_share_them(ranks: RankPool, schedule: str) -> None:
+    check(ranks, models.quantised, spread(models.quantised), 4, schedule, batches=2)
+
+
+def test_weights_that_wrap_others_are_gathered_and_written_as_what_they_are(ranks: RankPool, tmp_path: Any) -> None:
+    places = spread(models.quantised)
+    gathered, again = ranks.run(training.gathered_and_loaded, models.quantised, places, str(tmp_path))[0]
+    torch.manual_seed(0)
+    expected = models.quantised()[0].state_dict()
+    for found in (gathered, again):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert type(found[name]) is type(tensor), name
+            parts = zip(devices.parts(found[name]), devices.parts(tensor), strict=True)
+            assert all(torch.equal(one, other) for one, other in parts), name

@@ -1,0 +1,53 @@
+"""Python objects of classes that users and libraries define: which ones count, and what they hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
+
+
+def is_object(value: Any) -> bool:
+    """Return whether a value is an instance of a user's or a library's class, such as a configuration."""
+    return _has_own_class(value) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def is_torchs(cls: type) -> bool:
+    """Return whether a class is torch's own."""
+    return cls is object or cls.__module__.split(".")[0] == "torch"
+
+
+def own(holder: Any) -> dict[str, Any]:
+    """Return the instance attributes of an object, although its class may define another way to look them up."""
+    kind = type(holder)
+    is_usual = issubclass(kind, nn.Module) or getattr(kind, "__getattribute__", None) is object.__getattribute__
+    # The compiler of a branch of torch.cond can follow the usual way only.
+    found: dict[str, Any] = holder.__dict__ if is_usual else object.__getattribute__(holder, "__dict__")
+    return found
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """Return the fields of an object by name, those in ``__slots__`` too; {} if no user's class defines it."""
+    if not _has_own_class(value):
+        return {}
+    found = dict(own(value)) if isinstance(getattr(value, "__dict__", None), dict) else {}
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+def _has_own_class(value: Any) -> bool:
+    if isinstance(value, (*_PLAIN, nn.Module, type, Enum)) or callable(value):
+        return False
+    kind = type(value)
+    is_theirs = not is_torchs(kind) and kind.__module__.split(".")[0] not in sys.stdlib_module_names
+    return is_theirs or isinstance(value, argparse.Namespace | types.SimpleNamespace)
