@@ -34,17 +34,17 @@ room, the smaller the bubble::
                     stage 1   . 0 1 . . a a 2 b b 3 c c . d d . .
                     stage 2   . . 0 a a 1 b b 2 c c 3 d d . . . .
 
-What a stage keeps of each micro-batch that it holds, and once for all of them::
+What a stage keeps of each micro-batch that it holds, and once for several or all of them::
 
-    fill-drain, 1f1b    each: activations, inputs and results;          once: the workspace of a backward pass
-    zero-bubble         each: the same, and what the input-gradient     once: the workspace of a weight-gradient pass
-                              pass works in or leaves to the
-                              weight-gradient pass
+    fill-drain, 1f1b    each: activations, inputs and results;    once: what a backward pass works in
+    zero-bubble         each: the same;    once for each weight-gradient pass that may be put off: what the
+                        input-gradient pass works in, or leaves to it;    once: what a weight-gradient pass works in
 
-So ``zero-bubble`` with room S - p takes about the memory of 1f1b, and more by what each micro-batch leaves to its
-weight-gradient pass. The room also bounds the weight-gradient passes that are put off: a stage puts off no more than it
-has room for, as a micro-batch that waits for its weight-gradient pass still holds its activations. A second bound on
-these passes alone would save no more than what they leave, and not the activations; there is none.
+With room S - p a stage puts off no weight-gradient pass beyond its next input-gradient pass, so that ``zero-bubble``
+takes about the memory of 1f1b. Each micro-batch more takes its activations, and lets one more weight-gradient pass be
+put off (``sharing``): a stage needs S - p micro-batches in flight to have work until gradients come back, and more of
+them only for weight-gradient passes to fill bubbles with. A lower bound on these passes would save what they leave, but
+leave the room unused; a higher one would take memory for passes that are never put off.
 
 With several stages on a device, here 4 on 2, filling takes less::
 
@@ -69,7 +69,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (ZB-H1, ZB-H2).
 from __future__ import annotations
 
 from placer.schedule.in_a_row import in_a_row_ms
-from placer.schedule.orders import in_flight, least_in_flight, merged, plan, roomy_plans
+from placer.schedule.orders import in_flight, least_in_flight, merged, plan, roomy_plans, sharing
 from placer.schedule.passes import (
     Pass,
     Phase,
@@ -97,6 +97,7 @@ __all__ = [
     "merged",
     "plan",
     "roomy_plans",
+    "sharing",
     "simulate",
     "step_ms",
 ]

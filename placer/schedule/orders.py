@@ -47,6 +47,27 @@ def least_in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: i
     return chunks if schedule == "fill-drain" else min(chunks, stages - stage)
 
 
+def sharing(schedule: ScheduleChoice, stages: int, stage: int, chunks: int, room: int) -> int:
+    """Return how many of the micro-batches in flight at a stage share the memory in which a backward pass works.
+
+    All share one, as a backward pass leaves nothing there, but under ``zero-bubble``: the input-gradient pass leaves to
+    the weight-gradient pass what that needs. With the least room a weight-gradient pass runs before the next
+    input-gradient pass anyway, so that all share one. Each further micro-batch in the room lets one more
+    weight-gradient pass be put off, for which there is memory as well.
+
+    Args:
+        schedule: the schedule.
+        stages: the number of stages.
+        stage: counted from 0 in pipeline order.
+        chunks: micro-batches in a batch.
+        room: for how many micro-batches at once the stage has room.
+    """
+    if schedule != "zero-bubble":
+        return room
+    put_off = room - least_in_flight(schedule, stages, stage, chunks) + 1
+    return room // max(1, put_off)
+
+
 def plan(
     schedule: Schedule,
     places: Sequence[int],
@@ -129,22 +150,32 @@ def _zero_bubble(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -
     """Return the shorter of two orders in which devices take what is ready: with and without regard to transfers."""
     count = len(pipeline.places)
     room = given or [in_flight("zero-bubble", count, stage, chunks) for stage in range(count)]
+    shared = [sharing("zero-bubble", count, stage, chunks, held) for stage, held in enumerate(room)]
     inputs = [whole - half for whole, half in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)]
     times: dict[Phase, Sequence[float]] = {
         "forward": pipeline.forward_ms,
         "backward": inputs,
         "weights": pipeline.weights_ms,
     }
-    orders = _greedy(pipeline, times, chunks, room)
-    return _shortest(pipeline, [Plan(pipeline.places, chunks, issue, tuple(room), split=True) for issue in orders])
+    # Micro-batches that share a memory follow one another after at least so many others: see Plan.backward_memory.
+    put_off = [held // among for held, among in zip(room, shared, strict=True)]
+    orders = _greedy(pipeline, times, chunks, room, put_off)
+    plans = [Plan(pipeline.places, chunks, issue, tuple(room), split=True, sharing=tuple(shared)) for issue in orders]
+    return _shortest(pipeline, plans)
 
 
 def _greedy(
-    pipeline: Pipeline, times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]
+    pipeline: Pipeline,
+    times: dict[Phase, Sequence[float]],
+    chunks: int,
+    room: Sequence[int],
+    put_off: Sequence[int] | None = None,
 ) -> list[tuple[Pass, ...]]:
     """An order that does not know of transfers, and one that does."""
     known = [(), pipeline.transfers] if pipeline.transfers else [()]
-    return [tuple(greedy(pipeline.places, times, chunks, room, transfers)) for transfers in known]
+    return [
+        tuple(greedy(pipeline.places, times, chunks, room, transfers, put_off=put_off)) for transfers in known
+    ]
 
 
 def _shortest(pipeline: Pipeline, plans: Sequence[Plan]) -> Plan:

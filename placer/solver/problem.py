@@ -155,6 +155,10 @@ class Problem:
         """Whether memory is that of recorded passes: in training, but where a device may have several stages."""
         return self.weights_apart or (self.training and self.contiguous)
 
+    def backwards(self, flight: int) -> int:
+        """Return for how many micro-batches in flight backward passes have memory of their own at the least."""
+        return flight if self.weights_apart and not self.contiguous else 1
+
     @cached_property
     def touching(self) -> tuple[tuple[int, ...], ...]:
         """By layer, the values that it makes or reads, by their places in ``values``."""
