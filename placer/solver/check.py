@@ -301,7 +301,7 @@ def _backwards(request: PlacementRequest, placement: Placement, device: str) -> 
     Each beyond the fewest in flight lets one more weight pass be put off, which takes such a memory. Micro-batches are
     dealt out in whole runs, and those of a run have one each.
     """
-    if request.schedule != "zero-bubble" or not placement.contiguous or device not in placement.stages:
+    if request.schedule != "zero-bubble" or not placement.in_flight or device not in placement.stages:
         return None
     room = placement.in_flight[placement.stages.index(device)]
     put_off = 1 + room - _least_flight(request, placement.stages, True, device)

@@ -156,7 +156,7 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
             plan = pipelines.plan_of(problem, pipeline, lambda flight: _within_limits(problem, held.use(flight)))
             use = least_use = partial(held.use, plan.in_flight)
         else:
-            plan = pipelines.plan_of(problem, pipeline, room=rooms() if problem.weights_apart else None)
+            plan = pipelines.plan_of(problem, pipeline, room=rooms() or None if problem.weights_apart else None)
         rooms = partial(getattr, plan, "in_flight")
         value = pipelines.step_ms(problem, pipeline, plan)
     else:
