@@ -75,8 +75,10 @@ class DataFlow(PlacedCalls):
             and steps that do not say; see ``BatchOptions``. Free to be edited.
         recompute: devices that in a training step keep no activations, but run forwards once more in the backward
             pass: less memory for more time. Free to be edited, as ``layer_gpus`` is.
-        in_flight: for how many micro-batches each segment of an interleaved training step has room, in order; as many
-            as the order needs where there are other segments than so many. Free to be edited.
+        in_flight: for how many micro-batches each segment of a training step has room under ``zero-bubble`` and
+            ``interleaved``, in order; as many as the order has a use for where there are other segments than so many.
+            Under ``zero-bubble`` fewer take less memory and make the step longer: of S segments, number p has a use for
+            2 S, and runs with S - p (p from 0) in about the memory of 1F1B. Free to be edited.
         gradients_wait: whether the next training step adds to the gradients that are there.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
         lock: held by the thread whose call or stream runs; one for all flows of the model.
@@ -341,8 +343,9 @@ class DataFlow(PlacedCalls):
             self.batch_options = placement.batch_options
         self.schedule = placement.schedule
         self.recompute = list(placement.recompute)
-        interleaved = placement.training and placement.schedule == "interleaved"
-        self.in_flight = placement.step.in_flight if interleaved and placement.step is not None else ()
+        has_rooms = placement.training and placement.schedule in ("interleaved", "zero-bubble")
+        stated = placement.in_flight or (placement.step.in_flight if placement.step is not None else ())
+        self.in_flight = stated if has_rooms else ()
         devices.take_detours(placement.through_host)
 
     def _device(self, place: DeviceLike) -> torch.device:

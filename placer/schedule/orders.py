@@ -173,9 +173,7 @@ def _greedy(
 ) -> list[tuple[Pass, ...]]:
     """An order that does not know of transfers, and one that does."""
     known = [(), pipeline.transfers] if pipeline.transfers else [()]
-    return [
-        tuple(greedy(pipeline.places, times, chunks, room, transfers, put_off=put_off)) for transfers in known
-    ]
+    return [tuple(greedy(pipeline.places, times, chunks, room, transfers, put_off=put_off)) for transfers in known]
 
 
 def _shortest(pipeline: Pipeline, plans: Sequence[Plan]) -> Plan:

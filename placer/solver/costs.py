@@ -274,9 +274,7 @@ def _memory(
     return tuple(footprints(d).use(flight, d in again, backwards) for d, (flight, backwards) in flights.items())
 
 
-def _rooms(
-    problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]
-) -> tuple[int, ...]:
+def _rooms(problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]) -> tuple[int, ...]:
     """Return by stage for how many micro-batches it has room: of those that the schedule allows, the most that fit."""
     least = _least_rooms(problem, stages)
     request, count = problem.request, len(stages)

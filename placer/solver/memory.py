@@ -131,7 +131,7 @@ class Recorded:
     landing_bytes: int = 0
 
     def passing_bytes(self, flight: int, backwards: int = 1) -> int:
-        """Return what so many micro-batches in flight have for themselves, and backward passes with their own memory."""
+        """Return what so many micro-batches in flight have for themselves, and so many backward passes."""
         landing = self.landing_bytes if backwards < flight else 0
         return flight * (self.each_bytes + landing) + backwards * self.backward_bytes
 

@@ -22,8 +22,7 @@ def memories(room, apart):
     """
 
     def follows(dealt):
-        rounds = dealt * 2
-        return all(rounds[i] != rounds[i + step] for i in range(room) for step in range(1, apart) if i + step < 2 * room)
+        return all(dealt[i] != dealt[(i + step) % room] for i in range(room) for step in range(1, min(apart, room)))
 
     for count in range(1, room + 1):
         if any(map(follows, itertools.product(range(count), repeat=room))):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from placer.solver import costs
 from placer.solver.contiguous import class_orders, stage_scope
-from placer.solver.contiguous.class_orders import Chain, ClassOrders, Memory, Order
+from placer.solver.contiguous.class_orders import Chain, ClassOrders, Order
 from placer.solver.contiguous.stage_search import nodes_within
 from placer.solver.problem import Problem
 from placer.solver.program import memory_rules

@@ -59,9 +59,7 @@ class Memory:
             state += sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
         return state + sum(max(self.splits(device, flight, again, backwards), key=sum))
 
-    def splits(
-        self, device: str, flight: Flight, again: bool = False, backwards: int | None = None
-    ) -> set[Split]:
+    def splits(self, device: str, flight: Flight, again: bool = False, backwards: int | None = None) -> set[Split]:
         """Return the activations and the workspace at each of the worst moments; arguments are those of ``total``."""
         if not self._training:
             return _largest(self._inference(device))

@@ -147,6 +147,40 @@ def test_zero_bubble_runs_every_pass_in_whatever_room_it_is_given(chunks, data, 
     assert step_ms(pipeline, found) == pytest.approx(clock(pipeline, found))
 
 
+@settings(max_examples=200, deadline=None)
+@given(chunks=st.integers(1, 12), data=st.data())
+def test_no_input_half_works_in_a_memory_that_a_weight_half_still_reads(chunks, data, strategies):
+    """Micro-batch m has slot m modulo the room; slots that share a memory must not be between halves at once."""
+    pipeline = data.draw(strategies.pipelines(alone=True))
+    count = len(pipeline.places)
+    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    room = data.draw(st.none() | st.lists(st.integers(1, chunks), min_size=count, max_size=count))
+    found = plan("zero-bubble", pipeline.places, chunks, **times, transfers=pipeline.transfers, room=room)
+    memories = [found.backward_memory(stage) for stage in range(count)]
+    for stage, (held, numbers) in enumerate(zip(found.in_flight, memories, strict=True)):
+        assert len(numbers) == held and max(numbers) + 1 == -(-held // found.sharing[stage])
+    reading = [set() for _ in range(count)]
+    for stage, phase, m in found.issue:
+        memory = memories[stage][m % found.in_flight[stage]]
+        if phase == "backward":
+            assert memory not in reading[stage]
+            reading[stage].add(memory)
+        elif phase == "weights":
+            reading[stage].remove(memory)
+
+
+def test_with_the_room_of_1f1b_one_memory_does_for_the_input_halves_of_all_micro_batches():
+    found = plan("zero-bubble", range(4), 8, room=[4, 3, 2, 1])
+    assert [set(found.backward_memory(stage)) for stage in range(4)] == [{0}] * 4
+    wide = plan("zero-bubble", range(4), 8, room=[5, 6, 4, 4])
+    assert [wide.backward_memory(stage) for stage in range(4)] == [
+        [0, 1, 0, 1, 2],  # two weight halves may be put off: two of 5 micro-batches share
+        [0, 1, 2, 3, 4, 5],  # four: no two of 6 are so far apart, round and round
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+    ]
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_the_less_room_zero_bubble_has_the_longer_it_waits(stages, rounds):

@@ -21,11 +21,11 @@ def use_bytes(every, placement, stage, room):
     return every.use(where, device, room, memories(room, 1 + room - fewest))
 
 
-@examples(60)
+@examples(200)
 @given(
     request=requests(contiguous=True),
     objective=st.sampled_from(["step", "step", "throughput", "latency", "memory", "devices"]),
-    limit=st.sampled_from([12, 18, 25, 40]),
+    limit=st.sampled_from([18, 25, 40, 60, 90]),
     rule=st.sampled_from(["never", "never", "auto"]),
 )
 def test_every_stage_has_the_most_room_for_which_its_device_has_memory(request, objective, limit, rule):
