@@ -322,6 +322,7 @@ def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float
         backward_ms=backward,
         weights_ms=weights,
         transfers=transfers,
+        room=placement.in_flight or None,
         training=case.training,
     )
     pipeline = Pipeline(tuple(places), tuple(forward), tuple(backward), tuple(weights), transfers)

@@ -77,8 +77,10 @@ class DataFlow(PlacedCalls):
             and steps that do not say; see ``BatchOptions``. Free to be edited.
         recompute: devices that in a training step keep no activations, but run forwards once more in the backward
             pass: less memory for more time. Free to be edited, as ``layer_gpus`` is.
-        in_flight: for how many micro-batches each segment of an interleaved training step has room, in order; as many
-            as the order needs where there are other segments than so many. Free to be edited.
+        in_flight: for how many micro-batches each segment of a training step has room under ``zero-bubble`` and
+            ``interleaved``, in order; as many as the order has a use for where there are other segments than so many.
+            Under ``zero-bubble`` fewer take less memory and make the step longer: of S segments, number p has a use for
+            2 S, and runs with S - p (p from 0) in about the memory of 1F1B. Free to be edited.
         gradients_wait: whether the next training step adds to the gradients that are there.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
         lock: held by the thread whose call or stream runs; one for all flows of the model.
@@ -395,7 +397,8 @@ class DataFlow(PlacedCalls):
         places = {name: self._device(place) for name, place in placement.layer_devices.items()}
         refuse_unknown_layers(self.module, places, list(self._default_map()))
         one_kind = len({place.type for place in (*self._devices, *places.values())}) == 1
-        interleaved = placement.training and placement.schedule == "interleaved"
+        has_rooms = placement.training and placement.schedule in ("interleaved", "zero-bubble")
+        stated = placement.in_flight or (placement.step.in_flight if placement.step is not None else ())
         return {
             "_assumed": placement,
             "layer_gpus": OrderedDict(
@@ -407,7 +410,7 @@ class DataFlow(PlacedCalls):
             "batch_options": self.batch_options if placement.batch_options == DEFAULT else placement.batch_options,
             "schedule": placement.schedule,
             "recompute": list(placement.recompute),
-            "in_flight": placement.step.in_flight if interleaved and placement.step is not None else (),
+            "in_flight": stated if has_rooms else (),
         }
 
     def _device(self, place: DeviceLike) -> torch.device:

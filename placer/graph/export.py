@@ -238,7 +238,7 @@ def _exported(
         inputs=inputs,
         outputs=traced.outputs,
         device=device,
-        symbols=symbols,
+        batch_symbols=symbols,
         batch_size=batch,
         checkpoints=checkpointed,
         attributes=read,

@@ -10,6 +10,9 @@ last, as tied embeddings make one, then leaves to the end what nobody waits for.
 Where no stage waits for gradients, as none does for the first one's, a weight half goes before a backward pass: it
 makes room for a micro-batch, and while it runs gradients may come later than they are said to.
 
+A stage may also have memory for fewer input-gradient passes than it has room for micro-batches: then such a pass waits
+until the weight-gradient pass of an earlier micro-batch has freed that memory.
+
 Transfers take the time that they are said to take, and a stage as many buffers as it has room, as in the simulation: a
 pass is ready when what it reads has come, and that may leave when there is a buffer for it. Of a micro-batch the stages
 of one device run in their order, as what passes between them is no transfer.
@@ -52,6 +55,7 @@ def greedy(
     room: Sequence[int],
     transfers: Sequence[Transfer] = (),
     longest_first: bool = False,
+    put_off: Sequence[int] | None = None,
 ) -> list[Pass]:
     """The passes of a step, by their start.
 
@@ -62,8 +66,9 @@ def greedy(
         room: by stage, for how many micro-batches at once, at least 1.
         transfers: between the stages; if empty they are a chain, and what passes takes no time.
         longest_first: whether the most urgent pass is the one with the longest way to the end of the step.
+        put_off: by stage, how many weight-gradient passes may wait at once; as many as there is room for if left out.
     """
-    return _Greedy(places, times, chunks, room, transfers or _chain(len(places)), longest_first).run()
+    return _Greedy(places, times, chunks, room, transfers or _chain(len(places)), longest_first, put_off or room).run()
 
 
 def _ticks(time_ms: float) -> int:
@@ -79,10 +84,11 @@ class _Greedy:
         room: Sequence[int],
         transfers: Sequence[Transfer],
         longest_first: bool,
+        put_off: Sequence[int],
     ) -> None:
         number: dict[int, int] = {}  # by first stage: of devices that are ready at once, which goes first is no chance
         self._places = [number.setdefault(place, len(number)) for place in places]
-        self._chunks, self._room = chunks, room
+        self._chunks, self._room, self._put_off = chunks, room, put_off
         self._times = {phase: [_ticks(time_ms) for time_ms in each] for phase, each in times.items()}
         self._split = "weights" in times
         self._ends: dict[Phase, list[list[int]]] = {phase: [[] for _ in places] for phase in PHASES}
@@ -170,6 +176,9 @@ class _Greedy:
         behind = self._behind[phase][stage]
         if behind is not None and number < len(self._ready[phase][behind]):
             self._open_at(max(end, self._ready[phase][behind][number]), phase, behind)
+        freed_for = number + self._put_off[stage]
+        if phase == "weights" and freed_for < len(self._ready["backward"][stage]):
+            self._open_at(max(end, self._ready["backward"][stage][freed_for]), "backward", stage)
         if phase == "forward":
             for target in self._targets[stage]:
                 self._bring_values(target)
@@ -222,6 +231,8 @@ class _Greedy:
         """The next micro-batch of a stage is, or will be, ready for a pass; never before the one before it."""
         number, need = len(self._ready[phase][stage]), self._needs[phase][stage]
         self._ready[phase][stage].append(ready)
+        if self._split and phase == "backward" and number >= self._put_off[stage] + len(self._ends["weights"][stage]):
+            return  # the weight-gradient pass that frees its memory has yet to run
         if need is None or number < len(self._ends[phase][need]):
             self._open_at(ready, phase, stage)
 

@@ -16,21 +16,56 @@ SHORTER = 1e-6
 
 
 def in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) -> int:
-    """The most micro-batches that a stage holds at once in training, where each device has one stage.
+    """Return the most micro-batches that a stage has a use for at once in training, where each device has one stage.
 
     Args:
         schedule: the schedule; ``auto`` counts as ``1f1b``.
-        stages: how many stages there are.
+        stages: the number of stages.
         stage: counted from 0 in pipeline order.
         chunks: micro-batches in a batch.
     """
-    if schedule == "fill-drain":
-        return chunks
     if schedule == "zero-bubble":
-        # A step alone would do with one less. In a row the last stage waits until its last gradients have gone
-        # all the way back and the next step's first micro-batch came: weight halves are left for that time.
+        # A step alone would do with one less. In steady state the last stage waits until its last gradients have gone
+        # all the way back and the first micro-batch of the next step has come: it needs weight-gradient passes to fill
+        # that time.
         return min(chunks, 2 * stages if stages > 1 else 1)
-    return min(chunks, stages - stage)
+    return least_in_flight(schedule, stages, stage, chunks)
+
+
+def least_in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) -> int:
+    """Return the fewest micro-batches for which a stage must have room at once; see ``in_flight``.
+
+    Only ``zero-bubble`` runs with fewer than ``in_flight`` says: each micro-batch less lengthens the step and saves
+    memory, down to the number of ``1f1b``. With fewer still, no stage could work while its gradients are on their way.
+
+    Args:
+        schedule: the schedule; ``auto`` counts as ``1f1b``.
+        stages: the number of stages.
+        stage: counted from 0 in pipeline order.
+        chunks: micro-batches in a batch.
+    """
+    return chunks if schedule == "fill-drain" else min(chunks, stages - stage)
+
+
+def sharing(schedule: ScheduleChoice, stages: int, stage: int, chunks: int, room: int) -> int:
+    """Return how many of the micro-batches in flight at a stage share the memory in which a backward pass works.
+
+    All share one, as a backward pass leaves nothing there, but under ``zero-bubble``: the input-gradient pass leaves to
+    the weight-gradient pass what that needs. With the least room a weight-gradient pass runs before the next
+    input-gradient pass anyway, so that all share one. Each further micro-batch in the room lets one more
+    weight-gradient pass be put off, for which there is memory as well.
+
+    Args:
+        schedule: the schedule.
+        stages: the number of stages.
+        stage: counted from 0 in pipeline order.
+        chunks: micro-batches in a batch.
+        room: for how many micro-batches at once the stage has room.
+    """
+    if schedule != "zero-bubble":
+        return room
+    put_off = room - least_in_flight(schedule, stages, stage, chunks) + 1
+    return room // max(1, put_off)
 
 
 def plan(
@@ -64,8 +99,8 @@ def plan(
         backward_ms: by stage, both halves; twice the forward pass if left out.
         weights_ms: by stage, the weight half; half of the backward pass if left out.
         transfers: between the stages, for ``zero-bubble`` and ``interleaved``; none if left out.
-        room: by stage, for how many micro-batches at once, for ``interleaved`` where a device has several; as many as
-            the order needs if left out.
+        room: by stage, for how many micro-batches at once: for ``zero-bubble``, and for ``interleaved`` where a device
+            has several stages. If left out, as many as ``in_flight`` says, or as the order needs.
         training: without it there are forward passes alone, in the order of micro-batches.
 
     Raises:
@@ -95,7 +130,7 @@ def plan(
     alone = len(set(places)) == count
     pipeline = Pipeline(places, tuple(forward), tuple(backward), tuple(weights), tuple(transfers))
     if schedule == "zero-bubble" and alone:
-        return _zero_bubble(pipeline, chunks)
+        return _zero_bubble(pipeline, chunks, room)
     if schedule == "interleaved" and not alone:
         return _interleaved(pipeline, chunks, room)
     if schedule == "fill-drain" or not alone:
@@ -111,26 +146,34 @@ def _refuse_no_times(name: str, times: Sequence[float]) -> None:
             raise InputError(f"{name} has {time}: give finite times of 0 or more, in milliseconds")
 
 
-def _zero_bubble(pipeline: Pipeline, chunks: int) -> Plan:
-    """Devices take what is ready: of an order that knows of transfers and one that does not, the shorter."""
+def _zero_bubble(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -> Plan:
+    """Return the shorter of two orders in which devices take what is ready: with and without regard to transfers."""
     count = len(pipeline.places)
-    room = [in_flight("zero-bubble", count, stage, chunks) for stage in range(count)]
+    room = given or [in_flight("zero-bubble", count, stage, chunks) for stage in range(count)]
+    shared = [sharing("zero-bubble", count, stage, chunks, held) for stage, held in enumerate(room)]
     inputs = [whole - half for whole, half in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)]
     times: dict[Phase, Sequence[float]] = {
         "forward": pipeline.forward_ms,
         "backward": inputs,
         "weights": pipeline.weights_ms,
     }
-    orders = _greedy(pipeline, times, chunks, room)
-    return _shortest(pipeline, [Plan(pipeline.places, chunks, issue, tuple(room), split=True) for issue in orders])
+    # Micro-batches that share a memory follow one another after at least so many others: see Plan.backward_memory.
+    put_off = [held // among for held, among in zip(room, shared, strict=True)]
+    orders = _greedy(pipeline, times, chunks, room, put_off)
+    plans = [Plan(pipeline.places, chunks, issue, tuple(room), split=True, sharing=tuple(shared)) for issue in orders]
+    return _shortest(pipeline, plans)
 
 
 def _greedy(
-    pipeline: Pipeline, times: dict[Phase, Sequence[float]], chunks: int, room: Sequence[int]
+    pipeline: Pipeline,
+    times: dict[Phase, Sequence[float]],
+    chunks: int,
+    room: Sequence[int],
+    put_off: Sequence[int] | None = None,
 ) -> list[tuple[Pass, ...]]:
     """An order that does not know of transfers, and one that does."""
     known = [(), pipeline.transfers] if pipeline.transfers else [()]
-    return [tuple(greedy(pipeline.places, times, chunks, room, transfers)) for transfers in known]
+    return [tuple(greedy(pipeline.places, times, chunks, room, transfers, put_off=put_off)) for transfers in known]
 
 
 def _shortest(pipeline: Pipeline, plans: Sequence[Plan]) -> Plan:

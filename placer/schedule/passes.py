@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from placer.errors import InputError
@@ -150,6 +151,8 @@ class Plan:
         in_flight: by stage, for how many micro-batches it has room: begun forwards, not yet done backwards.
         split: whether backward passes are in two halves, ``backward`` and ``weights``.
         training: whether there are backward passes.
+        sharing: by stage, how many of the micro-batches in flight share the memory in which a backward pass works; all
+            of them if left out. See ``orders.sharing``.
     """
 
     places: tuple[int, ...]
@@ -158,6 +161,18 @@ class Plan:
     in_flight: tuple[int, ...]
     split: bool = False
     training: bool = True
+    sharing: tuple[int, ...] = ()
+
+    def backward_memory(self, stage: int) -> list[int]:
+        """Return by micro-batch in flight at a stage the number of the memory in which its backward pass works.
+
+        The micro-batches are dealt out in runs of about equal length, one for each that shares a memory. The first of
+        each run has memory 0, the second memory 1, and so on: of 5 micro-batches, two of which share, 0 1 | 0 1 2.
+        """
+        room = self.in_flight[stage]
+        runs = self.sharing[stage] if self.sharing else room
+        ends = [run * room // runs for run in range(runs + 1)]
+        return [place for begin, end in pairwise(ends) for place in range(end - begin)]
 
     def by_device(self) -> dict[int, tuple[Pass, ...]]:
         """The passes of each device, in the order in which it runs them."""

@@ -206,7 +206,7 @@ class Step(Wire):
         steps: which step was made short, and is the objective: alone, or in a row.
         alone_ms: what the step takes alone, from idle devices to idle devices.
         in_a_row_ms: what each of many takes.
-        in_flight: by stage in pipeline order, for how many micro-batches it has room; a device may have several stages.
+        in_flight: in training the same as ``Placement.in_flight``; in inference 1 for each stage.
         choices: all that were looked at.
     """
 
@@ -247,6 +247,10 @@ class Placement(Wire):
         recompute: the devices that run forwards once more before each backward pass, and keep less meanwhile.
         stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in which every value
             runs forwards, and in which their memory was reckoned; else by their first layer.
+        in_flight: of a training step, by stage for how many micro-batches at once its memory was reckoned: it holds one
+            from the forward pass to the end of its backward passes. ``update_flow`` takes it over. Under objective
+            ``step`` a device may have several stages, one for each of its segments. Empty where every device has room
+            for all micro-batches, as placements that need not be contiguous have under other objectives.
         devices: the load of each device.
         single_device: the best that one device does.
         speedup: single_device.objective_value / objective_value, for times; None without a placement.
@@ -280,6 +284,7 @@ class Placement(Wire):
     contiguous: bool = True
     recompute: tuple[Name, ...] = ()
     stages: tuple[Name, ...] = ()
+    in_flight: tuple[Annotated[int, Field(ge=1)], ...] = ()
     devices: tuple[DeviceLoad, ...] = ()
     single_device: SingleDevice | None = None
     speedup: float | None = None

@@ -83,10 +83,10 @@ class PlacementRequest(Wire):
         batch_size: objective ``step``: samples in a whole batch; ``chunks`` micro-batches of ``profile`` if None.
         chunks: micro-batches in a batch; chosen under objective ``step``, which simulates each pass of at most 10,000.
         schedule: how micro-batches are ordered, which sets how many are in flight at a stage in training: all of them
-            for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` and ``interleaved``, and ``2 * stages`` for
-            ``zero-bubble``, 1 for a single stage (contiguous placements; else all of them, or under objective ``step``
-            and ``interleaved`` what its order holds, which goes by the memory that there is). Objective ``step`` also
-            knows ``auto``.
+            for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` and ``interleaved``, and for ``zero-bubble`` as
+            many as memory allows between that and ``2 * stages``, 1 for a single stage (contiguous placements; else
+            all of them, or under objective ``step`` and ``interleaved`` what its order holds, which goes by the memory
+            that there is). Objective ``step`` also knows ``auto``.
         steps: objective ``step``: whether the step that is made short is ``alone``, from idle devices to idle devices,
             or ``in-a-row``, one of many, each begun by a device when its own part of the one before is over.
         transfers: ``added``: a device computes and transfers one after the other; ``overlapped``: its load is the

@@ -37,6 +37,7 @@ def found(problem: Problem, assignment: costs.Assignment, bound: float, method: 
         layer_devices={layer.name: names[device] for layer, device in zip(problem.layers, assignment, strict=True)},
         recompute=tuple(names[device] for device in sorted(result.recompute)),
         stages=tuple(names[device] for device in result.stages),
+        in_flight=result.in_flight if problem.training else (),
         devices=device_loads(problem, assignment, result),
         single_device=single,
         speedup=single.objective_value / value if timed else None,

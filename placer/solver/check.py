@@ -54,7 +54,8 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     asked = recompute.repeated(asked, where, placement.recompute)
     _check_rules(asked, where, placement.contiguous)
     _check_stages(asked, where, placement)
-    reading = _reading(asked, where, placement.stages, placement.step.in_flight if placement.step else None)
+    reading = _reading(asked, where, placement.stages, placement.in_flight or None)
+    _check_in_flight(asked, placement, reading)
     _check_loads(asked, where, placement, reading)
     require(_within_bottleneck(asked, where), f"a device is busy for more than {request.bottleneck_ms} ms")
     _check_objective(asked, where, placement, reading)
@@ -120,7 +121,7 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
     return _within_bottleneck(slowest, where) and any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
-            recompute.least(request, memory, d.name, flight or _flight(request, order, contiguous, d.name))
+            recompute.least(request, memory, d.name, flight or _least_flight(request, order, contiguous, d.name))
             <= d.usable_bytes
             for d in request.devices
         )
@@ -130,7 +131,7 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
 
 
 def _order_matters(request: PlacementRequest) -> bool:
-    return request.is_training and request.schedule in ("1f1b", "interleaved") and request.chunks > 1
+    return request.is_training and request.schedule != "fill-drain" and request.chunks > 1
 
 
 # Rules
@@ -219,8 +220,9 @@ def _check_loads(
         equal(f"layers of {device.name}", load.layers, len(layers[device.name]))
         _check_load(request, times[device.name], load)
         _check_state(request, layers[device.name], load, memory)
-        flight = _flight(request, placement.stages, placement.contiguous, device.name, reading)
-        _check_memory(memory, flight, placement, device, load)
+        flight = _flight(request, placement, device.name, reading)
+        backwards = _backwards(request, placement, device.name)
+        _check_memory(memory, flight, backwards, placement, device, load)
         equal(f"bottleneck of {device.name}", load.bottleneck, close(load.load_ms, largest))
 
 
@@ -254,13 +256,15 @@ def _check_state(request: PlacementRequest, layers: list[Layer], load: DeviceLoa
         equal(f"{kind} of {load.device}", getattr(load.memory, kind), true)
 
 
-def _check_memory(memory: Memory, flight: Flight, placement: Placement, device: Device, load: DeviceLoad) -> None:
+def _check_memory(
+    memory: Memory, flight: Flight, backwards: int | None, placement: Placement, device: Device, load: DeviceLoad
+) -> None:
     again = device.name in placement.recompute
-    total = memory.total(device.name, flight, again)
+    total = memory.total(device.name, flight, again, backwards)
     equal(f"memory of {device.name}", load.memory.total_bytes, total)
     split, splits = (
         (load.memory.activation_bytes, load.memory.workspace_bytes),
-        memory.splits(device.name, flight, again),
+        memory.splits(device.name, flight, again, backwards),
     )
     require(split in splits, f"activation_bytes, workspace_bytes of {device.name}: {split} is not one of {splits}")
     equal(f"limit_bytes of {device.name}", load.limit_bytes, device.memory_bytes - device.reserve_bytes)
@@ -274,20 +278,57 @@ def _reading(
     return step.StepReading(request, where, stages, held) if request.objective == "step" else None
 
 
-def _flight(
-    request: PlacementRequest,
-    stages: tuple[str, ...],
-    contiguous: bool,
-    device: str,
-    reading: step.StepReading | None = None,
-) -> Flight:
-    """Micro-batches that are in flight on a device, where its segments count with what the reading of the step says."""
-    if reading is not None and _by_segment(request, contiguous):
-        return reading.flights
+def _least_flight(request: PlacementRequest, stages: Sequence[str], contiguous: bool, device: str) -> int:
+    """Return the fewest micro-batches for which a device must have memory."""
     if not contiguous or device not in stages or request.schedule == "fill-drain":
         return request.chunks
-    room = 2 * len(stages) if request.schedule == "zero-bubble" else len(stages) - stages.index(device)
-    return min(request.chunks, room) if len(stages) > 1 else 1
+    return min(request.chunks, len(stages) - stages.index(device))
+
+
+def _flight(
+    request: PlacementRequest, placement: Placement, device: str, reading: step.StepReading | None = None
+) -> Flight:
+    """Return the micro-batches that are in flight on a device, or on each of its segments, by what was claimed."""
+    if reading is not None and _by_segment(request, placement.contiguous):
+        return reading.flights
+    if placement.in_flight and device in placement.stages:
+        return placement.in_flight[placement.stages.index(device)]
+    return request.chunks
+
+
+def _backwards(request: PlacementRequest, placement: Placement, device: str) -> int | None:
+    """Return for how many micro-batches in flight backward passes have memory of their own, where there is a choice.
+
+    Each beyond the fewest in flight lets one more weight pass be put off, which takes such a memory. Micro-batches are
+    dealt out in whole runs, and those of a run have one each.
+    """
+    if request.schedule != "zero-bubble" or not placement.in_flight or device not in placement.stages:
+        return None
+    room = placement.in_flight[placement.stages.index(device)]
+    put_off = 1 + room - _least_flight(request, placement.stages, True, device)
+    runs = room // put_off
+    return room // runs + (room % runs > 0)
+
+
+def _check_in_flight(request: PlacementRequest, placement: Placement, reading: step.StepReading | None) -> None:
+    """Raise unless each stage has room for a number of micro-batches that the schedule allows."""
+    claimed = placement.in_flight
+    if reading is not None and _by_segment(request, placement.contiguous):
+        equal("in_flight", claimed, reading.plan.in_flight)
+        return
+    if not request.is_training or not placement.contiguous:
+        require(not claimed, f"in_flight is {claimed}, but devices have room for all micro-batches")
+        return
+    stages = placement.stages
+    least = tuple(_least_flight(request, stages, True, device) for device in stages)
+    if request.schedule != "zero-bubble" or request.objective == "memory":
+        equal("in_flight", claimed, least)
+        return
+    most = min(request.chunks, 2 * len(stages)) if len(stages) > 1 else 1
+    require(
+        len(claimed) == len(stages) and all(a <= one <= most for a, one in zip(least, claimed, strict=True)),
+        f"in_flight is {claimed}: zero-bubble needs {least} or more, and has no use for more than {most}",
+    )
 
 
 def _by_segment(request: PlacementRequest, contiguous: bool) -> bool:
@@ -322,7 +363,7 @@ def _objective(
     if request.objective == "memory":
         memory = Memory(request, where, placement.contiguous)
         names = [device.name for device in request.devices]
-        flights = [_flight(request, placement.stages, placement.contiguous, name) for name in names]
+        flights = [_flight(request, placement, name) for name in names]
         again = [name in placement.recompute for name in names]
         return float(max(map(memory.total, names, flights, again)))
     return busiest_ms(request, where)
@@ -359,10 +400,14 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
             where = {layer.name: device.name for layer in request.profile.layers}
             alone, memory = (device.name,), Memory(request, where, contiguous)
             reading = _reading(request, where, alone)
-            flight = _flight(request, alone, contiguous, device.name, reading)
+            lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous, "in_flight": ()})
+            if request.is_training and contiguous:
+                least = _least_flight(request, alone, contiguous, device.name)
+                lone = lone.model_copy(update={"in_flight": (least,)})
+            flight = _flight(request, lone, device.name, reading)
             again = alone if recompute.alone(request, memory, device, flight) else ()
             need = memory.total(device.name, flight, bool(again))
-            lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous, "recompute": again})
+            lone = lone.model_copy(update={"recompute": again})
             repeated = recompute.repeated(request, where, again)
             if again:
                 reading = _reading(repeated, where, alone)

@@ -25,7 +25,13 @@ less; none where micro-batches are counted segment by segment.
 Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs
 forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits
 (under objective ``memory``: the smallest largest use), recomputed where that is less, and of those the one that follows
-the stages' first layers.
+the stages' first layers. Excess and use are those with the fewest micro-batches in flight that the schedule allows.
+
+**Room**: the micro-batches in flight that a stage has memory for. ``memory.py`` says which numbers a schedule allows.
+Only zero-bubble leaves a choice: there a stage takes the largest number with which its device stays within its limit
+(under objective ``memory``: the smallest number), as more room makes steps shorter and costs nothing else. So a map
+fits if it fits with the smallest numbers.
+
 Objective ``memory``: the largest use. Objective ``devices``: how many devices hold layers, where no load is over
 ``bottleneck_ms`` (but for rounding).
 
@@ -88,6 +94,8 @@ class Costs:
         stages: the devices that hold layers, in pipeline order.
         objective_value: in the objective's unit.
         use: tells ``memory``.
+        rooms: tells ``in_flight``.
+        least_use: tells ``least_memory``.
         recompute: the devices that recompute.
         pipeline: the stages, and what passes between them; under objective ``step`` alone.
         plan: the order of their passes; under objective ``step`` alone.
@@ -100,6 +108,8 @@ class Costs:
     stages: tuple[int, ...]
     objective_value: float
     use: Callable[[], tuple[MemoryUse, ...]] = field(repr=False, compare=False)
+    rooms: Callable[[], tuple[int, ...]] = field(repr=False, compare=False)
+    least_use: Callable[[], tuple[MemoryUse, ...]] = field(repr=False, compare=False)
     recompute: frozenset[int] = frozenset()
     pipeline: Pipeline | None = field(default=None, repr=False)
     plan: Plan | None = field(default=None, repr=False)
@@ -108,6 +118,16 @@ class Costs:
     def memory(self) -> tuple[MemoryUse, ...]:
         """By device, what it holds at its worst moment, by kind: takes longer to tell than times, if asked for."""
         return self.use()
+
+    @cached_property
+    def least_memory(self) -> tuple[MemoryUse, ...]:
+        """The same with the fewest micro-batches in flight that the schedule allows, whatever the limits leave."""
+        return self.least_use()
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """By stage, for how many micro-batches it has room in training; empty where devices have all of them."""
+        return self.rooms()
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
@@ -126,19 +146,23 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
     pipeline = plan = None
-    use = partial(_memory, problem, stages, footprints, again)
+    rooms: Callable[[], tuple[int, ...]] = cache(partial(_rooms, problem, stages, footprints, again))
+    use = partial(_memory, problem, stages, footprints, again, rooms)
+    least_use = partial(_memory, problem, stages, footprints, again, lambda: _least_rooms(problem, stages))
     if problem.request.objective == "step":
         pipeline = pipelines.pipeline_of(problem, assignment, stages, again)
         if _by_segment(problem):
             held = SegmentMemory(problem, tuple(assignment), footprints)
             plan = pipelines.plan_of(problem, pipeline, lambda flight: _within_limits(problem, held.use(flight)))
-            use = partial(held.use, plan.in_flight)
+            use = least_use = partial(held.use, plan.in_flight)
         else:
-            plan = pipelines.plan_of(problem, pipeline)
+            plan = pipelines.plan_of(problem, pipeline, room=rooms() or None if problem.weights_apart else None)
+        rooms = partial(getattr, plan, "in_flight")
         value = pipelines.step_ms(problem, pipeline, plan)
     else:
         value = _objective(problem, assignment, load, use, again)
-    return Costs(tuple(compute), tuple(send), tuple(receive), load, stages, value, use, again, pipeline, plan)
+    told = use, rooms, least_use
+    return Costs(tuple(compute), tuple(send), tuple(receive), load, stages, value, *told, again, pipeline, plan)
 
 
 def _footprints(problem: Problem, assignment: Assignment) -> Footprints:
@@ -150,7 +174,8 @@ def _footprints(problem: Problem, assignment: Assignment) -> Footprints:
 def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) -> frozenset[int]:
     """The devices that recompute: those that must, and of those that may the ones over their limit, if it helps.
 
-    For small memory, all do that may and that it helps.
+    Over their limit are those that are with the fewest micro-batches in flight. For small memory, all recompute that
+    may and that it helps.
 
     Args:
         problem: what is asked.
@@ -162,9 +187,10 @@ def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) 
     for_memory = problem.request.objective == "memory"
 
     def helps(device: int) -> bool:
-        one, flight = footprints(device), in_flight(problem, stages, device)
-        short = for_memory or one.total_bytes(flight) > problem.devices[device].usable_bytes
-        return short and one.total_bytes(flight, again=True) < one.total_bytes(flight)
+        one, flight = footprints(device), least_in_flight(problem, stages, device)
+        kept = one.total_bytes(flight, backwards=problem.backwards(flight))
+        short = for_memory or kept > problem.devices[device].usable_bytes
+        return short and one.total_bytes(flight, again=True) < kept
 
     rule = problem.recompute
     return frozenset(d for d in stages if rule[d] == "always" or (rule[d] == "auto" and helps(d)))
@@ -234,11 +260,51 @@ def loads(
 
 
 def _memory(
-    problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]
+    problem: Problem,
+    stages: Sequence[int],
+    footprints: Footprints,
+    again: frozenset[int],
+    rooms: Callable[[], Sequence[int]],
 ) -> tuple[MemoryUse, ...]:
     """What each device holds at its worst moment."""
-    devices = range(len(problem.devices))
-    return tuple(footprints(d).use(in_flight(problem, stages, d), d in again) for d in devices)
+    chunks = problem.request.chunks
+    flights = dict.fromkeys(range(len(problem.devices)), (chunks, problem.backwards(chunks)))
+    for stage, room in enumerate(rooms()):  # of placements that need not be contiguous there are none
+        flights[stages[stage]] = room, _backwards(problem, len(stages), stage, room)
+    return tuple(footprints(d).use(flight, d in again, backwards) for d, (flight, backwards) in flights.items())
+
+
+def _rooms(problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]) -> tuple[int, ...]:
+    """Return by stage for how many micro-batches it has room: of those that the schedule allows, the most that fit."""
+    least = _least_rooms(problem, stages)
+    request, count = problem.request, len(stages)
+    if request.objective == "memory" or not problem.weights_apart:
+        return least
+
+    def most_that_fit(stage: int, fewest: int) -> int:
+        device = stages[stage]
+        limit, room = problem.devices[device].usable_bytes, fewest
+        for more in range(fewest + 1, schedule.in_flight(request.schedule, count, stage, request.chunks) + 1):
+            backwards = _backwards(problem, count, stage, more)
+            if footprints(device).total_bytes(more, device in again, backwards) > limit:
+                break
+            room = more
+        return room
+
+    return tuple(most_that_fit(stage, fewest) for stage, fewest in enumerate(least))
+
+
+def _backwards(problem: Problem, stages: int, stage: int, room: int) -> int:
+    """Return for how many of the micro-batches in flight backward passes have memory of their own."""
+    request = problem.request
+    return -(-room // schedule.sharing(request.schedule, stages, stage, request.chunks, room))
+
+
+def _least_rooms(problem: Problem, stages: Sequence[int]) -> tuple[int, ...]:
+    """Return by stage the fewest micro-batches for which it needs room; nothing where devices hold all of them."""
+    if not problem.training or not problem.one_stage_each:
+        return ()
+    return tuple(least_in_flight(problem, stages, device) for device in stages)
 
 
 def _within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
@@ -251,11 +317,11 @@ def _by_segment(problem: Problem) -> bool:
     return problem.training and not problem.contiguous and asked == ("step", "interleaved")
 
 
-def in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
-    """Micro-batches that a device holds at once in training."""
+def least_in_flight(problem: Problem, stages: Sequence[int], device: int) -> int:
+    """Return the fewest micro-batches that a device must be able to hold at once in training."""
     request = problem.request
     if problem.one_stage_each and device in stages:
-        return schedule.in_flight(request.schedule, len(stages), stages.index(device), request.chunks)
+        return schedule.least_in_flight(request.schedule, len(stages), stages.index(device), request.chunks)
     return request.chunks
 
 
@@ -277,7 +343,7 @@ def pipeline_order(problem: Problem, assignment: Assignment, footprints: Footpri
         return tuple(used)
     stages = tuple(used[index] for index in order)
     request = problem.request
-    if not problem.training or request.schedule not in ("1f1b", "interleaved") or request.chunks == 1:
+    if not problem.training or request.schedule == "fill-drain" or request.chunks == 1:
         return stages
     return _roomiest_order(problem, footprints, used, arcs)
 
@@ -317,7 +383,7 @@ def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> 
     rule = problem.recompute[device]
     if rule == "always":
         return one.total_bytes(flight, again=True)
-    kept = one.total_bytes(flight)
+    kept = one.total_bytes(flight, backwards=problem.backwards(flight))
     return min(kept, one.total_bytes(flight, again=True)) if rule == "auto" else kept
 
 

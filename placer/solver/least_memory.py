@@ -24,11 +24,12 @@ def least_of_nodes(problem: Problem, nodes: Reduction) -> list[int]:
 def _least_alone(problem: Problem, held: memory.Held) -> int:
     """What a device that holds this, and maybe more, has at the least."""
     flight, use = _least_flight(problem), memory.footprint(problem, held)
+    backwards = problem.backwards(flight)
     crossing = 0
     if problem.recorded:
         crossing = memory.crossing_bytes(held) + memory.sent_bytes(held)
-        crossing += memory.landing_bytes(held) if flight > 1 else 0
-    least = use.total_bytes(flight) - flight * crossing
+        crossing += memory.landing_bytes(held) if flight > backwards else 0
+    least = use.total_bytes(flight, backwards=backwards) - flight * crossing
     return min(least, use.total_bytes(flight, again=True)) if problem.may_recompute else least
 
 
@@ -39,7 +40,7 @@ def least_of_all(problem: Problem) -> int:
         flight = _least_flight(problem)
         need += flight * sum(layer.saved_bytes for layer in problem.layers)
         need += flight * sum(value.held_bytes for value in problem.values if value.keepers)
-        need += 0 if problem.may_recompute else flight * sum(problem.deferred_bytes)
+        need += 0 if problem.may_recompute else problem.backwards(flight) * sum(problem.deferred_bytes)
     return need
 
 

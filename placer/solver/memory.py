@@ -33,33 +33,42 @@ layer counts beside them::
                 + sum of gradient_bytes of tied parameters on d, where the first layer that has them is t or before,
                 and the last one is after t
 
-    in_flight(d) = chunks                               fill-drain, and placements that need not be contiguous
-                 = min(chunks, stages - stage(d))       1F1B and interleaved, contiguous
-                 = min(chunks, 2 stages)                zero-bubble, contiguous; 1 of a single stage
+    in_flight(d)  = chunks                              fill-drain, and placements that need not be contiguous
+                  = min(chunks, stages - stage(d))      1F1B and interleaved, contiguous
+                 >= min(chunks, stages - stage(d))      zero-bubble, contiguous: the most with which use(d) is within
+                 <= min(chunks, 2 stages)               the limit of d, or the fewest where none is; 1 of a single stage
 
 Contiguous placements run as recorded passes, which keep the memory that they work in. The forward pass of each
 micro-batch in flight has its own; the backward passes of a stage have one for all. What arrives from other devices has
 its place beside, and what is sent stays until the next micro-batch comes. Then::
 
     use(d)      = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                  + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d)) + max over t of P(d, t) + step(d)
+                  + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d))
+                  + backwards(d) * max over t of P(d, t) + step(d)             with backwards(d) = 1
     O(d,t)      = F(d, t) without values that are made elsewhere, and with those made on d before t, read elsewhere and
                   kept by nobody on d: they wait on until the pass is over, which is a step t of its own
     P(d,t)      = pass_workspace(t)
                   + sum of gradient_bytes(v) over v made before t and read on d after t: it waits, or is to be sent
     crossing(d) = sum of bytes(v) over v made elsewhere and read on d
                   + sum of gradient_bytes(v) over v made on d and read elsewhere, once for all who read
-    landing(d)  = sum of gradient_bytes(v) over v made elsewhere and read on d, if in_flight(d) > 1
+    landing(d)  = sum of gradient_bytes(v) over v made elsewhere and read on d, if in_flight(d) > backwards(d)
 
-Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that it too has
-memory of its own, and weight passes, of which nothing is left, have one for all::
+Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that there is
+memory for each that may be put off. Weight passes, of which nothing is left, have one for all::
 
-    use(d)      = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                  + in_flight(d) * (max over t of O(d, t) + crossing(d) + max(deferred(d), max over t of P(d, t)))
-                  + max of weights_workspace(l) over l on d + step(d)
-    P(d,t)      = input_workspace(t) + sum of deferred(l) over l > t on d + gradients as above
-    crossing(d) = as above, without gradients of values with one reader that deferred(l) has: they wait where they come
-    deferred(d) = sum of deferred(l) over l on d
+    use(d)       = params(d) + gradients(d) + optimizer(d) + buffers(d)
+                   + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d))
+                   + backwards(d) * max(deferred(d), max over t of P(d, t))
+                   + max of weights_workspace(l) over l on d + step(d)
+    backwards(d) = ceil(in_flight(d) / shared(d))
+    shared(d)    = floor(in_flight(d) / (in_flight(d) - min(chunks, stages - stage(d)) + 1))    1 if not contiguous
+    P(d,t)       = input_workspace(t) + sum of deferred(l) over l > t on d + gradients as above
+    crossing(d)  = as above, without gradients of values with one reader that deferred(l) has: they wait where they come
+    landing(d)   = as above, with those gradients, if in_flight(d) > backwards(d)
+    deferred(d)  = sum of deferred(l) over l on d
+
+With as many micro-batches in flight as under 1F1B, backwards(d) is 1: the memory is that of 1F1B but for what one
+backward pass leaves and one weight pass works in.
 
 Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
 ``placer.schedule`` has in flight, segment by segment. It is what is more of two: in the first formula
@@ -114,17 +123,20 @@ class Recorded:
     Attributes:
         each_bytes: each micro-batch in flight.
         shared_bytes: the last passes of all of them, and the optimizer's step, which finds nothing free.
-        landing_bytes: each micro-batch in flight, where there are several: gradients out of the memory that passes
-            share.
+        backward_bytes: each backward pass that has memory of its own, where weight passes run apart: what it works in,
+            or leaves to them.
+        landing_bytes: each micro-batch in flight, where backward passes share memory: gradients out of it.
     """
 
     each_bytes: int
     shared_bytes: int
+    backward_bytes: int = 0
     landing_bytes: int = 0
 
-    def passing_bytes(self, flight: int) -> int:
-        """What so many micro-batches in flight have for themselves."""
-        return flight * (self.each_bytes + (self.landing_bytes if flight > 1 else 0))
+    def passing_bytes(self, flight: int, backwards: int = 1) -> int:
+        """Return what so many micro-batches in flight have for themselves, and so many backward passes."""
+        landing = self.landing_bytes if backwards < flight else 0
+        return flight * (self.each_bytes + landing) + backwards * self.backward_bytes
 
 
 @dataclass(frozen=True)
@@ -144,19 +156,26 @@ class Footprint:
     entering_bytes: int = 0
     recorded: Recorded | None = None
 
-    def total_bytes(self, flight: int, again: bool = False) -> int:
-        """All of it, with so many micro-batches in flight, recomputed or not."""
+    def total_bytes(self, flight: int, again: bool = False, backwards: int = 1) -> int:
+        """Return all of it.
+
+        Args:
+            flight: the number of micro-batches in flight.
+            again: whether the device recomputes.
+            backwards: how many of them have memory of their own for recorded backward passes.
+        """
         if again:
             return self.one.total_bytes + (flight - 1) * self.entering_bytes
         if self.recorded is not None:
-            return self.use(flight).total_bytes
+            return self.use(flight, backwards=backwards).total_bytes
         return self.one.total_bytes + (flight - 1) * self.kept_bytes
 
-    def use(self, flight: int, again: bool = False) -> MemoryUse:
-        """By kind, with so many micro-batches in flight, recomputed or not."""
+    def use(self, flight: int, again: bool = False, backwards: int = 1) -> MemoryUse:
+        """Return the same by kind."""
         if self.recorded is not None and not again:
-            passing, shared = self.recorded.passing_bytes(flight), self.recorded.shared_bytes
-            return self.one.model_copy(update={"activation_bytes": passing, "workspace_bytes": shared})
+            passing = self.recorded.passing_bytes(flight, backwards)
+            changed = {"activation_bytes": passing, "workspace_bytes": self.recorded.shared_bytes}
+            return self.one.model_copy(update=changed)
         activations = self.one.activation_bytes + self.total_bytes(flight, again) - self.one.total_bytes
         return self.one.model_copy(update={"activation_bytes": activations})
 
@@ -276,10 +295,10 @@ def recorded(problem: Problem, held: Held) -> Recorded:
     backwards = max(0, max((sum(moment) for _, moment in moments), default=0))
     step = sum(problem.step_bytes[layer] for layer in held.layers)
     if not problem.weights_apart:
-        return Recorded(each, backwards + step, landing_bytes(held))
+        return Recorded(each, backwards + step, 0, landing_bytes(held))
     deferred = sum(problem.deferred_bytes[layer] for layer in held.layers)
     shared = max((problem.weights_workspace_bytes[layer] for layer in held.layers), default=0)
-    return Recorded(each + deferred + backwards, shared + step)
+    return Recorded(each, shared + step, deferred + backwards, landing_bytes(held))
 
 
 def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]]:
@@ -330,10 +349,18 @@ def _is_sent(value: Value, here: set[int]) -> bool:
 
 
 def landing_bytes(held: Held) -> int:
-    """The gradients that a device sends, for one micro-batch."""
+    """Return what has a place of its own for each micro-batch only where backward passes share memory.
+
+    It is the gradients that a device sends, and those that it receives without a place among ``crossing_bytes``.
+    """
     here = set(held.layers)
-    foreign = [value for value in held.values if value.source not in here and not here.isdisjoint(value.reader_set)]
-    return sum(value.gradient_bytes for value in foreign)
+    total = 0
+    for value in held.values:
+        if value.source not in here:
+            total += 0 if here.isdisjoint(value.reader_set) else value.gradient_bytes
+        elif not here.issuperset(value.reader_set):
+            total += value.gradient_bytes - value.arriving_bytes
+    return total
 
 
 def most_crossing_bytes(problem: Problem) -> int:

@@ -58,7 +58,9 @@ def pipeline_of(
     return Pipeline(places, tuple(forward), tuple(backward), tuple(weights), transfers, tuple(optimizer))
 
 
-def plan_of(problem: Problem, pipeline: Pipeline, has_room: HasRoom | None = None) -> Plan:
+def plan_of(
+    problem: Problem, pipeline: Pipeline, has_room: HasRoom | None = None, room: Sequence[int] | None = None
+) -> Plan:
     """The order of a pipeline's passes, by the problem's schedule.
 
     Args:
@@ -66,6 +68,7 @@ def plan_of(problem: Problem, pipeline: Pipeline, has_room: HasRoom | None = Non
         pipeline: its stages.
         has_room: where micro-batches in flight are counted segment by segment, whether devices have memory for so many:
             the shortest order for which they have is taken, and where they have for none the one of ``schedule.plan``.
+        room: by stage, for how many micro-batches it has room under zero-bubble; the most of use if left out.
     """
     asked, chunks = problem.request.schedule, problem.request.chunks
     assert asked != "auto"  # only whole questions leave it open
@@ -75,7 +78,7 @@ def plan_of(problem: Problem, pipeline: Pipeline, has_room: HasRoom | None = Non
         for plan in _shortest_first(pipeline, chunks, in_a_row(problem)):
             if has_room(plan.in_flight):
                 return plan
-    return _plan_by_times(asked, pipeline, chunks)
+    return _plan_by_times(asked, pipeline, chunks, None if room is None else tuple(room))
 
 
 @lru_cache(maxsize=16)
@@ -85,7 +88,7 @@ def _shortest_first(pipeline: Pipeline, chunks: int, repeated: bool) -> list[Pla
 
 
 @lru_cache(maxsize=16)
-def _plan_by_times(asked: Schedule, pipeline: Pipeline, chunks: int) -> Plan:
+def _plan_by_times(asked: Schedule, pipeline: Pipeline, chunks: int, room: tuple[int, ...] | None) -> Plan:
     return schedule.plan(
         asked,
         pipeline.places,
@@ -94,6 +97,7 @@ def _plan_by_times(asked: Schedule, pipeline: Pipeline, chunks: int) -> Plan:
         backward_ms=pipeline.backward_ms,
         weights_ms=pipeline.weights_ms,
         transfers=pipeline.transfers,
+        room=room,
     )
 
 

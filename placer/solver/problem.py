@@ -224,6 +224,10 @@ class Problem:
         )
         return replace(self, contiguous=True, loose=loose, values=values)
 
+    def backwards(self, flight: int) -> int:
+        """Return for how many micro-batches in flight backward passes have memory of their own at the least."""
+        return flight if self.weights_apart and not self.one_stage_each else 1
+
     @cached_property
     def touching(self) -> tuple[tuple[int, ...], ...]:
         """By layer, the values that it makes or reads, by their places in ``values``."""

@@ -105,8 +105,9 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     pipeline = pipelines.pipeline_of(problem, assignment, result.stages, again)
     shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
     problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
-    has_room = None if result.plan is None else partial(_are_no_more, result.plan.in_flight)
-    played = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room))
+    held = placement.in_flight or result.in_flight
+    has_room, room = (partial(_are_no_more, held), [min(one, shown) for one in held]) if held else (None, None)
+    played = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room, room))
     optimizer = pipeline.optimizer_by_device()
     single = placement.single_device
     name = [problem.devices[place].name for place in pipeline.places]

@@ -14,6 +14,22 @@ def brute_force(request, contiguous):
     return Enumeration(request, contiguous).best()
 
 
+@functools.cache
+def memories(room, apart):
+    """How few memories do for so many micro-batches in turn, round and round.
+
+    Of two that have the same memory one comes so many after the other, or more.
+    """
+
+    def follows(dealt):
+        return all(dealt[i] != dealt[(i + step) % room] for i in range(room) for step in range(1, min(apart, room)))
+
+    for count in range(1, room + 1):
+        if any(map(follows, itertools.product(range(count), repeat=room))):
+            return count
+    return room
+
+
 class Enumeration:
     """Every assignment of a small request, and what each costs."""
 
@@ -183,22 +199,50 @@ class Enumeration:
                 use = {d.name: 0 for d in self.devices}
                 for device, p in place.items():
                     flight = self.request.chunks
-                    if self.request.schedule in ("1f1b", "interleaved"):
+                    if self.request.schedule != "fill-drain":
                         flight = min(flight, len(order) - p)
-                    if self.request.schedule == "zero-bubble":
-                        flight = min(flight, 2 * len(order)) if len(order) > 1 else 1
                     use[device] = self.use(where, device, flight)
                 yield use
 
-    def use(self, where, device, flight):
+    def rooms(self, where, order, again=()):
+        """By stage, the most micro-batches in flight for which its device has memory; the fewest where none are.
+
+        Those of ``again`` recompute.
+        """
+        for p, device in enumerate(order):
+            fewest = min(self.request.chunks, len(order) - p)
+            most = min(self.request.chunks, 2 * len(order)) if len(order) > 1 else 1
+
+            def use(room, device=device, fewest=fewest):
+                if device in again:
+                    return self.recomputed_use(where, device, room)
+                return self.use(where, device, room, memories(room, 1 + room - fewest))
+
+            fitting = [room for room in range(fewest, most + 1) if use(room) <= self.limit(device)]
+            yield max(fitting, default=fewest)
+
+    def recomputed_use(self, where, device, flight):
+        """What a device takes that keeps of further micro-batches only what comes in."""
+        entering = {number for number, _, target in self.sends(where) if target == device}
+        size = sum(self.request.profile.edges[number].bytes for number in entering)
+        alone, _ = self.need(frozenset(name for name, place in where.items() if place == device))
+        return alone + (flight - 1) * size
+
+    def limit(self, device):
+        """What a device may use, by its name."""
+        found = next(one for one in self.devices if one.name == device)
+        return found.memory_bytes - found.reserve_bytes
+
+    def use(self, where, device, flight, backwards=None):
+        if backwards is None:
+            backwards = flight if self.apart and not self.contiguous else 1
         mine = [layer for layer in self.layers if where[layer.name] == device]
         if self.training:
             names = frozenset(layer.name for layer in mine)
             if self.apart or self.contiguous:
-                alone, beside = self.alone(names), self.landing(names) if flight > 1 else 0
-                if self.apart:
-                    return self.state(mine) + flight * (alone + self.backwards(names)) + self.shared(mine)
-                return self.state(mine) + flight * (alone + beside) + self.backwards(names) + self.optimizer_step(mine)
+                alone, beside = self.alone(names), self.landing(names) if flight > backwards else 0
+                back, shared = backwards * self.backward_pass(names), self.shared(mine)
+                return self.state(mine) + flight * (alone + beside) + back + shared
             need, kept = self.need(names)
             return need + (flight - 1) * kept
         held = sum(layer.param_bytes + layer.buffer_bytes for layer in mine)
@@ -228,8 +272,9 @@ class Enumeration:
         return [tie for tie in ties if names & set(tie.layers) and min(tie.layers, key=self.order.index) not in names]
 
     def shared(self, mine):
-        """What weight passes that run apart work in, one after another, and then the optimizer."""
-        return max((x.weights_workspace_bytes for x in mine), default=0) + self.optimizer_step(mine)
+        """What weight passes work in where they run apart, one after another, and then the optimizer."""
+        apart = max((x.weights_workspace_bytes for x in mine), default=0) if self.apart else 0
+        return apart + self.optimizer_step(mine)
 
     def optimizer_step(self, mine):
         """What the optimizer makes and frees again."""
@@ -251,16 +296,20 @@ class Enumeration:
             stays = sum(e.bytes for e in sent if e.source in done and not set(e.targets) & names & to_come)
             ahead = max(ahead, self.step(names, layer, False, own) + stays)
         come = sum(e.bytes for e in edges if e not in own and names & set(e.targets))
-        waits = [e for e in gone if self.apart and e.deferred and len(set(e.targets)) == 1]
-        return ahead + come + sum(e.gradient_bytes for e in gone if e not in waits)
+        return ahead + come + sum(e.gradient_bytes for e in gone if e not in self.waiting(names))
+
+    def waiting(self, names):
+        """What a device of these layers sends whose gradient waits for a weight half where it comes."""
+        gone = [e for e in self.request.profile.edges if e.source in names and set(e.targets) - names]
+        return [e for e in gone if self.apart and e.deferred and len(set(e.targets)) == 1]
 
     def landing(self, names):
-        """Gradients that a device of these layers sends for one micro-batch."""
-        edges = self.request.profile.edges
-        return sum(e.gradient_bytes for e in edges if e.source not in names and names & set(e.targets))
+        """Gradients that a device of these layers sends for one micro-batch, and those that wait where they come."""
+        sent = [e for e in self.request.profile.edges if e.source not in names and names & set(e.targets)]
+        return sum(e.gradient_bytes for e in (*sent, *self.waiting(names)))
 
     @functools.cache  # noqa: B019 - an enumeration does not outlive its test
-    def backwards(self, names):
+    def backward_pass(self, names):
         """What a backward pass works in on a device of these layers, or its input half, where weights are apart."""
         mine = [layer for layer in self.layers if layer.name in names]
         back = sum(layer.deferred_bytes for layer in mine) if self.apart else 0

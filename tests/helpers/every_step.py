@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
-from enumeration import Enumeration
+from enumeration import Enumeration, memories
 from hypothesis import strategies as st
 from step_clock import StepClock
 
@@ -153,6 +153,9 @@ class Steps:
 
     def needed(self, every, where, stage_of, found, again):
         """Whether those that recompute and need not are over their limits otherwise, and it helps them."""
+        if every.apart and every.training:  # as few micro-batches in flight as there may be
+            stages = len(found.places)
+            found = replace(found, in_flight=tuple(min(every.request.chunks, stages - p) for p in range(stages)))
         uses = [self.uses(every, where, stage_of, found, some) for some in ((), again)]
         limits = {device.name: device.memory_bytes - device.reserve_bytes for device in every.devices}
         free = [device for device in again if self.rule(device) == "auto"]
@@ -179,7 +182,8 @@ class Steps:
             if asked == "interleaved" and len(set(pipeline.places)) < len(pipeline.places):
                 plans = roomy_plans(pipeline, chunks)
             else:
-                plans = [plan(asked, pipeline.places, chunks, training=every.training, **times)]
+                held = [*every.rooms(where, order, again)] if asked == "zero-bubble" and every.training else None
+                plans = [plan(asked, pipeline.places, chunks, training=every.training, room=held, **times)]
             yield from ((pipeline, stage_of, found) for found in plans)
 
     def pipeline(self, every, where, stages, stage_of, again):
@@ -218,7 +222,8 @@ class Steps:
         for stage in {stage_of[layer.name] for layer in mine}:
             names = frozenset(layer.name for layer in mine if stage_of[layer.name] == stage)
             flight = found.in_flight[stage]
-            use += flight * (every.alone(names) + (every.landing(names) if flight > 1 else 0)) + every.backwards(names)
+            use += flight * (every.alone(names) + (every.landing(names) if flight > 1 else 0))
+            use += every.backward_pass(names)
         return use
 
     @staticmethod
@@ -228,14 +233,17 @@ class Steps:
         for device in every.devices:
             mine = [layer for layer in every.layers if where[layer.name] == device.name]
             if device.name in again:
-                entering = {number for number, _, target in every.sends(where) if target == device.name}
-                size = sum(every.request.profile.edges[number].bytes for number in entering)
-                alone, _ = every.need(frozenset(layer.name for layer in mine))  # all of its backward pass runs at once
-                uses[device.name] = alone + (found.in_flight[stage_of[mine[0].name]] - 1) * size
+                flight = found.in_flight[stage_of[mine[0].name]]
+                uses[device.name] = every.recomputed_use(where, device.name, flight)
                 continue
             recorded = every.training and (every.apart or every.contiguous)
-            flight = found.in_flight[stage_of[mine[0].name]] if mine and recorded else 1
-            use = every.use(where, device.name, flight)
+            stage = stage_of[mine[0].name] if mine and recorded else None
+            flight = 1 if stage is None else found.in_flight[stage]
+            backwards = None
+            if stage is not None and every.apart:
+                fewest = min(every.request.chunks, len(found.places) - stage)
+                backwards = memories(flight, 1 + flight - fewest)
+            use = every.use(where, device.name, flight, backwards)
             adds_up = every.training and not recorded
             for layer in mine if adds_up else ():
                 use += (found.in_flight[stage_of[layer.name]] - 1) * layer.saved_bytes

@@ -66,8 +66,8 @@ class Recipe:
         checkpoints: the modules that the model itself lets run again in the backward pass.
         dims: of each input, the dimension that it is cut along; None where every micro-batch has all of it.
         goal_dims: the same of the target.
-        in_flight: for how many micro-batches each segment has room under ``interleaved``; as many as its order needs
-            where there are other segments than so many.
+        in_flight: for how many micro-batches each segment has room under ``zero-bubble`` and ``interleaved``; as many
+            as the order has a use for where there are other segments than so many.
     """
 
     loss_fn: Weighing
@@ -368,6 +368,7 @@ class TrainingPipeline:
         for index, stage in enumerate(self.stages):
             with self._naming(index, "first", 0):
                 room = min(self.chunks - uneven, self.plan.in_flight[index])
+                stage.memories = self.plan.backward_memory(index)[:room]
                 known |= stage.open_slots(room, known, goals[0], shares[0])
         known = dict(zip(self.graph.inputs, parts[last], strict=True))
         for index, stage in enumerate(self.stages if uneven else ()):

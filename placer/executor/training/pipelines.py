@@ -148,7 +148,7 @@ class Pipelines:
         recompute = flow.recomputed()
         given = (*batch.tensors, *batch.goals.leaves)
         asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given)
-        room = room_of(flow.in_flight) if self._schedule == "interleaved" else ()
+        room = room_of(flow.in_flight) if self._schedule in ("interleaved", "zero-bubble") else ()
         ways = flow.deferred_batch_norm, recompute, room
         goals = batch.goals.structure.key, _kinds(batch.goals.leaves), batch.goal_dims
         key = (capture, shapes(first.tensors), tuple(sizes), batch.dims, goals, asked, *ways)

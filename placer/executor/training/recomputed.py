@@ -69,11 +69,11 @@ class RecomputedStage(Stage):
         for slot in (*self.slots, *self.tail.values()):
             self._let_go(slot)
 
-    def _rooms(self, slot: Slot) -> list[devices.Rooms]:
+    def _rooms(self, slot: Slot, shares_backward: bool) -> list[devices.Rooms]:
         """None: both passes share one memory, in which the larger leaves room for the smaller. They are not warm."""
         return []
 
-    def _recorded(self, slot: Slot, rooms: Sequence[devices.Rooms], warm: bool) -> None:
+    def _recorded(self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool) -> None:
         """No pass leaves anything but in static tensors, so that all of them share their memory; each runs first."""
         chance = self._chances.get(id(slot))
         generators = [[generator] for generator in chance.generators] if chance is not None else None

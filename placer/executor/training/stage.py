@@ -84,6 +84,8 @@ class Stage:
         tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
         unreached: of what it reads, the values that the loss does not depend on.
         awaited: by value that is read elsewhere: the stages that send a gradient of it.
+        memories: by slot, the number of the memory in which its recorded input-gradient pass works, where weight
+            gradients are a pass of their own; see ``Plan.backward_memory``. One for each slot if empty.
         is_recorded: whether the passes are CUDA graphs.
         not_recorded_because: why they cannot be; empty where they are, or may get so, or no GPU is.
         reuses: whether a backward pass may leave its results where the forward pass works, so that they must be read
@@ -121,6 +123,7 @@ class Stage:
         self.trail = Trail(backwards=True)
         self.unreached: frozenset[Key] = frozenset()
         self.awaited: dict[str, set[int]] = {}
+        self.memories: list[int] = []
         self._made_of: dict[str, frozenset[Key]] = {}
         self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
         self._shared_memory: Any = None
@@ -245,35 +248,52 @@ class Stage:
                 return
         self._shared_memory = devices.memory_pool(self.device)
         every = [*self.slots, *self.tail.values()]
-        if not self.split and len(every) > 1:
-            for slot in every:
-                slot.landing = self._landing(slot)
+        pools = self._backward_pools()
+        shared = [slot for slot, pool in zip(every, pools, strict=True) if pools.count(pool) > 1]
+        for slot in shared:
+            slot.landing = self._landing(slot)
         try:
-            rooms = self._rooms(self.slots[0])
-            for slot in self.slots:
-                self._recorded(slot, rooms, warm=True)
-            for slot in self.tail.values():
-                self._recorded(slot, (), warm=False)
+            rooms = self._rooms(self.slots[0], len(shared) > 0)
+            for number, (slot, pool) in enumerate(zip(every, pools, strict=True)):
+                is_warm = number < len(self.slots)  # else it is the tail's
+                self._recorded(slot, pool, rooms if is_warm else (), warm=is_warm)
             self.is_recorded = True
         except devices.NotRecordable as error:
             self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
             for other in every:
                 self._run_eagerly(other)
 
-    def _rooms(self, slot: Slot) -> list[devices.Rooms]:
-        """In which pieces of memory each pass of a slot works best; the passes of all slots are warm then."""
-        passes = [slot.forward, slot.backward, slot.weights] if self.split else [slot.forward, slot.backward]
-        shared = [len(passes) - 1] if len(self.slots) > 1 else []
-        return devices.fitting_rooms(passes, self.device, shared)
+    def _backward_pools(self) -> list[Any]:
+        """Return by slot, the tail's included, the memory in which its backward pass works.
 
-    def _recorded(self, slot: Slot, rooms: Sequence[devices.Rooms], warm: bool) -> None:
+        A whole backward pass leaves nothing, so that all slots share one memory. An input-gradient pass leaves
+        something to its weight-gradient pass: slots share a memory where the plan has that run before the next
+        input-gradient pass in it.
+        """
+        count = len(self.slots) + len(self.tail)
+        if not self.split:
+            return [self._shared_memory] * count
+        numbers = self.memories or range(len(self.slots))
+        memories = {number: devices.memory_pool(self.device) for number in numbers}
+        return [memories[number] for number in numbers] + [devices.memory_pool(self.device) for _ in self.tail]
+
+    def _rooms(self, slot: Slot, shares_backward: bool) -> list[devices.Rooms]:
+        """In which pieces of memory each pass of a slot works best; the passes of all slots are warm then."""
+        if self.split:
+            passes, shared = [slot.forward, slot.backward, slot.weights], [1, 2] if shares_backward else [2]
+        else:
+            passes, shared = [slot.forward, slot.backward], [1]
+        return devices.fitting_rooms(passes, self.device, shared if len(self.slots) > 1 else [])
+
+    def _recorded(self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool) -> None:
         # What a pass leaves must not lie where another one works before it is used. A forward pass leaves activations
-        # to the backward pass of its slot; this, where weights are apart, something to their pass, and gradients that
-        # are still on their way to other stages when the slot's next forward pass runs. The last pass leaves nothing:
-        # those of all slots share their memory.
+        # to the backward pass of its slot. The last pass leaves nothing: those of all slots share their memory. Where
+        # weight gradients are apart, an input-gradient pass leaves something to their pass, and works in a memory of
+        # its own or of slots whose passes do not come between the two. Gradients that are still on their way to other
+        # stages when another pass works there are copied out of a shared memory first.
         ahead, last = devices.memory_pool(self.device), self._shared_memory
         if self.split:
-            passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, devices.memory_pool(self.device), last]
+            passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, backward_pool, last]
         else:
             passes, pools = [slot.forward, slot.backward], [ahead, last]
         replays = devices.record(passes, self.device, pools=pools, rooms=rooms, warm=warm)

@@ -43,7 +43,7 @@ Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
 Table = NDArray[np.float64]
 Order = tuple[int, ...]
-Memory = Literal["sums", "exact", "exact, all used"]
+Memory = Literal["sums", "exact"]
 
 MOST_ORDERS = 100
 """More than so many orders of classes are too many."""
@@ -147,8 +147,7 @@ class ClassOrders:
         Args:
             order: by stage, its class.
             over: asked stage by stage; ends the search.
-            memory: how it is told: by sums of what nodes take at the least, exactly, or exactly where no stage is
-                empty, where the bound holds for these placements alone.
+            memory: how it is told: by sums of what nodes take at the least, or exactly.
         """
         windows = Windows(self.graph, order, self.upper)
         windows.narrow()
@@ -307,7 +306,7 @@ class _Loads:
         self._exactly = self._room is not None and chains.memory != "sums"
         if self._room is not None:
             stages = len(chains.order)
-            self._flight = self._room.flight(stages - stage, stages if chains.memory == "exact, all used" else 0)
+            self._flight = self._room.flight(stages - stage)
             limit = given.problem.devices[self._device].usable_bytes * (1 + ROUNDING)
             limits.append((self._room.least(self._device, self._flight), limit))
             if self._exactly:

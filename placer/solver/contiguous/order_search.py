@@ -148,24 +148,18 @@ def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
 def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHARE) -> Chain | None:
     """The best chain of an order, which is offered; where memory does not allow it, that by what memory does allow."""
     found: Chain | None = None
-    for memory in _ways(search):
+    ways: tuple[Memory, ...] = ("sums", "exact") if memory_rules.can_bind(search.problem) else ("sums",)
+    for memory in ways:
         before = search.value
         chain = None if search.over(share) else given.best(order, lambda: search.over(share), memory)
         if chain is None:
             return found
         search.meter.done += chain.work
         search.offer(chain.devices, "ideals")
-        found = chain if found is None or memory == "exact" else found
+        found = chain
         if chain.devices is None or search.value < before or not _asks_too_much(search, chain.devices):
             break
     return found
-
-
-def _ways(search: Search) -> tuple[Memory, ...]:
-    """How memory is told, one after the other."""
-    if not memory_rules.can_bind(search.problem):
-        return ("sums",)
-    return ("sums", "exact", "exact, all used") if search.request.schedule == "zero-bubble" else ("sums", "exact")
 
 
 def _asks_too_much(search: Search, devices: list[int]) -> bool:

@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.schedule import in_flight
+from placer.schedule import least_in_flight
 from placer.solver.memory import Footprint, Held, footprint
 from placer.solver.problem import Problem
 from placer.solver.program.capacity import least_held, most_held
@@ -48,20 +48,18 @@ class StageRoom:
                 self._values[node].add(index)
         self.sets = 0
 
-    def flight(self, stages_left: int, stages: int = 0) -> int:
-        """The micro-batches in flight at a stage.
+    def flight(self, stages_left: int) -> int:
+        """Return the micro-batches that a stage must be able to hold at once.
 
         Args:
-            stages_left: how many stages there are from this one on.
-            stages: how many in all; the fewest that there may be, if left out.
+            stages_left: the number of stages from this one on.
         """
-        stages = max(stages, stages_left)
         request = self._problem.request
         if not self._problem.training:
             return 1
         if not self._problem.one_stage_each:
             return request.chunks
-        return in_flight(request.schedule, stages, stages - stages_left, request.chunks)
+        return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def least(self, device: int, flight: int) -> Vector:
         """By node, the bytes that a stage has for it at the least, with so many micro-batches in flight."""

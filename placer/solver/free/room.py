@@ -84,5 +84,7 @@ class Room:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             held = held_with(self._problem, (layer for node in nodes for layer in self._nodes.nodes[node]))
-            self._known[key] = footprint(self._problem, held).total_bytes(self._problem.request.chunks, again)
+            chunks = self._problem.request.chunks
+            use = footprint(self._problem, held)
+            self._known[key] = use.total_bytes(chunks, again, self._problem.backwards(chunks))
         return self._known[key]

@@ -10,7 +10,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.schedule import in_flight
+from placer.schedule import least_in_flight
 from placer.solver.linear.inference_moments import inference_moments
 from placer.solver.linear.interval_moments import TrainingMoments
 from placer.solver.nets import Exchange, exchanges
@@ -58,13 +58,13 @@ class Intervals:
             self._measure_memory()
 
     def flight(self, stages_left: int) -> int:
-        """Micro-batches in flight at a stage with so many stages left, itself included; 1 where none count."""
+        """Return the micro-batches that a stage with so many stages left, itself included, must be able to hold."""
         request = self.problem.request
         if not self.problem.training or not self._limited:
             return 1
         if not self.problem.one_stage_each:
             return request.chunks
-        return in_flight(request.schedule, stages_left, 0, request.chunks)
+        return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def cost(self, device: int, flight: int) -> Table:
         """The cost of each interval as one stage on a device: its part of the objective, or infinity."""
@@ -143,7 +143,9 @@ class Intervals:
     def _passing(self, flight: int) -> Table:
         """What micro-batches in flight keep, and the worst moment of one; or what each of them has for itself."""
         if self.problem.recorded:
-            return flight * (self._each + (self._landing if flight > 1 else 0.0)) + self._shared
+            backwards = self.problem.backwards(flight)
+            each = self._each + (self._landing if flight > backwards else 0.0)
+            return flight * each + backwards * self._backward + self._shared
         return (flight - 1) * self._kept + self._moment
 
     def _least_memory(self, device: int, flight: int) -> Table:
@@ -184,6 +186,14 @@ class Intervals:
         return transfers.size
 
     @cached_property
+    def _waiting(self) -> Table:
+        """Gradients from other stages that wait where they come, for one micro-batch; see ``memory.landing_bytes``."""
+        transfers = _Transfers(self._count)
+        for value, source, readers in self._exchanged():
+            transfers.leave(source, readers, value.gradient_bytes - value.arriving_bytes)
+        return transfers.size
+
+    @cached_property
     def _sent(self) -> Table:
         """What is sent to other stages and kept by nobody in this one, of one micro-batch."""
         transfers = _Transfers(self._count)
@@ -203,19 +213,19 @@ class Intervals:
         problem = self.problem
         self._fixed = self._summed([memory_rules.state_bytes(problem, layer) for layer in problem.layers])
         self._fixed = self._fixed + self._copied()
-        self._kept, self._moment, self._each, self._landing, self._shared = (np.zeros(shape) for _ in range(5))
+        self._kept, self._moment, self._each, self._landing = (np.zeros(shape) for _ in range(4))
+        self._backward, self._shared = np.zeros(shape), np.zeros(shape)
         if memory_rules.holds_state_alone(problem):
             return
         if problem.recorded:
             passes = TrainingMoments(problem, self._layers, recorded=True)
             self._each = np.maximum(passes.ahead, passes.kept + self._sent) + self._crossing
-            self._shared = self._summed(problem.step_bytes)
+            self._landing = self._coming(attrgetter("gradient_bytes"))
+            self._backward, self._shared = passes.back, self._summed(problem.step_bytes)
             if problem.weights_apart:
-                self._each = self._each + self._summed(problem.deferred_bytes) + passes.back
+                self._landing = self._landing + self._waiting
+                self._backward = self._backward + self._summed(problem.deferred_bytes)
                 self._shared = self._shared + self._largest(problem.weights_workspace_bytes)
-            else:
-                self._landing = self._coming(attrgetter("gradient_bytes"))
-                self._shared = self._shared + passes.back
             self.exact = passes.follows
         if problem.training and (problem.may_recompute or not problem.recorded):
             moments = TrainingMoments(problem, self._layers)

@@ -48,7 +48,7 @@ def least_held(problem: Problem, nodes: Reduction, device: int, flight: int) -> 
     for index, layer in enumerate(problem.layers):
         held[index] += flight * layer.saved_bytes
         if recorded:
-            held[index] += flight * problem.deferred_bytes[index] + problem.step_bytes[index]
+            held[index] += problem.backwards(flight) * problem.deferred_bytes[index] + problem.step_bytes[index]
     for value in problem.values:
         if value.keepers:
             held[value.keepers[0]] += flight * value.held_bytes

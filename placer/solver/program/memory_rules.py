@@ -71,7 +71,8 @@ def use_of_all(problem: Problem) -> int:
         return sum(state_bytes(problem, layer) for layer in problem.layers)
     everything = Held(list(range(len(problem.layers))), list(problem.values))
     chunks = problem.request.chunks
-    return footprint(problem, everything).total_bytes(chunks) + 2 * chunks * most_crossing_bytes(problem)
+    use = footprint(problem, everything).total_bytes(chunks, backwards=problem.backwards(chunks))
+    return use + 2 * chunks * most_crossing_bytes(problem)
 
 
 def byte_sizes(problem: Problem, chunks: int) -> list[int]:
@@ -165,8 +166,8 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
     """How many micro-batches a device holds, and the literals under which it does.
 
     Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p + f - 1 is used.
-    Under zero-bubble every stage holds 2 S, but a single one 1: so many if stage S - 1 is used. Where the device may
-    recompute, one: what it keeps of others is left to the evaluation of what is found.
+    Under zero-bubble it holds as many at the least. Where the device may recompute, one: what it keeps of others is
+    left to the evaluation of what is found.
     """
     chunks, schedule = model.problem.request.chunks, model.problem.request.schedule
     if model.problem.recompute[device] != "never":
@@ -174,11 +175,6 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
         return
     if not model.problem.one_stage_each or schedule == "fill-drain":
         yield chunks, []
-        return
-    if schedule == "zero-bubble":
-        yield 1, []
-        for p in range(1, min(len(model.stages), max(2, -(-chunks // 2)))):
-            yield min(chunks, 2 * p + 2), [model.used[p]]
         return
     for p in model.stages:
         if model.stage_is_device and p != device:

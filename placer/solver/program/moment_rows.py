@@ -35,13 +35,13 @@ def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     moments = memory.moments_recorded(problem, everything)
     chunks = problem.request.chunks
-    all_bytes = memory.footprint(problem, everything).total_bytes(chunks)
+    all_bytes = memory.footprint(problem, everything).total_bytes(chunks, backwards=problem.backwards(chunks))
     all_bytes += 2 * chunks * memory.most_crossing_bytes(problem)
     waits = _may_wait(problem)
     rows = []
     for forwards in (True, False):
         steps = [moment[not forwards] for moment in moments]
-        often = chunks if forwards or problem.weights_apart else 1
+        often = chunks if forwards else problem.backwards(chunks)
         beside = all_bytes - often * max(0, *map(sum, steps))
         before = [-1 if forwards else 0] * len(nodes.nodes)
         # Of a node's steps the last one has kept the most forwards, the first one has the most to leave backwards.

@@ -83,12 +83,12 @@ class Moments:
         problem, nodes, unit = self._problem, self._nodes, self._unit
         ahead, back = self._at(place).written_recorded(self._recorded(limit_bytes))
         crossing, landing = _crossing(place, problem, nodes, unit)
+        back += _of_layers(place, nodes, problem.deferred_bytes, unit)
         shared = _of_layers(place, nodes, problem.step_bytes, unit)
-        if not problem.weights_apart:
-            return ahead + crossing, landing, shared + back
-        deferred = _of_layers(place, nodes, problem.deferred_bytes, unit)
         shared += _largest(place, nodes, [size // unit for size in problem.weights_workspace_bytes])
-        return ahead + crossing + deferred + back, 0, shared
+        if problem.backwards(problem.request.chunks) > 1:  # each micro-batch in flight has memory for its own
+            return ahead + crossing + back, 0, shared
+        return ahead + crossing, landing, shared + back
 
     def of_inference(self, place: Place, limit_bytes: int) -> Iterator[Term]:
         """What a place needs beside its state at each moment that may be its worst: at least, and in units.
@@ -129,13 +129,14 @@ def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tu
         made = place.share(source)
         read = [place.share(reader) for reader in sorted({nodes.node_of[one] for one in value.readers} - {source})]
         here, back = value.held_bytes // unit, value.arriving_bytes // unit
-        lands = 0 if problem.weights_apart else value.gradient_bytes // unit
+        lands, waits = value.gradient_bytes // unit, (value.gradient_bytes - value.arriving_bytes) // unit
         comes = [one - made for one in read if not _is_never(one)]
         if comes and (here or lands):
             enters = _at_least(place, comes)
             crossing, landing = crossing + here * enters, landing + lands * enters
-        if read and back and not _is_never(made):
-            crossing += back * _at_least(place, [made - one for one in read])
+        if read and (back or waits) and not _is_never(made):
+            leaves = _at_least(place, [made - one for one in read])
+            crossing, landing = crossing + back * leaves, landing + waits * leaves
     return crossing, landing
 
 

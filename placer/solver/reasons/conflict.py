@@ -267,7 +267,7 @@ class Conflict:
         """The requirements that an answer to an easier problem meets."""
         result = costs.evaluate(easier, devices)
         assert result is not None  # the model refuses missing links and cycles
-        use = [memory.total_bytes for memory in result.memory]
+        use = [memory.total_bytes for memory in result.least_memory]
         layers = Counter(devices).values()
         problem = self._ways[0]  # what is asked of devices and layers is the same for all
         in_time = _in_time(easier, result)

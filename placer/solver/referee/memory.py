@@ -29,6 +29,7 @@ class Memory:
     """
 
     def __init__(self, request: PlacementRequest, where: Mapping[str, str], contiguous: bool) -> None:
+        self._contiguous = contiguous
         self._request, self._training, self._where = request, request.is_training, where
         self._step_share = request.profile.optimizer_step_share
         self._ties = [tie for tie in request.profile.tied if not tie.split]
@@ -44,13 +45,20 @@ class Memory:
             for device in {where[name] for name in (edge.source, *edge.targets)}:
                 self._edges[device].append(edge)
 
-    def total(self, device: str, flight: Flight, again: bool = False) -> int:
-        """All bytes on a device at the worst moment, with so many micro-batches in flight."""
+    def total(self, device: str, flight: Flight, again: bool = False, backwards: int | None = None) -> int:
+        """Return all bytes on a device at the worst moment.
+
+        Args:
+            device: its name.
+            flight: the micro-batches in flight.
+            again: whether the device recomputes.
+            backwards: for how many of them backward passes have memory of their own; the fewest if None.
+        """
         mine = self._layers[device]
         state = sum(layer.param_bytes + layer.buffer_bytes for layer in mine) + self.copies(device)[0]
         if self._training:
             state += sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine) + self.copies(device)[1]
-        return state + sum(max(self.splits(device, flight, again), key=sum))
+        return state + sum(max(self.splits(device, flight, again, backwards), key=sum))
 
     def copies(self, device: str) -> tuple[int, int]:
         """The copies of shared parameters on a device, and their gradients. The original is with the first layer."""
@@ -61,12 +69,13 @@ class Memory:
                 copied.append(tie)
         return sum(tie.param_bytes or tie.gradient_bytes for tie in copied), sum(tie.gradient_bytes for tie in copied)
 
-    def splits(self, device: str, flight: Flight, again: bool = False) -> set[Split]:
-        """The activations and the workspace at each of the worst moments."""
+    def splits(self, device: str, flight: Flight, again: bool = False, backwards: int | None = None) -> set[Split]:
+        """Return the activations and the workspace at each of the worst moments; arguments are those of ``total``."""
         if not self._training:
             return _largest(self._inference(device))
         if self._recorded and not again and isinstance(flight, int):
-            return {self._of_passes(device, flight)}
+            fewest = flight if self._apart and not self._contiguous else 1
+            return {self._of_passes(device, flight, fewest if backwards is None else backwards)}
         further = self._further(device, flight, again)
         moments = [*self._forwards(device), *self._backwards(device), (0, self._step(device))]
         found = {(held + further, workspace) for held, workspace in _largest(moments)}
@@ -162,25 +171,33 @@ class Memory:
                 kept -= kept_at[step]
             waiting += arriving[step] - sent[step]
 
-    def _of_passes(self, device: str, flight: int) -> Split:
-        """Passes that each have memory of their own, for each micro-batch; and what the last pass of all works in."""
+    def _of_passes(self, device: str, flight: int, backwards: int) -> Split:
+        """Return what passes keep for each micro-batch, and what the last pass of all works in."""
         mine = self._layers[device]
         each = max((held + workspace for held, workspace in self._forwards(device, own=True)), default=0)
-        each += self._places(device)
-        backwards = self._backward_pass(device)
-        if self._apart:
-            shared = max((layer.weights_workspace_bytes for layer in mine), default=0)
-            return flight * (each + backwards), shared + self._step(device)
-        sent = [edge.gradient_bytes for edge in self._edges[device] if self._where[edge.source] != device]
-        each += sum(sent) if flight > 1 else 0
-        return flight * each, backwards + self._step(device)
+        each += self._places(device) + (self._landing(device) if flight > backwards else 0)
+        if not self._apart:
+            return flight * each, self._backward_pass(device) + self._step(device)
+        weights = max((layer.weights_workspace_bytes for layer in mine), default=0)
+        return flight * each + backwards * self._backward_pass(device), weights + self._step(device)
+
+    def _landing(self, device: str) -> int:
+        """Gradients that have a place out of the memory that backward passes share, for one micro-batch."""
+        sent = [edge for edge in self._edges[device] if self._where[edge.source] != device]
+        waiting = [edge for edge in self._edges[device] if edge not in sent and self._waits_where_it_comes(edge)]
+        return sum(edge.gradient_bytes for edge in (*sent, *waiting))
+
+    def _waits_where_it_comes(self, edge: Edge) -> bool:
+        """Whether the gradient of a value that is sent is what a weight pass waits with, where there is one reader."""
+        sent = any(self._where[name] != self._where[edge.source] for name in edge.targets)
+        return sent and self._apart and edge.deferred and len(set(edge.targets)) == 1
 
     def _of_segments(self, device: str, flight: Mapping[str, int]) -> Split:
         """The same of segments that each have passes of their own, as if they were on devices of their own."""
         held = workspace = 0
         for name, layers in self._segments._layers.items():
             if self._where[layers[0].name] == device:
-                passing, shared = self._segments._of_passes(name, flight[layers[0].name])
+                passing, shared = self._segments._of_passes(name, flight[layers[0].name], 1)
                 held, workspace = held + passing, workspace + shared
         return held, workspace
 
@@ -198,8 +215,7 @@ class Memory:
             if self._where[edge.source] != device:
                 places += edge.bytes
             elif any(self._where[name] != device for name in edge.targets):
-                waits_anyhow = self._apart and edge.deferred and len(set(edge.targets)) == 1
-                places += 0 if waits_anyhow else edge.gradient_bytes
+                places += 0 if self._waits_where_it_comes(edge) else edge.gradient_bytes
         return places
 
     def _step(self, device: str) -> int:

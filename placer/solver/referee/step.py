@@ -58,8 +58,9 @@ class StepReading:
         request: the question, with all but the map chosen.
         where: by layer, its device.
         stages: the devices in pipeline order.
-        held: how many micro-batches each stage holds, where a device has several under ``interleaved``: the order that
-            holds so many. None for the order of ``placer.schedule.plan``.
+        held: for how many micro-batches each stage has room, where the schedule leaves a choice: under
+            ``zero-bubble``, and where a device has several stages under ``interleaved``, for the order that holds so
+            many. None for the order of ``placer.schedule.plan``.
 
     Raises:
         PlacementError: no order holds so many.
@@ -109,7 +110,7 @@ class StepReading:
         places = whole.places
         if held is not None and schedule == "interleaved" and len(set(places)) < len(places):
             alike = [one for one in roomy_plans(whole, self._request.chunks) if one.in_flight == tuple(held)]
-            require(bool(alike), f"step.in_flight is {tuple(held)}, which no order of these stages has")
+            require(bool(alike), f"in_flight is {tuple(held)}, which no order of these stages has")
             return min(alike, key=partial(in_a_row_ms if self._request.steps == "in-a-row" else step_ms, whole))
         return plan(
             schedule,
@@ -119,6 +120,7 @@ class StepReading:
             backward_ms=whole.backward_ms,
             weights_ms=whole.weights_ms,
             transfers=whole.transfers,
+            room=held if schedule == "zero-bubble" and held is not None and len(held) == len(places) else None,
             training=self._request.is_training,
         )
 

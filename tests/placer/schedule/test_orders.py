@@ -1,5 +1,6 @@
 """Orders against what a schedule must be."""
 
+import re
 from collections import defaultdict
 from dataclasses import replace
 from math import inf
@@ -8,8 +9,21 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from placer import schedule as schedules
 from placer.errors import InputError
-from placer.schedule import Pass, Pipeline, Plan, Transfer, in_flight, merged, plan, roomy_plans, simulate
+from placer.schedule import (
+    Pass,
+    Pipeline,
+    Plan,
+    Transfer,
+    in_flight,
+    least_in_flight,
+    merged,
+    plan,
+    roomy_plans,
+    simulate,
+    step_ms,
+)
 from placer.schedule.greedy import greedy
 
 SCHEDULES = st.sampled_from(["fill-drain", "1f1b", "zero-bubble", "interleaved"])
@@ -113,6 +127,99 @@ def test_an_interleaved_order_that_knows_of_slow_transfers_does_something_else_m
 def test_what_is_no_room_for_each_stage_is_refused(room):
     with pytest.raises(InputError, match=r"room is \[.*\]: give a number of micro-batches, 1 or more, for each of 3"):
         plan("interleaved", [0, 1, 0], 4, room=room)
+
+
+@settings(max_examples=200, deadline=None)
+@given(chunks=st.integers(1, 9), data=st.data())
+def test_zero_bubble_runs_every_pass_in_whatever_room_it_is_given(chunks, data, strategies, clock):
+    pipeline = data.draw(strategies.pipelines(alone=True))
+    count = len(pipeline.places)
+    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    room = data.draw(st.lists(st.integers(1, chunks), min_size=count, max_size=count))
+    found = plan("zero-bubble", pipeline.places, chunks, **times, transfers=pipeline.transfers, room=room)
+    phases = ("forward", "backward", "weights")
+    assert set(found.issue) == {Pass(s, phase, m) for s in range(count) for phase in phases for m in range(chunks)}
+    assert list(found.in_flight) == room
+    held = [0] * count
+    for stage, phase, _ in found.issue:
+        held[stage] += {"forward": 1, "backward": 0, "weights": -1}[phase]
+        assert held[stage] <= room[stage]
+    assert step_ms(pipeline, found) == pytest.approx(clock(pipeline, found))
+
+
+@settings(max_examples=200, deadline=None)
+@given(chunks=st.integers(1, 12), data=st.data())
+def test_no_input_half_works_in_a_memory_that_a_weight_half_still_reads(chunks, data, strategies):
+    """Micro-batch m has slot m modulo the room; slots that share a memory must not be between halves at once."""
+    pipeline = data.draw(strategies.pipelines(alone=True))
+    count = len(pipeline.places)
+    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    room = data.draw(st.none() | st.lists(st.integers(1, chunks), min_size=count, max_size=count))
+    found = plan("zero-bubble", pipeline.places, chunks, **times, transfers=pipeline.transfers, room=room)
+    memories = [found.backward_memory(stage) for stage in range(count)]
+    for stage, (held, numbers) in enumerate(zip(found.in_flight, memories, strict=True)):
+        assert len(numbers) == held and max(numbers) + 1 == -(-held // found.sharing[stage])
+    reading = [set() for _ in range(count)]
+    for stage, phase, m in found.issue:
+        memory = memories[stage][m % found.in_flight[stage]]
+        if phase == "backward":
+            assert memory not in reading[stage]
+            reading[stage].add(memory)
+        elif phase == "weights":
+            reading[stage].remove(memory)
+
+
+def test_with_the_room_of_1f1b_one_memory_does_for_the_input_halves_of_all_micro_batches():
+    found = plan("zero-bubble", range(4), 8, room=[4, 3, 2, 1])
+    assert [set(found.backward_memory(stage)) for stage in range(4)] == [{0}] * 4
+    wide = plan("zero-bubble", range(4), 8, room=[5, 6, 4, 4])
+    assert [wide.backward_memory(stage) for stage in range(4)] == [
+        [0, 1, 0, 1, 2],  # two weight halves may be put off: two of 5 micro-batches share
+        [0, 1, 2, 3, 4, 5],  # four: no two of 6 are so far apart, round and round
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_the_less_room_zero_bubble_has_the_longer_it_waits(stages, rounds):
+    """Passes of 1 ms each. 1F1B waits 3 (S - 1) ms, room S - p 2 (S - 1), ZB-H1's S about (S - 1), 2 S just that."""
+    chunks, pipeline = rounds * stages, Pipeline.chain([1] * stages, [2] * stages)
+    times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+    least = [least_in_flight("zero-bubble", stages, stage, chunks) for stage in range(stages)]
+    assert least == [in_flight("1f1b", stages, stage, chunks) for stage in range(stages)]
+    waits = [
+        step_ms(pipeline, plan("zero-bubble", pipeline.places, chunks, room=room, **times)) - 3 * chunks
+        for room in (least, [min(stages, chunks)] * stages, None)
+    ]
+    assert step_ms(pipeline, plan("1f1b", pipeline.places, chunks)) - 3 * chunks == 3 * (stages - 1)
+    assert waits[0] == 2 * (stages - 1) and waits[2] == stages - 1
+    assert stages - 1 <= waits[1] <= stages
+
+
+def test_the_timelines_that_the_documentation_draws_are_those_that_are_simulated():
+    """Three stages, 4 micro-batches; of 1F1B beside zero-bubble, too, whose backward passes take twice as long."""
+    row = r" +stage {} +((?:\S )+\S)(?:  .*)?$\n?"
+    drawn = re.findall(r"^    (\S.*?)" + "".join(map(row.format, range(3))), schedules.__doc__, re.M)
+    played = [*((order, [1] * 3, None) for order in ("fill-drain", "1f1b"))]
+    played += [("zero-bubble", [2] * 3, room) for room in ((4, 4, 4), (3, 3, 3), (3, 2, 1))] + [("1f1b", [2] * 3, None)]
+    assert [title for title, *_ in drawn[2:5]] == ["room 2 S", "room S", "room S - p"]
+    for (title, *rows), (order, backward, room) in zip(drawn, played, strict=False):  # interleaved has 4 stages
+        pipeline = Pipeline.chain([1] * 3, backward)
+        times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+        found = simulate(pipeline, plan(order, pipeline.places, 4, room=room, **times))
+        for stage, row in enumerate(rows):
+            assert row.replace(" ", "").rstrip(".") == _drawn(found, stage), (title, stage)
+
+
+def _drawn(timeline, stage):
+    """Digits for forward passes, letters for backward passes, capitals for weight-gradient passes."""
+    row = ["."] * int(timeline.step_ms)
+    for task in timeline.tasks:
+        for tick in range(int(task.start_ms), int(task.end_ms)) if task.stage == stage else ():
+            row[tick] = {"forward": "0123", "backward": "abcd", "weights": "ABCD"}[task.phase][task.micro_batch]
+    return "".join(row).rstrip(".")
 
 
 @settings(max_examples=200, deadline=None)

@@ -76,12 +76,15 @@ def test_training_memory_counts_saved_values_for_each_micro_batch_in_flight():
     assert result.memory[0].activation_bytes == 8 * (5 + 100 + 2)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize(("chunks", "flights"), [(1, (1, 1, 1)), (2, (2, 2, 1)), (8, (3, 2, 1))])
-def test_under_1f1b_a_stage_holds_as_many_as_there_are_stages_left(chunks, flights):
-    asked = problem(training=True, chunks=chunks)
+def test_a_stage_needs_room_for_as_many_as_there_are_stages_left(chunks, flights, schedule):
+    asked = problem(training=True, chunks=chunks, schedule=schedule)
     result = costs.evaluate(asked, [0, 1, 2, 2])
     assert result.stages == (0, 1, 2)
-    assert tuple(costs.in_flight(asked, result.stages, device) for device in result.stages) == flights
+    assert tuple(costs.least_in_flight(asked, result.stages, device) for device in result.stages) == flights
+    if schedule == "1f1b":
+        assert result.in_flight == flights and result.least_memory == result.memory
 
 
 def test_latency_waits_for_transfers_and_for_the_device():

@@ -115,6 +115,71 @@ def test_a_gradient_that_weight_passes_wait_with_needs_no_other_place_where_it_a
         assert kept.activation_bytes == 2 * (3 + 4)
 
 
+ROW = [Edge(source=a, targets=[b], bytes=100, gradient_bytes=10) for a, b in zip("abc", "bcd", strict=False)]
+KEPT = {"saved_bytes": dict.fromkeys("abcd", 40), "deferred_bytes": dict.fromkeys("abcd", 30)}
+WORKS = {"backward_workspace_bytes": dict.fromkeys("abcd", 7), "weights_workspace_bytes": dict.fromkeys("abcd", 5)}
+
+
+def stages(limit_bytes, schedule="zero-bubble", chunks=8, edges=ROW):
+    """Rooms and bytes of four stages of a layer each, none of which may use more than so much."""
+    names, devices = "abcd", [Device(name=f"d{i}", type="t", memory_bytes=limit_bytes) for i in range(4)]
+    layers = [
+        Layer(
+            name=name,
+            forward_ms={"t": 1},
+            backward_ms={"t": 1},
+            **{field: sizes[name] for field, sizes in (KEPT | WORKS).items()},
+        )
+        for name in names
+    ]
+    links = [
+        {"source": a.name, "target": b.name, "bandwidth_bytes_per_s": 1e9}
+        for a in devices
+        for b in devices
+        if a is not b
+    ]
+    cluster = Cluster(devices=devices, links=links)
+    profile = Profile(layers=layers, edges=edges, training=True, cluster=cluster)
+    asked = PlacementRequest(profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": True})
+    result = costs.evaluate(Problem.from_request(asked), [0, 1, 2, 3])
+    return result.in_flight, [use.total_bytes for use in result.memory]
+
+
+def test_with_the_room_of_1f1b_zero_bubble_takes_its_memory_but_for_what_one_weight_pass_needs():
+    room, bytes_by_stage = stages(1)  # too little for any
+    plain, wanted = stages(1, "1f1b")
+    assert room == plain == (4, 3, 2, 1)
+    # A backward pass works in 7; its input half leaves 30, in which it works, and a weight half works in 5.
+    assert bytes_by_stage == [need - 7 + 30 + 5 for need in wanted]
+    # The first stage: 4 times 40 saved and 100 sent, and a place for the gradient of that.
+    assert bytes_by_stage[0] == 4 * (40 + 100 + 10) + 30 + 5
+    # The second: also the value that comes, and a place out of the shared memory for the gradient that it sends.
+    assert bytes_by_stage[1] == 3 * (40 + 100 + 100 + 10 + 10) + 30 + 5
+    assert bytes_by_stage[3] == 1 * (40 + 100) + 30 + 5  # one micro-batch shares its memory with no other
+
+
+@pytest.mark.parametrize(
+    ("first", "memories"),
+    [
+        (4, 1),  # as under 1F1B
+        (5, 3),  # two weight passes are put off: of 5 in turn, only every second or third may have the same memory
+        (6, 3),  # three are put off: every third has the same memory
+        (7, 7),  # four: of 7 in turn no two are so far apart, round and round
+        (8, 8),  # all micro-batches
+    ],
+)
+def test_zero_bubble_takes_the_room_for_which_there_is_memory(first, memories):
+    """For each micro-batch of the first stage 150 bytes, and for each memory of backward passes 30."""
+    need = first * 150 + memories * 30 + 5
+    room, bytes_by_stage = stages(need)
+    assert (room[0], bytes_by_stage[0]) == (first, need)
+    assert stages(need - 1)[0][0] == max(4, first - 1)
+
+
+def test_zero_bubble_has_no_use_for_more_room_than_two_micro_batches_a_stage():
+    assert stages(10_000, chunks=20)[0] == (8, 8, 8, 8)
+
+
 def test_weight_passes_of_all_micro_batches_work_in_the_same_memory():
     assert apart("xx", [], chunks=3, weights_workspace_bytes={"a": 7, "b": 9}) == (0, 9)
 

@@ -110,9 +110,8 @@ class Recomputed:
     def use(self, where, order, device, again):
         chunks = self.request.chunks
         stages = len(order)
-        room = {"fill-drain": chunks, "zero-bubble": 2 * stages, "1f1b": stages - order.index(device)}
-        alone = stages == 1 and self.request.schedule != "fill-drain"
-        flight = 1 if alone else min(chunks, room[self.request.schedule])
+        fewest = stages - order.index(device)
+        flight = chunks if self.request.schedule == "fill-drain" else min(chunks, fewest)
         if not again:
             return self.plain.use(where, device, flight)
         entering = {number for number, _, target in self.plain.sends(where) if target == device}

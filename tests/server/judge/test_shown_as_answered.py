@@ -21,7 +21,7 @@ from small_requests import examples, small_requests
 
 from placer.report.page import html_report
 from placer.report.pictures import placed_chart
-from placer.schema import Cluster, Device, Link, Placement, PlacementRequest, Profile
+from placer.schema import Cluster, Constraints, Device, Link, Placement, PlacementRequest, Profile
 from placer.solver.referee import recompute, step
 from placer.solver.solve import solve
 from placer_server.judge.evaluation import compare
@@ -79,8 +79,7 @@ def reading_of(request: PlacementRequest, placement: Placement) -> tuple[Placeme
         rules = request.constraints.model_copy(update={"contiguous": placement.contiguous})
         asked = request.model_copy(update={"constraints": rules})
     asked = recompute.repeated(asked, placement.layer_devices, placement.recompute)
-    held = placement.step.in_flight if placement.step else None
-    return asked, step.StepReading(asked, placement.layer_devices, placement.stages, held)
+    return asked, step.StepReading(asked, placement.layer_devices, placement.stages, placement.in_flight or None)
 
 
 def measured(request: PlacementRequest, placement: Placement) -> Profile:
@@ -141,6 +140,23 @@ def test_a_schedule_that_is_not_the_best_for_its_map_is_the_one_that_is_shown(or
     assert ("weights" in {one.phase for one in shown.passes}) == (order == "zero-bubble")
     assert shown.step_ms == pytest.approx(placement.step.alone_ms)
     assert shown.step_ms == pytest.approx(step_ms[order])
+
+
+@pytest.mark.parametrize("objective", ["step", "throughput"])
+@pytest.mark.parametrize("memory_bytes", [51, 60, 125])
+def test_zero_bubble_is_shown_with_the_room_that_memory_leaves(memory_bytes, objective):
+    """Four stages of a layer each, 8 micro-batches, whose passes take 1 ms each: the more room, the shorter."""
+    asked = {"chunks": 8, "schedule": "zero-bubble", "constraints": Constraints(contiguous=True, min_devices=4)}
+    request = row([1.0] * 4, devices=4, memory_bytes=memory_bytes, saved_bytes=10, grad_bytes=1, **asked)
+    request = request.model_copy(update={"objective": objective})
+    placement = solve(request)
+    shown = timeline(request, placement)
+    assert min(placement.in_flight) == {51: 3, 60: 4, 125: 8}[memory_bytes]
+    assert shown.step_ms == pytest.approx(3 * 8 + {51: 5, 60: 3, 125: 3}[memory_bytes])
+    held = dict.fromkeys(placement.stages, 0)
+    for one in shown.passes:  # by start
+        held[one.device] += {"forward": 1, "backward": 0, "weights": -1}[one.phase]
+        assert held[one.device] <= placement.in_flight[one.stage]
 
 
 @pytest.mark.parametrize("model", ["inception", "unet", "gpt2"])

@@ -131,13 +131,37 @@ def test_large_micro_batches_are_taken_where_small_ones_take_as_long():
     assert (placement.batch_size, placement.chunks) == (2, 4)
 
 
-def test_1f1b_is_taken_where_memory_forbids_the_room_of_zero_bubble():
-    """4 stages of a layer each that saves 10 bytes: the first holds 4 micro-batches under 1F1B, 8 under zero-bubble."""
-    asked = {"devices": 4, "saved_bytes": 10, "grad_bytes": 1, "chunks": 8}
-    asked |= {"schedule": "auto", "constraints": Constraints(contiguous=True)}
-    ample = solve(row([1.0] * 4, memory_bytes=125, **asked))
-    tight = solve(row([1.0] * 4, memory_bytes=51, **asked))
-    assert (ample.schedule, tight.schedule) == ("zero-bubble", "1f1b")
+MEASURED = {"devices": 4, "saved_bytes": 10, "grad_bytes": 1, "chunks": 8}
+"""Four stages of a layer each. The first keeps 12 bytes of each micro-batch: 10, a value sent, and its gradient."""
+
+
+def test_zero_bubble_has_the_room_for_which_there_is_memory():
+    asked = MEASURED | {"schedule": "auto", "constraints": Constraints(contiguous=True)}
+    ample, tight = (solve(row([1.0] * 4, memory_bytes=size, **asked)) for size in (125, 51))
+    assert (ample.schedule, ample.in_flight) == ("zero-bubble", (8, 8, 8, 8))
+    assert (tight.schedule, tight.in_flight) == ("zero-bubble", (4, 3, 3, 4))
+    assert all(placement.step.in_flight == placement.in_flight for placement in (ample, tight))
+    plain = solve(row([1.0] * 4, memory_bytes=51, **asked | {"schedule": "1f1b"}))
+    assert plain.in_flight == (4, 3, 2, 1)
+    assert ample.objective_value < tight.objective_value < plain.objective_value
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency", "memory"])
+def test_rooms_are_chosen_under_every_objective_and_the_least_where_memory_is_to_be_small(objective):
+    asked = {"schedule": "zero-bubble", "constraints": Constraints(contiguous=True, min_devices=4)}
+    request = row([1.0] * 4, memory_bytes=51, **MEASURED | asked).model_copy(update={"objective": objective})
+    placement = solve(request)
+    assert placement.in_flight == ((4, 3, 2, 1) if objective == "memory" else (4, 3, 3, 4))
+    short = row([1.0] * 4, memory_bytes=48, **MEASURED | asked).model_copy(update={"objective": objective})
+    assert solve(short).status == "infeasible"
+
+
+def test_1f1b_is_taken_where_memory_forbids_what_one_weight_pass_waits_with():
+    request = row([1.0] * 4, memory_bytes=51, **MEASURED, schedule="auto", constraints=Constraints(contiguous=True))
+    layers = tuple(layer.model_copy(update={"deferred_bytes": 9}) for layer in request.profile.layers)
+    waiting = request.profile.model_copy(update={"layers": layers})
+    placement = solve(request.model_copy(update={"profile": waiting}))
+    assert (placement.schedule, placement.in_flight) == ("1f1b", (4, 3, 2, 1))
 
 
 def test_layers_without_parameters_to_train_have_no_half_to_put_off():
@@ -176,13 +200,11 @@ def test_where_memory_lets_a_device_hold_few_layers_the_work_of_others_is_the_bo
 
 
 def test_schedules_that_memory_makes_too_slow_are_proven_to_be():
-    """Half the layers fit twice, as 1F1B holds them: under others one device does 9 of 14 ms, or more."""
+    """Half the layers fit twice, as 1F1B and zero-bubble may hold them: under fill-drain a device does 9 of 14 ms."""
     placement = solve(two_rows(saved_bytes=4, memory_bytes=130, schedule="auto"))
-    assert placement.schedule == "1f1b" and placement.objective_value < 4 * 9
-    others = [choice for choice in placement.step.choices if choice.schedule != "1f1b"]
-    assert [choice.schedule for choice in others] == ["zero-bubble", "fill-drain"]
-    for choice in others:
-        assert choice.bound >= placement.objective_value * (1 - 1e-6)
+    assert placement.schedule != "fill-drain" and placement.objective_value < 4 * 9
+    (slow,) = (choice for choice in placement.step.choices if choice.schedule == "fill-drain")
+    assert slow.bound >= placement.objective_value * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -274,9 +296,32 @@ def test_micro_batches_in_flight_that_no_order_has_are_refused():
     rules = Constraints(colocated=(("l0", "l3"),), pinned={"l0": "d0", "l1": "d1", "l2": "d2"})
     request = row([1.0] * 4, devices=3, chunks=4, constraints=rules, schedule="interleaved")
     placement = solve(request)
+    with pytest.raises(PlacementError, match=r"in_flight is \(1, 1, 1, 1\), which no order"):
+        check(request, placement.model_copy(update={"in_flight": (1, 1, 1, 1)}))
     claimed = placement.step.model_copy(update={"in_flight": (1, 1, 1, 1)})
-    with pytest.raises(PlacementError, match=r"step.in_flight is \(1, 1, 1, 1\), which no order"):
+    with pytest.raises(PlacementError, match=r"step.in_flight: \(1, 1, 1, 1\) is claimed"):
         check(request, placement.model_copy(update={"step": claimed}))
+
+
+@pytest.mark.parametrize(
+    ("rooms", "message"),
+    [
+        ((3, 3, 3, 4), "zero-bubble needs .4, 3, 2, 1. or more"),  # too few for gradients to come back
+        ((4, 3, 3, 9), "has no use for more than 8"),
+        ((4, 3, 3), "in_flight is .4, 3, 3."),
+        ((4, 4, 3, 4), "memory of d1"),
+        ((4, 3, 3, 3), "memory of d3"),
+    ],
+)
+def test_room_that_zero_bubble_cannot_have_or_that_takes_other_memory_is_refused(rooms, message):
+    request = row(
+        [1.0] * 4, memory_bytes=51, **MEASURED, schedule="zero-bubble", constraints=Constraints(contiguous=True)
+    )
+    placement = solve(request)
+    assert placement.in_flight == (4, 3, 3, 4)
+    step = placement.step.model_copy(update={"in_flight": rooms})
+    with pytest.raises(PlacementError, match=message):
+        check(request, placement.model_copy(update={"in_flight": rooms, "step": step}))
 
 
 def test_a_stop_ends_the_search_with_the_best_so_far():
