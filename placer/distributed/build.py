@@ -127,6 +127,7 @@ def build(
         shape = _shape(exported, graph, placed, example_inputs, layout)
         is_last = found[dist.get_rank(group)].device == cut.devices[-1]
         joining = _joining(model, example_inputs, layout, placed, is_last)
+    with together(group, "build its part"):  # the warm-up in it waits for all of them
         rest = found, shape, device, group, owners, joining
         return _assemble(model, exported, graph, cut, placed, loss, sharing, *rest)
 
@@ -193,7 +194,10 @@ class _Placed:
         """What all processes must agree in, beside the model and its places."""
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
         chunks = count_text(self.chunks, "micro-batch", "micro-batches")
-        batch = "" if self.options == DEFAULT else f", {self.options!r}"
+        shown = self.options.model_dump(exclude_defaults=True)  # functions have another address in every process
+        if self.options.weigh is not None:
+            shown["weigh"] = "a function"
+        batch = f", batch options {shown}" if shown else ""
         return f"{chunks}, {self.schedule}, {'training' if training else 'forwards alone'}{again}{batch}"
 
     def idle(self, used: Collection[str]) -> str:
