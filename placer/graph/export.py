@@ -286,7 +286,7 @@ def _traced(
     with traceable(module, device), checkpoints.noticed(module) as checkpointed, attributes.noted(module) as notes:
         examples = tuple(_distinct(example(tensor, device) for tensor in tensors))
         with chance.given_back(among_threads) as drawn:
-            found = _export(module, inputs, tensors, examples, open_sizes, patience)
+            found = _export(module, device, inputs, tensors, examples, open_sizes, patience)
     return _Traced(*found, drawn, checkpointed, notes)
 
 
@@ -309,6 +309,7 @@ def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
 
 def _export(
     module: nn.Module,
+    device: torch.device,
     inputs: Structure,
     tensors: Sequence[Any],
     examples: tuple[Any, ...],
@@ -320,7 +321,7 @@ def _export(
     ways = list(open_sizes)
     while ways:
         structures: list[tuple[Structure, Left | None]] = []
-        plain = PlainTensors()
+        plain = PlainTensors(device)
         flat = _Flat(module, plain, inputs, structures, copied, patience)
         called = CalledNames(flat)
         try:

@@ -109,7 +109,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         log.parts += [f"input {log.spelt(item)}" for item in given]
         log.parts += [f"state {name} {type(own[name]).__name__} {log.spelt(tensor)}" for name, tensor in state.items()]
         again, others = inputs.unflatten(given)
-        plain = PlainTensors()
+        plain = PlainTensors(device)
         try:
             with log.modules(), mode, log, plain:
                 result = torch.func.functional_call(model, state, again, others, tie_weights=True, strict=False)

@@ -7,6 +7,8 @@ self.attention = weights                   # a tensor of the pass: a graph would
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +71,8 @@ class Leftovers:
         held = [value for child in self._before for key, value in child.__dict__.items() if key not in _STATE]
         held += [value for one, fields, _ in self._objects for value in fields.values()]
         held += [value for _, value, _ in (*self._variables, *self._read)]
+        functions = [value for value in held if isinstance(value, types.FunctionType)]
+        held += [value for function in functions for value in inspect.getclosurevars(function).nonlocals.values()]
         found = (item for value in held for item in flatten(value)[0] if isinstance(item, Tensor))
         return list({id(tensor): tensor for tensor in found}.values())
 

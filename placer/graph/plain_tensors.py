@@ -29,7 +29,11 @@ _VALUES = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__ind
 class PlainTensors(TorchFunctionMode):
     """The plain tensors that code inside this mode uses.
 
-    The code works on aliases of them: an alias has the same memory and an autograd history of its own.
+    The code works on aliases of them: an alias has the same memory and an autograd history of its own. The alias of a
+    tensor on another accelerator than the capture is a copy there, as the twins of parameters are.
+
+    Args:
+        device: that of the capture.
 
     Attributes:
         untracked: the shapes of plain tensors that require a gradient and are computed with. A graph would lose their
@@ -37,8 +41,9 @@ class PlainTensors(TorchFunctionMode):
         looked_at: the plain tensors whose values Python code asked for, by identity; a graph holds what followed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self.untracked: set[tuple[int, ...]] = set()
         self.looked_at: dict[int, Tensor] = {}
         self._alias_of: dict[int, Tensor] = {}
@@ -97,8 +102,11 @@ class PlainTensors(TorchFunctionMode):
                 return tensor  # inside torch.func an alias would be a part of the transform
             with _disable_current_modes():
                 alias = tensor.detach()
+                if alias.device != self._device and alias.device.type not in ("cpu", "meta"):
+                    alias = alias.to(self._device)
             self._alias_of[id(tensor)], self._original_of[id(alias)] = alias, tensor
-            self._by_storage.setdefault(storage_of(tensor), tensor)
+            for held in (tensor, alias):
+                self._by_storage.setdefault(storage_of(held), tensor)
         return self._alias_of[id(tensor)]
 
     def _original(self, tensor: Tensor) -> Tensor:
@@ -130,7 +138,8 @@ class PlainTensors(TorchFunctionMode):
             if not isinstance(value, Tensor):
                 continue
             original = originals.get(id(value), originals.get(_place(value)))
-            if type(original) is Tensor:
+            is_parameter = name in owner._parameters  # which may have the memory of a plain tensor
+            if type(original) is Tensor and not is_parameter:
                 setattr(owner, name, original)
 
 
