@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from placer import devices
 from placer.errors import InputError
 from placer.graph.batch_layout import below
 from placer.graph.structure import flatten, parts_of
@@ -30,6 +31,9 @@ CHUNKS_1 = "call the flow with chunks=1"
 
 Compare = Callable[[Any, Any], bool]
 """Whether two values are equal up to rounding."""
+
+Share = float | Tensor
+"""How much a micro-batch counts in a mean; a tensor is a number on some device, which the host does not read."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Difference:
     joined: Any
 
 
-def join(parts: Sequence[Any], sizes: Sequence[int], joining: Joining, weights: Sequence[float] | None = None) -> Any:
+def join(parts: Sequence[Any], sizes: Sequence[int], joining: Joining, weights: Sequence[Share] | None = None) -> Any:
     """Join the results of all micro-batches of a batch.
 
     Args:
@@ -97,7 +101,7 @@ def find_rules(
     sizes: Sequence[int],
     joining: Joining,
     equal: Compare,
-    weights: Sequence[float] | None = None,
+    weights: Sequence[Share] | None = None,
 ) -> tuple[Joining, list[Difference], bool]:
     """Find the rules by which the results of micro-batches make that of the batch.
 
@@ -127,11 +131,9 @@ class _Walk:
         weights: of each in a mean; ``sizes`` if None.
     """
 
-    def __init__(self, sizes: Sequence[int], joining: Joining, weights: Sequence[float] | None = None) -> None:
+    def __init__(self, sizes: Sequence[int], joining: Joining, weights: Sequence[Share] | None = None) -> None:
         self._sizes, self._joining = list(sizes), joining
-        weights = weights or self._sizes
-        total = sum(weights)
-        self._shares = [weight / total if total else 0.0 for weight in weights]
+        self._shares = _shares_of(weights or self._sizes)
 
     def over(self, nests: list[Any], name: str, in_object: bool = False) -> Any:
         """Join nests that have this name in their results; ``in_object``: as attributes of an object."""
@@ -233,7 +235,7 @@ class _Search(_Walk):
         is_undecided: whether unlike rules hold for a value, because it is zero.
     """
 
-    def __init__(self, sizes: Sequence[int], joining: Joining, equal: Compare, weights: Sequence[float] | None) -> None:
+    def __init__(self, sizes: Sequence[int], joining: Joining, equal: Compare, weights: Sequence[Share] | None) -> None:
         super().__init__(sizes, joining, weights)
         self._equal = equal
         self.rules: dict[str, Join] = {}
@@ -327,17 +329,36 @@ def _adds_up(parts: list[Any], whole: Tensor, dim: int) -> bool:
     return sum(part.shape[dim] for part in parts) == whole.shape[dim] and rest.count(rest[0]) == len(rest)
 
 
-def _reduced(rule: str, parts: list[Any], shares: Sequence[float]) -> Any:
+def _shares_of(weights: Sequence[Share]) -> list[Share]:
+    """Return weights divided by their sum; 0 where that is 0. Tensors are not read: the host would wait for them."""
+    total = sum(weights)
+    if isinstance(total, Tensor):
+        return [torch.where(total == 0, torch.zeros_like(total), weight / total) for weight in weights]
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def _reduced(rule: str, parts: list[Any], shares: Sequence[Share]) -> Any:
     if rule == "sum":
         return sum(parts[1:], parts[0])
     if rule == "mean":
-        # What weighs nothing may have no mean: the loss of a micro-batch without labels is NaN.
-        weighted = [part * share for part, share in zip(parts, shares, strict=True) if share]
-        return sum(weighted[1:], weighted[0]) if weighted else parts[0] * 0
+        weighted = [_weighted(part, share) for part, share in zip(parts, shares, strict=True)]
+        known = [part for part in weighted if part is not None]
+        return sum(known[1:], known[0]) if known else parts[0] * 0
     if isinstance(parts[0], Tensor):
         together = torch.stack(parts)
         return together.amax(0) if rule == "max" else together.amin(0)
     return max(parts) if rule == "max" else min(parts)
+
+
+def _weighted(part: Any, share: Share) -> Any:
+    """Return a part times its share in a mean; None or 0 where it has none.
+
+    What weighs nothing may have no mean: the loss of a micro-batch without labels is NaN.
+    """
+    if not isinstance(share, Tensor) or not isinstance(part, Tensor):
+        return part * float(share) if share else None
+    share = devices.move(share, devices.location(part)).to(part.dtype if _is_float(part) else torch.float32)
+    return torch.where(share == 0, torch.zeros_like(part), part * share)
 
 
 def _is_number(value: Any) -> bool:

@@ -221,13 +221,15 @@ class TrainStep:
     def _returned(self, batch: Batch, loss: Tensor, made: list[Any], joining: Joining, outputs: bool) -> Any:
         found: list[Any] = [loss]
         values = [values for _, values in made]
+        if not outputs and not any(values):
+            return loss
         weights = self.loss_fn.means(batch.goals, batch.sizes)
         if any(values):
             found.append(join(values, batch.sizes, joining, weights))
         if outputs:
             nests = [to_device_nest(result, self.flow.output_device) for result, _ in made]
             found.append(join(nests, batch.sizes, batch.joining, weights))
-        return loss if len(found) == 1 else tuple(found)
+        return tuple(found)
 
     @staticmethod
     def _unflattened(pipeline: TrainingPipeline, collected: Collected) -> Any:

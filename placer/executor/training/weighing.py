@@ -104,8 +104,8 @@ class Weighing:
         total = sum(sizes)
         return [1.0 if self.options.reduction == "sum" else size / total for size in sizes]
 
-    def means(self, goals: Goals, sizes: Sequence[int]) -> list[float] | None:
-        """Return the weight of each micro-batch in results that are means; None for its samples.
+    def means(self, goals: Goals, sizes: Sequence[int]) -> list[Tensor] | None:
+        """Return the weight of each micro-batch in results that are means, numbers; None for its samples.
 
         Args:
             goals: of the batch.
@@ -113,7 +113,7 @@ class Weighing:
         """
         if self.options.weigh is None or len(sizes) < 2 or "weights" not in goals.layout.names:
             return None
-        return [float(part.sum()) for part in torch.split(goals.leaves[-1], list(sizes))]
+        return [part.sum() for part in torch.split(goals.leaves[-1], list(sizes))]
 
     def goals(self, inputs: Any, target: Any, size: int, is_cut: bool) -> Goals:
         """Return the target of a batch as passes take it.
