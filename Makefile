@@ -5,14 +5,14 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := placer server client benchmarks examples tests
+SOURCES := placer server client benchmarks docs examples tests
 WORKERS ?= 2
 # Processes that tests start read what the first of them compiled, also where the environment says to keep none of it.
 SUITE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --import-mode=importlib -p no:schemathesis
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types walls tables suite gpu gpu-check format clean FORCE
+.PHONY: help demo test lint types walls tables suite docs pictures gpu gpu-check format clean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +20,7 @@ help:  ## list the targets
 demo: $(VENV)/installed  ## profile, place, split and verify ResNet-50 and U-Net on the devices that are here
 	$(BIN)/placer demo
 
-test: lint types walls tables suite  ## everything that must hold: lint, types, import walls, README tables, all tests
+test: lint types walls tables suite  ## everything that must hold: lint, types, import walls, tables of results, all tests
 
 lint: $(VENV)/installed-test  ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
@@ -32,7 +32,7 @@ types: $(VENV)/linked  ## mypy --strict
 walls: $(VENV)/linked  ## who may import whom
 	$(BIN)/lint-imports
 
-tables: $(VENV)/installed-test  ## the tables of both READMEs are those of benchmarks/results
+tables: $(VENV)/installed-test  ## the tables of README, docs and benchmarks/README.md are those of benchmarks/results
 	$(BIN)/python -m benchmarks tables --check
 
 # In parts: a process that has run thousands of tests takes a fifth longer for each further one. One worker more where
@@ -41,6 +41,13 @@ suite: $(VENV)/linked  ## all tests; WORKERS=4 for more processes
 	$(SUITE) -n $(WORKERS) --dist worksteal tests/placer/executor
 	$(SUITE) -n $$(($(WORKERS) + 1)) --dist worksteal tests/placer --ignore tests/placer/executor
 	$(SUITE) -n $$(($(WORKERS) + 1)) --dist worksteal tests --ignore tests/placer
+
+docs: $(VENV)/installed-docs  ## build the documentation into build/docs; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python docs/check_offline.py build/docs
+
+pictures: $(VENV)/installed-test  ## draw the pictures of README and docs again
+	$(BIN)/python docs/draw_pictures.py
 
 gpu: $(VENV)/linked  ## the GPU tests, recorded; QUICK=1 for every path once, FOLDERS="tests/placer/devices ..." for a part
 	$(BIN)/python tests/gpu.py $(if $(QUICK),--quick) $(FOLDERS)
@@ -69,6 +76,13 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install -c constraints.txt -e '.[test]' setuptools
 	$(PIP) install -c constraints.txt --no-deps torchvision
 	touch $@ $(VENV)/installed
+
+# Placer itself is installed without torch here: its docstrings are read, not imported. The install replaces the tree of
+# links below, so that tree is made again when it is next needed.
+$(VENV)/installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	rm -f $(VENV)/linked
+	touch $@
 
 # mypy and lint-imports follow files, not import hooks: a strict editable install is a tree of links, made anew when a
 # file comes or goes.
