@@ -1,6 +1,7 @@
 """``python -m benchmarks NAME`` measures; ``python -m benchmarks tables [--check]`` renews the tables of results.
 
-These are in ``benchmarks/README.md``, and a few of them in the project's ``README.md``.
+All results are in ``benchmarks/README.md``, a few of them in ``docs/comparison/measured.md`` and the project's
+``README.md``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ def _measure(name: str) -> int:
 
 
 def _tables(check: bool) -> int:
-    renew = {ROOT / "README.md": highlights.renewed, FOLDER / "README.md": record.with_tables}
+    renew = {
+        ROOT / "README.md": highlights.readme,
+        ROOT / "docs" / "comparison" / "measured.md": highlights.page,
+        FOLDER / "README.md": record.with_tables,
+    }
     different = {path: new for path, make in renew.items() if (new := make(old := path.read_text())) != old}
     for path, new in different.items():
         if check:

@@ -1,4 +1,4 @@
-"""A few results for README: the rows that say the most, beside the best of what else one could take."""
+"""The tables of a few results: a short one for README, and one for the documentation's page of measured results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = (
     ("solver", "model llama, 8 unlike devices, training", "bottleneck"),
     ("service", "200-layer request, stored", "answered per second of processor time"),
 )
-"""The benchmark, the case and the measure of each; of several machines, the latest that measured it is shown."""
+"""The benchmark, the case and the measure of each row of the page; of several machines, the latest result is shown."""
 IF_MEASURED = (
     ("executor", "large, GPT of 9.96 billion parameters, Adam, 16 x 1024 tokens, TF32, 4 devices", OVER_PEERS),
     (
@@ -39,26 +39,79 @@ IF_MEASURED = (
         "a token of each text, in the loop",
     ),
 )
-"""Rows that are shown as soon as some machine has measured them."""
+"""Rows that the page has as soon as some machine has measured them."""
+OVERHEAD = "training step by train_step, over the model alone, eager model"
+SHORT_ROWS = (
+    ("Training, ResNet-101, 4 GPUs", ROWS[0]),
+    ("Training, GPT, 4 GPUs", ROWS[1]),
+    ("Stream, ResNet-101, 4 GPUs", ROWS[3]),
+    ("Training, compiled, ResNet-101, 2 GPUs", ROWS[5]),
+    (
+        "Step time over eager PyTorch, ResNet-50, 1 GPU",
+        ("executor", "overhead, ResNet-50, 224 px, batch 32, TF32, 1 GPU", OVERHEAD),
+    ),
+    ("Bottleneck, BERT-12 operator graph", ROWS[9]),
+)
+"""The rows of README, each with a short name; README says that the training and stream rows are speed-ups."""
+SMALLER_IS_BETTER = frozenset({OVERHEAD})
+"""Measures with the unit ``x`` that are ratios of times, and not speed-ups."""
 LARGER_IS_BETTER = ("x", "1/s")
 """Units."""
 BEGIN, END = "<!-- highlights -->", "<!-- end highlights -->"
 
 
-def renewed(text: str, folder: Path = record.RESULTS) -> str:
-    """A text in which what is between the two markers is made anew."""
+def page(text: str, folder: Path = record.RESULTS) -> str:
+    """Return the page of measured results with its tables made again."""
+    return renewed(text, tables(folder))
+
+
+def readme(text: str, folder: Path = record.RESULTS) -> str:
+    """Return README with its table made again."""
+    return renewed(text, short_table(folder))
+
+
+def renewed(text: str, made: str) -> str:
+    """Return a text with other tables between the two markers.
+
+    Args:
+        text: The text, with both markers once.
+        made: The tables.
+
+    Raises:
+        ValueError: A marker is missing, or is there twice.
+    """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"the text must have {BEGIN} and then {END}, once each")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{tables(folder)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"
 
 
 def tables(folder: Path = record.RESULTS) -> str:
-    """The rows, and how many of all targets are met, as a markdown table each."""
-    head = ["case", "measure", "here", "asked", "bound", "the best of others", "machine", "measured"]
+    """Return the rows of the page, and the number of targets met, as a Markdown table each."""
+    head = ["case", "measure", "Placer", "target", "bound", "best alternative", "machine", "measured"]
     targets = [["results", "machine", "targets met", "measured"], *_targets(folder)]
     return "\n\n".join(map(_markdown, ([head, *_rows(folder)], targets)))
+
+
+def short_table(folder: Path = record.RESULTS) -> str:
+    """Return the rows of README as a Markdown table.
+
+    Raises:
+        ValueError: No machine has measured a row.
+    """
+    rows = [["case", "Placer", "best alternative", "measured on"]]
+    for label, (name, case, measure) in SHORT_ROWS:
+        found = _latest(folder, name, case, measure)
+        if found is None:
+            raise _missing("SHORT_ROWS", name, case, measure)
+        _, where, row = found
+        rows.append([label, record.shown(row["value"], row["unit"]), _best_peer(row), where])
+    return _markdown(rows)
+
+
+def _missing(rows: str, name: str, case: str, measure: str) -> ValueError:
+    return ValueError(f"no {name}*.json has a row {case!r}, {measure!r}; correct {rows} in benchmarks/highlights.py")
 
 
 def _rows(folder: Path) -> Iterator[list[str]]:
@@ -67,7 +120,7 @@ def _rows(folder: Path) -> Iterator[list[str]]:
         if found is None:
             if (name, case, measure) in IF_MEASURED:
                 continue
-            raise ValueError(f"no {name}*.json has a row {case!r}, {measure!r}; mend ROWS in benchmarks/highlights.py")
+            raise _missing("ROWS", name, case, measure)
         date, where, row = found
         unit, bound = row["unit"], row.get(record.FIGURES, {}).get("bound")
         asked = "" if row["target"] is None else record.shown(row["target"], unit)
@@ -97,7 +150,8 @@ def _best_peer(row: Mapping[str, Any]) -> str:
     peers = {name: value for name, value in row["peers"].items() if value is not None}
     if not peers:
         return ""
-    best = (max if row["unit"] in LARGER_IS_BETTER else min)(peers, key=peers.__getitem__)
+    larger = row["unit"] in LARGER_IS_BETTER and row["measure"] not in SMALLER_IS_BETTER
+    best = (max if larger else min)(peers, key=peers.__getitem__)
     return f"{record.shown(peers[best], row['unit'])} ({best})"
 
 

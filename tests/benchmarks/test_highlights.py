@@ -1,4 +1,4 @@
-"""The few results that README shows."""
+"""The few results that README and the documentation show."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ def highlights(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_of_several_peers_the_best_is_shown_whichever_way_the_unit_goes(highlights: Any) -> None:
-    assert highlights._best_peer({"unit": "1/s", "peers": {"a": 5.0, "b": 100.0, "c": None}}) == "100 1/s (b)"
-    assert highlights._best_peer({"unit": "ms", "peers": {"a": 5.0, "b": 100.0}}) == "5 ms (a)"
-    assert highlights._best_peer({"unit": "x", "peers": {}}) == ""
+    assert (
+        highlights._best_peer({"unit": "1/s", "measure": "rate", "peers": {"a": 5.0, "b": 100.0, "c": None}})
+        == "100 1/s (b)"
+    )
+    assert highlights._best_peer({"unit": "ms", "measure": "time", "peers": {"a": 5.0, "b": 100.0}}) == "5 ms (a)"
+    ratio = {"unit": "x", "measure": highlights.OVERHEAD, "peers": {"a": 0.9, "b": 1.1}}
+    assert highlights._best_peer(ratio) == "0.9 x (a)"
+    assert highlights._best_peer({"unit": "x", "measure": "speed-up", "peers": {}}) == ""
 
 
 @pytest.mark.parametrize(
@@ -27,7 +32,7 @@ def test_of_several_peers_the_best_is_shown_whichever_way_the_unit_goes(highligh
 )
 def test_a_text_without_its_markers_is_refused_and_not_cut_off(highlights: Any, text: str) -> None:
     with pytest.raises(ValueError, match="once each"):
-        highlights.renewed(text)
+        highlights.renewed(text, "a table")
 
 
 def test_a_row_that_is_not_there_is_named(highlights: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -53,3 +58,21 @@ def test_of_several_machines_the_latest_measurement_is_shown_with_its_machine_an
     table = highlights.tables(tmp_path)
     assert "| a case | time | 2 s | 9 s |  |  | 2 x H100 | 2026-01-02 |" in table
     assert "absent" not in table
+
+
+def test_the_short_table_shows_a_row_under_its_short_name(
+    highlights: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = highlights.record.row("a long case", "time", "s", 2.0, peers={"other": 1.0})
+    content = {"machine": {"gpus": ["H100"], "cores": 2}, "date": "2026-01-01", "rows": [row]}
+    (tmp_path / "made.json").write_text(json.dumps(content))
+    monkeypatch.setattr(highlights, "SHORT_ROWS", [("short", ("made", "a long case", "time"))])
+    assert "| short | 2 s | 1 s (other) | 1 x H100 |" in highlights.short_table(tmp_path)
+    monkeypatch.setattr(highlights, "SHORT_ROWS", [("short", ("made", "another case", "time"))])
+    with pytest.raises(ValueError, match="'another case', 'time'; correct SHORT_ROWS"):
+        highlights.short_table(tmp_path)
+
+
+def test_the_texts_around_the_markers_stay(highlights: Any) -> None:
+    text = "before <!-- highlights -->old<!-- end highlights --> after"
+    assert highlights.renewed(text, "new") == "before <!-- highlights -->\nnew\n<!-- end highlights --> after"

@@ -1,4 +1,4 @@
-"""The one form of benchmark results, and README's tables made of it."""
+"""The one form of benchmark results, and the tables made of it."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def written(record, tmp_path):
     return tmp_path
 
 
-def test_readme_s_tables_are_those_of_the_results():
+def test_the_tables_are_made_of_the_results():
     answer = subprocess.run(
         [sys.executable, "-m", "benchmarks", "tables", "--check"], cwd=ROOT, capture_output=True, text=True
     )

@@ -1,52 +1,116 @@
+"""Every Python block and every command of README and the documentation runs, unless a comment above it says why not."""
+
 from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from documentation import ROOT, Block, blocks
 
 import placer
 from placer.zoo import unet
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line.split("#")[0].strip() for line in README.splitlines() if line.startswith("placer ")]
+SERVICE = "http://127.0.0.1:8080"
+"""The address of the service in the documentation."""
+SERVE = "placer serve"
+"""The command that starts it; it runs until it is stopped."""
+
+CHECKED = ("placer doctor", "placer_client", "curl ")
+"""Each is in one block, whose output a test of its own checks; the other blocks only have to succeed."""
+
+RUN = [block for block in blocks() if not block.not_run]
+PROGRAMS = [block for block in RUN if block.kind == "python"]
+SESSIONS = [block for block in RUN if block.kind == "sh"]
+
+
+def place(block: Block) -> str:
+    return block.place
+
+
+def checked(word: str) -> Block:
+    (block,) = [block for block in RUN if word in block.text]
+    return block
+
+
+def unchecked(found: list[Block]) -> list[Block]:
+    return [block for block in found if not any(word in block.text for word in CHECKED)]
 
 
 def run(command: list[str], folder: Path) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "NO_PROXY": "127.0.0.1",
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
-def test_the_readmes_programs_run(program: str, tmp_path: Path, python: str) -> None:
-    run([python, "-P", "-c", program], tmp_path)
+@pytest.fixture(scope="module")
+def profile() -> str:
+    """A profile as JSON, for the blocks that read one which an earlier block has written."""
+    return placer.profile(unet(width=4), torch.randn(2, 3, 32, 32), ["cpu:0", "cpu:1"], progress=False).to_json()
 
 
-def test_the_readmes_commands_run(tmp_path: Path, python: str) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, python: str, profile: str) -> Path:
+    """A folder with the command ``placer``, the examples and a profile."""
     (tmp_path / "placer").write_text(f'#!/bin/sh\nexec "{python}" -P -m placer "$@"\n')
     (tmp_path / "placer").chmod(0o755)
-    assert len(COMMANDS) == 9
-    told = {}
-    for command in COMMANDS:
-        if command != "placer serve":
-            told[command] = run(["bash", "-c", f"set -o pipefail; export PATH={tmp_path}:$PATH; {command}"], tmp_path)
-    (shown,) = [out for command, out in told.items() if "placer show -" in command]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "profile.json").write_text(profile)
+    return tmp_path
+
+
+def commands(block: Block) -> list[str]:
+    lines = (line.partition(" #")[0].strip() for line in block.text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("block", unchecked(PROGRAMS), ids=place)
+def test_a_program_of_the_documentation_runs(
+    block: Block, folder: Path, python: str, request: pytest.FixtureRequest
+) -> None:
+    text = block.text
+    if SERVICE in text:
+        text = text.replace(SERVICE, request.getfixturevalue("server"))
+    run([python, "-P", "-c", text], folder)
+
+
+@pytest.mark.parametrize("block", unchecked(SESSIONS), ids=place)
+def test_the_commands_of_a_block_run(block: Block, folder: Path, request: pytest.FixtureRequest) -> None:
+    server = request.getfixturevalue("server") if SERVICE in block.text else SERVICE
+    for command in commands(block):
+        if command == SERVE:
+            assert server != SERVICE, "a block that starts the service should use it"
+            continue
+        run(["bash", "-c", f"set -o pipefail; {command.replace(SERVICE, server)}"], folder)
+
+
+@pytest.mark.parametrize("block", [block for block in blocks() if block.kind == "python" and block.not_run], ids=place)
+def test_a_program_that_is_not_run_is_valid_python(block: Block) -> None:
+    compile(block.text, block.place, "exec")
+
+
+def test_the_commands_of_the_quickstart_show_what_they_promise(folder: Path) -> None:
+    given = commands(checked("placer doctor"))
+    assert len(given) == 8
+    outputs = {command: run(["bash", "-c", f"set -o pipefail; {command}"], folder) for command in given}
+    (shown,) = [out for command, out in outputs.items() if "placer show -" in command]
     assert "Placement of UNet: training step, micro-batch of 2" in shown
-    (compared,) = [out for command, out in told.items() if command.startswith("placer compare")]
+    (compared,) = [out for command, out in outputs.items() if command.startswith("placer compare")]
     assert "outc" in compared
-    assert "Time by layer" in (tmp_path / "report.html").read_text()
+    assert "Time by layer" in (folder / "report.html").read_text()
 
 
 def _answers(port: int) -> bool:
@@ -73,17 +137,20 @@ def server() -> Iterator[str]:
         service.wait(30)
 
 
-def test_the_readmes_client_runs(server: str, tmp_path: Path, python: str) -> None:
-    (indented,) = re.findall(r"^    from placer\.schema import .*?(?=^\S)", README, re.DOTALL | re.MULTILINE)
-    program = textwrap.dedent(indented).replace("http://127.0.0.1:8080", server)
-    profile = placer.profile(unet(width=4), torch.randn(2, 3, 32, 32), ["cpu:0", "cpu:1"], progress=False)
-    (tmp_path / "profile.json").write_text(profile.to_json())
-    *told, value, ids = run([python, "-P", "-c", program], tmp_path).splitlines()
-    assert "status='optimal'" in told[-1]
+def test_the_program_of_the_client_prints_progress_a_value_and_the_history(
+    server: str, folder: Path, python: str
+) -> None:
+    program = checked("placer_client").text.replace(SERVICE, server)
+    *events, value, ids = run([python, "-P", "-c", program], folder).splitlines()
+    assert "status='optimal'" in events[-1]
     assert float(value) > 0
     assert len(json.loads(ids.replace("'", '"'))) == 3
 
 
-def test_the_readme_says_what_is_public() -> None:
-    for name in set(placer.__all__) - {"Cluster", "Placement", "Profile", "PlacerError", "capture"}:
-        assert f"placer.{name}" in README or f"{name}(" in README, name
+def test_the_request_of_curl_is_answered_with_a_placement(server: str, folder: Path) -> None:
+    if not shutil.which("curl"):
+        pytest.skip("needs curl")
+    (command,) = commands(checked("curl "))
+    answer = json.loads(run(["bash", "-c", command.replace(SERVICE, server)], folder))
+    assert answer["status"] == "optimal"
+    assert answer["layer_devices"]
