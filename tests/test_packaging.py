@@ -117,8 +117,8 @@ def test_make_test_runs_lint_types_walls_tables_and_the_suite() -> None:
         ["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60
     ).stdout
     for command in (
-        "ruff check placer server client benchmarks examples tests",
-        "ruff format --check placer server client benchmarks examples tests",
+        "ruff check placer server client benchmarks docs examples tests",
+        "ruff format --check placer server client benchmarks docs examples tests",
         "mypy --strict",
         "lint-imports",
         "python -m benchmarks tables --check",

@@ -12,6 +12,8 @@ from documentation import PAGES, README, ROOT, anchors, blocks, links, prose
 
 import placer
 from placer.cli.command import app
+from placer_server.app import create_app
+from placer_server.settings import Settings
 
 LINKED = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
 WRITTEN_BY_COMMANDS = {"tests/gpu-record.json"}
@@ -88,6 +90,16 @@ def test_the_documentation_names_every_command() -> None:
     page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     names = [command.name or command.callback.__name__ for command in app.registered_commands]  # type: ignore[union-attr]
     assert names and [name for name in names if f"| `placer {name}" not in page] == []
+
+
+def test_the_documentation_names_every_endpoint_and_setting() -> None:
+    reference = ROOT / "docs" / "reference"
+    paths = create_app(Settings(database=":memory:")).openapi()["paths"]
+    endpoints = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
+    page = (reference / "rest.md").read_text()
+    assert [endpoint for endpoint in endpoints if f"`{endpoint}" not in page] == []
+    assert "::: placer_server.settings.Settings" in (reference / "settings.md").read_text()
+    assert [name for name in Settings.model_fields if f"\n        {name}: " not in f"\n    {Settings.__doc__}"] == []
 
 
 def test_readme_and_changelog_stay_short() -> None:
