@@ -74,10 +74,12 @@ def test_all_names_the_public_api() -> None:
         placer.nothing  # noqa: B018
 
 
-def test_every_lazy_name_is_public() -> None:
+def test_the_public_names_are_the_lazy_names_and_the_errors() -> None:
     import placer
+    from placer import errors
 
-    assert set(placer._HOMES) | {"PlacerError", *placer._MODULES} == set(placer.__all__)
+    raised = set(errors.__all__) - {"kind_of"}
+    assert set(placer._HOMES) | raised | set(placer._MODULES) == set(placer.__all__)
 
 
 def test_without_torch_the_error_names_the_pip_command(tmp_path: Path) -> None:
