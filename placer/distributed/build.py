@@ -194,7 +194,8 @@ class _Placed:
         """What all processes must agree in, beside the model and its places."""
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
         chunks = count_text(self.chunks, "micro-batch", "micro-batches")
-        shown = self.options.model_dump(exclude_defaults=True)  # functions have another address in every process
+        usual = DEFAULT.model_dump()  # without functions, which have another address in every process
+        shown = {name: value for name, value in self.options.model_dump().items() if value != usual[name]}
         if self.options.weigh is not None:
             shown["weigh"] = "a function"
         batch = f", batch options {shown}" if shown else ""

@@ -36,7 +36,7 @@ def noticed(module: nn.Module) -> Iterator[list[str]]:
 
     handle = register_module_forward_pre_hook(look)
     try:
-        with _nothing_around():
+        with unseen_by_hooks():
             yield found
     finally:
         handle.remove()
@@ -53,7 +53,7 @@ def _under_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def _nothing_around() -> AbstractContextManager[Any]:
+def unseen_by_hooks() -> AbstractContextManager[Any]:
     """In it the caller's hooks, a checkpoint's or others, see nothing of what autograd saves."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from placer.errors import InputError
 from placer.graph.layers import tensor_bytes
+from placer.graph.module_names import call_number
 from placer.schema.base import MERGED
 from placer.schema.device_map import never_split
 
@@ -144,8 +145,7 @@ def module_stack(node: fx.Node) -> list[tuple[str, int]]:
     stack, prefix = [], "module"  # what the model is called in what was exported
     for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
         if path == prefix or path.startswith(f"{prefix}."):
-            call = key.rpartition("@")[2] if "@" in key else "0"
-            stack.append((path[len(prefix) + 1 :], int(call) if call.isdecimal() else 0))
+            stack.append((path[len(prefix) + 1 :], call_number(key)))
     return stack
 
 

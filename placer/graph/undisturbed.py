@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from placer import devices
-from placer.graph import chance
+from placer.graph import chance, checkpoints
 from placer.graph.leftovers import put_back
 from placer.graph.undone import written_back
 
@@ -18,12 +18,15 @@ from placer.graph.undone import written_back
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Give parameters, buffers, plain tensors, attributes, and random number generators their values back afterwards.
 
+    Hooks of the caller on what autograd saves, such as a checkpoint's, see nothing of what runs inside.
+
     Args:
         model: the model that runs inside.
     """
     kept = {part: part.clone() for buffer in model.buffers() for part in devices.own_parts(buffer)}
     places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
-    with put_back(model) as left, chance.given_back(), torch.random.fork_rng(sorted(places)):
+    drawn = torch.random.fork_rng(sorted(places))
+    with put_back(model) as left, chance.given_back(), drawn, checkpoints.unseen_by_hooks():
         try:
             with written_back([*model.parameters(), *left.plain_tensors()]):
                 yield

@@ -242,7 +242,7 @@ def test_batches_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Rank
     assert "not nested as the example was" in first["nested"]
     assert "1 positional arguments and the keywords (none)" in first["nested"]
     assert "a target of shape (4, 6) goes with a batch of 8 samples" in last["too small"]
-    assert "a target of shape (2, 6) goes with a batch of 8 samples" in last["nested"]
+    assert "a target '0' of shape (2, 6) goes with a batch of 8 samples" in last["nested"]
     assert "an input is of torch.float32, and the example's was of torch.float64" in first["other type"]
 
 

@@ -154,12 +154,12 @@ def test_a_failure_before_any_line_changes_nothing(clones: bool) -> None:
 def test_a_device_that_is_full_at_any_copy_changes_nothing(clones: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, left = devices.copy, 0
 
-    def full(tensor: Tensor, target: torch.device) -> Tensor:
+    def full(tensor: Tensor, target: torch.device, known: Any = None) -> Tensor:
         nonlocal left
         left -= 1
         if left == 0:  # only once: there is room to put things back
             raise torch.OutOfMemoryError("out of memory")
-        return copy(tensor, target)
+        return copy(tensor, target, known)
 
     monkeypatch.setattr(devices, "copy", full)
     with logical_devices(3):
