@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transplanted import captured_once
 
 import placer
-from placer import devices, distributed
+from placer import BatchOptions, devices, distributed
 from placer.errors import InputError
 from placer.graph.structure import flatten
 from placer.profiler.gather import gather_profile
@@ -72,12 +72,15 @@ def split_step(
     batches: int = 1,
     ranks: list[int] | None = None,
     recompute: tuple[str, ...] = (),
+    verify: bool = True,
 ) -> dict[str, Any] | None:
     """This process's part of the same: its losses, gradients and buffers; None where it is none of ``ranks``."""
     group = None if ranks is None else dist.new_group(ranks)
     if ranks is not None and dist.get_rank() not in ranks:
         return None
     options: dict[str, Any] = {"schedule": schedule, "recompute": recompute}
+    if not verify:
+        options["batch_options"] = BatchOptions(verify=False)
     pipeline, inputs, target, _ = built(make, places, chunks, group, **options)
     losses = []
     for _ in range(batches):

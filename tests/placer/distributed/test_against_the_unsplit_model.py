@@ -34,10 +34,11 @@ def check(
     schedule: str,
     batches: int = 1,
     recompute: tuple[str, ...] = (),
+    verify: bool = True,
 ) -> Any:
     count = len(set(places.values()))
     members = list(range(count)) if count < 4 else None
-    parts = ranks.run(split_step, make, places, chunks, schedule, batches, members, recompute)
+    parts = ranks.run(split_step, make, places, chunks, schedule, batches, members, recompute, verify)
     losses, gradients, buffers = unsplit_step(make, chunks, batches)
     (ours,) = [part["losses"] for part in parts if part and part["losses"]]
     assert ours == pytest.approx(losses, abs=EXACT)
@@ -171,13 +172,15 @@ def test_what_the_loss_does_not_reach_in_the_last_stage_has_no_gradient(ranks: R
 
 
 def test_masks_whole_numbers_sizes_and_complex_numbers_cross(ranks: RankPool) -> None:
-    check(ranks, models.masked, {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"}, 4, "1f1b")
+    check(
+        ranks, models.masked, {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"}, 4, "1f1b", verify=False
+    )  # a size of the batch counts
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_numbers_that_are_taken_from_tensors_are_those_of_each_micro_batch(ranks: RankPool, schedule: str) -> None:
     places = {"front": "cpu:0", "aside": "cpu:1", "middle": "cpu:2", "back": "cpu:3"}
-    check(ranks, oddities.counted, places, 4, schedule, batches=2)
+    check(ranks, oddities.counted, places, 4, schedule, batches=2, verify=False)
 
 
 @pytest.mark.parametrize("recompute", [(), ("cpu:1",)])
@@ -210,8 +213,11 @@ def test_one_process_runs_the_whole_model(ranks: RankPool) -> None:
 def test_what_has_as_many_rows_as_samples_by_chance_is_no_batch(ranks: RankPool) -> None:
     places = {"front": "cpu:0", "back": "cpu:1"}
     check(ranks, oddities.mixed, places, 2, "1f1b")
-    _, told, *_ = ranks.run(training.results, oddities.mixed, places)
-    assert "output [1] has no batch dimension" in told and "give build(..., chunks=1)" in told
+    _, found, *_ = ranks.run(training.results, oddities.mixed, places)
+    torch.manual_seed(0)
+    model, inputs, _, _ = oddities.mixed()
+    with torch.no_grad():
+        torch.testing.assert_close(tuple(found), model.eval()(*inputs), atol=EXACT, rtol=EXACT)  # the mean, no rows
 
 
 def test_what_is_made_of_no_input_is_as_every_micro_batch_has_it_and_sizes_are_the_batchs(ranks: RankPool) -> None:

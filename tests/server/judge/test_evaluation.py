@@ -56,6 +56,8 @@ def test_a_map_is_valid_exactly_if_the_independent_referee_takes_it():
             update={
                 "layer_devices": where,
                 "stages": found.stages,
+                # 1F1B: a stage holds a micro-batch for itself and each stage behind it.
+                "in_flight": tuple(min(request.chunks, left) for left in range(len(found.stages), 0, -1)),
                 "devices": found.devices,
                 "objective_value": found.objective_value,
                 "speedup": single / found.objective_value,
