@@ -9,6 +9,7 @@ import pytest
 
 from placer.schema import Placement, PlacementRequest
 from placer_server.openapi import examples
+from placer_server.workers.solving import default_solver
 
 
 def backwards(content):
@@ -24,6 +25,23 @@ def test_a_request_is_answered_with_its_placement(serve, request_body):
     assert reply.status_code == 200
     assert placement.id == PlacementRequest.model_validate(request_body()).content_hash()
     assert set(placement.layer_devices) == {"embed", "block.0", "block.1", "head"}
+
+
+def test_what_a_profile_declares_of_batches_comes_back_with_the_placement(serve, request_body):
+    body = request_body()
+    declared = {
+        "inputs": {"images": "items", "*": 1},
+        "target": "items",
+        "reduction": "sum",
+        "outputs": {"loss": "sum"},
+    }
+    body["profile"]["batch_options"] = declared
+    reply = serve(default_solver).post("/v1/placements", json=body).json()
+    assert reply["batch_options"] == {**declared, "verify": True}
+    body["profile"]["batch_options"] = declared | {"inputs": "rows"}
+    refused = serve().post("/v1/placements", json=body)
+    assert refused.status_code == 422
+    assert "'rows' is not a rule" in refused.text and "batch_options" in refused.text
 
 
 def test_a_solve_that_takes_longer_than_wait_is_202_with_a_location_that_answers_later(serve, solvers, request_body):
