@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,10 @@ class Placed(Protocol):
         """The layers of a capture and the device of each."""
 
 
+_every: WeakSet[Pipelines] = WeakSet()
+"""Those of all training steps: where memory is short, a step takes what other steps of its flow keep."""
+
+
 class Pipelines:
     """The pipelines of one training step, the latest used last.
 
@@ -73,12 +78,13 @@ class Pipelines:
         self._compile = compile
         self._made: LatestShapes[TrainingPipeline] = LatestShapes(lambda pipeline: pipeline.lanes)
         self._placed: Assignment | None = None
+        _every.add(self)
 
     def __iter__(self) -> Iterator[TrainingPipeline]:
         return iter(self._made.values())
 
     def ready(self, batch: Batch, outputs: bool = False, is_compared: bool = False) -> TrainingPipeline | None:
-        """As ``of``, its passes made; without those of other shapes, where there is no memory for both.
+        """As ``of``, its passes made; where there is no memory for both, without those of other shapes and steps.
 
         A shape beside others is recorded when it comes for the second time.
 
@@ -106,15 +112,18 @@ class Pipelines:
             tell_in_turn(str(error))
             return None
         except torch.OutOfMemoryError as error:
-            if not others:
+            kept = [one for one in _every if one._flow is self._flow and one._made]
+            count = sum(len(one._made) for one in kept) - 1
+            if not count:
                 raise
             why = str(error)
         pipeline = None
-        self._made.keep_only(lambda key: False)
+        for one in kept:
+            one._made.keep_only(lambda key: False)
         devices.release_cache()
         warn(
-            f"there is no memory for a batch of this shape beside the passes of {others} other(s), which are let go of "
-            f"and made again when such a batch comes: {why}"
+            f"there is no memory for a batch of this shape beside the passes of {count} other(s), of this step or of "
+            f"other steps of the flow, which are let go of and made again when such a batch comes: {why}"
         )
         pipeline = self.of(batch)
         if pipeline is not None:

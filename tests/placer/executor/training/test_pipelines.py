@@ -92,6 +92,31 @@ def test_without_memory_for_a_further_shape_the_passes_of_others_are_let_go_of(
         assert held == 1
 
 
+def test_without_memory_for_a_further_step_the_passes_of_others_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A step with another schedule ran out of memory beside the one that had been tried before.
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    flow, other = DataFlow(model, device_ids=2), DataFlow(copy.deepcopy(model), device_ids=2)
+    steps = []
+    for one, schedule in ((other, "1f1b"), (flow, "1f1b"), (flow, "zero-bubble")):
+        one.layer_gpus.update({"0": 0, "1": 1})
+        one.update_flow()
+        steps.append(one.train_step(functional.mse_loss, schedule=schedule))
+    prepare = TrainingPipeline.prepare
+
+    def with_room_for_one(self: TrainingPipeline, *args: Any, **options: Any) -> None:
+        if sum(len(step.pipelines) for step in steps[1:]) > 1:
+            raise torch.OutOfMemoryError("no room")
+        prepare(self, *args, **options)
+
+    monkeypatch.setattr(TrainingPipeline, "prepare", with_room_for_one)
+    inputs, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    expected = functional.mse_loss(model(inputs), target).detach()
+    for turn, number in enumerate((0, 1, 2, 1)):
+        with pytest.warns(UserWarning, match=r"beside the passes of 1 other\(s\)") if turn > 1 else nullcontext():
+            torch.testing.assert_close(steps[number](inputs, target, chunks=2), expected)
+        assert [len(step.pipelines) for step in steps] == [1, number == 1, number == 2]  # the other flow keeps its own
+
+
 class _Whole(nn.Module):
     """Does something else where the batch is small."""
 
