@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from placer.errors import BatchError, InputError
 from placer.executor.closeness import Closeness, shown
 from placer.executor.joining import Difference, Joining, find_rules
+from placer.executor.label_counts import LabelWeights, Uneven, uneven, unlike_counts
 from placer.graph.batch_layout import BatchLayout, Call, Parameters, layout_of_inputs, values_of
 from placer.graph.comparable import Draws, evaluated
 from placer.graph.hooks import without_hooks
 from placer.graph.structure import flatten_inputs
 from placer.graph.undisturbed import undisturbed
 from placer.schema import BatchOptions
+from placer.schema.batch_options import OTHERS, Cut
 from placer.warned import warn
 
 Run = Callable[[Call], Any]
@@ -50,12 +52,14 @@ class _Kind:
         looks: batches that were compared.
         is_decided: whether no other batch has to decide between several rules.
         sizes: of the micro-batches for which that holds; None for all.
+        uneven: what micro-batches had unequal shares of.
     """
 
     joining: Joining
     looks: int
     is_decided: bool
     sizes: tuple[int, ...] | None
+    uneven: Uneven = frozenset()
 
 
 class BatchChecks:
@@ -101,15 +105,18 @@ class BatchChecks:
         if not options.verify or len(sizes) < 2:
             return declared
         key = mode, options.model_dump_json(), _kind_of(values_of(call, parameters), layout)
+        now = uneven(flatten_inputs(*call)[0], layout, sizes)
         known = self._known.get(key)
-        if known is None or not known.is_decided or known.sizes not in (None, tuple(sizes)):
+        if known is None or not known.is_decided or known.sizes not in (None, tuple(sizes)) or not now <= known.uneven:
             if not can_be_run():
                 return declared
             try:
                 found = self._look(call, parameters, layout, sizes, declared, run, weigh)
             except BatchError as error:
                 raise self._with_advice(error, call, parameters, layout, options, run) from error.__cause__
+            found.uneven = now
             if known is not None:
+                found.uneven |= known.uneven
                 found.looks += known.looks
                 found.is_decided |= found.looks >= _LOOKS
             if len(self._known) >= _KNOWN:
@@ -166,9 +173,11 @@ class BatchChecks:
         closeness = Closeness.of([*self._module.parameters(), *flatten_inputs(*call)[0]])
         refusal: BatchError | None = None
         failure: Exception | None = None
-        for some in (_few(sizes), list(sizes)):  # few first: the whole batch may need more memory than there is
+        found: _Kind | None = None
+        few = _few(sizes)
+        for some in [few] if few == list(sizes) else [few, list(sizes)]:  # the whole batch may need too much memory
             try:
-                whole, parts = self._run(call, parameters, layout, some, run)
+                whole, parts, counted = self._run(call, parameters, layout, some, run)
             except _CutError as error:
                 refusal = refusal or error.refusal()
                 continue
@@ -177,34 +186,50 @@ class BatchChecks:
                 continue
             weights = _of_parts(weigh(layout.size), some)
             joining, differences, is_open = find_rules(whole, parts, some, declared, closeness, weights)
+            unlike = unlike_counts(counted[0], counted[1:], weights or some) if joining.reduces_floats else None
+            if not differences and unlike is not None:
+                refusal = BatchError(
+                    f"the model's own loss is a mean over labels that count, and micro-batches of {some} samples have "
+                    f"{[int(count) if count == int(count) else count for count in unlike]} of them"
+                )
+                continue
             if not differences:
                 # What few samples do not show may be so of these sizes alone.
-                return _Kind(joining, 1, not is_open, tuple(sizes) if refusal is not None else None)
+                found = _Kind(joining, 1, not is_open, tuple(sizes) if refusal is not None else None)
+                if some == few and joining.reduces_floats:
+                    continue  # the labels of the other samples may count in other numbers
+                return found
             refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
         if isinstance(failure, torch.OutOfMemoryError):  # of anything else the real run tells
             warn(f"micro-batches were not compared with a whole batch, for want of memory: {failure}")
-        return _Kind(declared, 1, True, None)
+        return found or _Kind(declared, 1, True, None)
 
     def _run(
         self, call: Call, parameters: Parameters, layout: BatchLayout, sizes: Sequence[int], run: Run
-    ) -> tuple[Any, list[Any]]:
-        """Run the first samples of a batch, whole and cut."""
+    ) -> tuple[Any, list[Any], list[list[float]]]:
+        """Run the first samples of a batch, whole and cut.
+
+        Returns:
+            The result of the whole; those of the parts; and the labels that count in means of the whole and each part.
+        """
         total, draws = sum(sizes), Draws()
         rest = [layout.size - total] if layout.size > total else []
         (first, *_), cuts = (layout.cut_call(call, parameters, [*some, *rest]) for some in ([total], sizes))
-        with self._apart(), evaluated(), draws.first():
+        watches = [LabelWeights() for _ in (total, *sizes)]
+        with self._apart(), evaluated(), draws.first(), watches[0]:
             whole = run(_copied(first))
         parts, start = [], 0
-        for part, size in zip(cuts, sizes, strict=False):
-            try:
-                with self._apart(), evaluated(), draws.again(start, size, total):
-                    parts.append(run(_copied(part)))
-            except Exception as error:
-                raise _CutError from error
-            start += size
-        return whole, parts
+        with self._apart(), evaluated():  # one after another: what a part leaves in the model, the next one finds
+            for part, size, watch in zip(cuts, sizes, watches[1:], strict=False):
+                try:
+                    with draws.again(start, size, total), watch:
+                        parts.append(run(_copied(part)))
+                except Exception as error:
+                    raise _CutError from error
+                start += size
+        return whole, parts, [watch.counted for watch in watches]
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -227,21 +252,42 @@ class _CutError(Exception):
 _WAYS_OUT = (
     "If the samples lie elsewhere, declare where, as batch_options=BatchOptions(inputs=1) for dimension 1, "
     "{'images': 'items'} for a list of samples or {'table': None} for what is not cut; if results are joined "
-    "otherwise, outputs={'loss': 'sum'}"
+    "otherwise, outputs={'loss': 'sum'}; if one is a mean over labels of which samples have unequal numbers, give the "
+    "weight of each sample, weigh=lambda inputs, target: (inputs['labels'] != -100).sum(1)"
 )
 
 
 def _others(call: Call, parameters: Parameters, layout: BatchLayout, options: BatchOptions) -> Iterator[BatchOptions]:
     """Yield other ways to cut a batch: along the second dimension, by the items of lists, or one input whole."""
     values = values_of(call, parameters)
-    declared = options.inputs if isinstance(options.inputs, dict) else {}
+    if isinstance(options.inputs, dict):
+        declared = options.inputs
+    else:
+        declared = {} if options.inputs == 0 else {OTHERS: options.inputs}
     lists = [name for name, value in values.items() if isinstance(value, (list, tuple)) and len(value) > 1]
     if lists:
         yield options.model_copy(update={"inputs": {**declared, **dict.fromkeys(lists, "items")}})
-    if not declared:
+    if isinstance(options.inputs, int):
         yield options.model_copy(update={"inputs": 1 if options.inputs == 0 else 0})
     for place in layout.undeclared() if len(layout.undeclared()) > 1 else ():
         yield options.model_copy(update={"inputs": {**declared, layout.names[place]: None}})
+    for inputs in _by_size(call, layout, declared):
+        yield options.model_copy(update={"inputs": inputs})
+
+
+def _by_size(call: Call, layout: BatchLayout, declared: dict[str, Cut]) -> Iterator[dict[str, Cut]]:
+    """Yield cuts of other tensors along a dimension that has as many entries as the batch has samples."""
+    others: dict[str, list[int]] = {}
+    for tensor, dim, name in zip(flatten_inputs(*call)[0], layout.dims, layout.names, strict=True):
+        shape = tensor.shape if isinstance(tensor, Tensor) and name not in declared else ()
+        fits = [place for place, size in enumerate(shape) if size == layout.size and place != dim]
+        if fits:
+            others[name] = fits
+    if len(others) > 1:
+        yield {**declared, **{name: fits[0] for name, fits in others.items()}}
+    for name, fits in others.items():
+        for place in fits:
+            yield {**declared, name: place}
 
 
 def _spelt(options: BatchOptions) -> str:

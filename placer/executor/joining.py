@@ -64,6 +64,11 @@ class Joining:
         declared = rule_for(name, self.declared, None)[0]
         return declared if declared is not None else self.found.get(name)
 
+    @property
+    def reduces_floats(self) -> bool:
+        """Whether results were found that are means or sums over all samples."""
+        return not {"mean", "sum", _SAMPLES_MEAN}.isdisjoint(map(str, self.found.values()))
+
 
 @dataclass(frozen=True)
 class Difference:

@@ -4,11 +4,13 @@
     losses of micro-batches  ──▶ joined ──────────────────────────────────┴▶ equal, or BatchError
 
 That takes no forward pass. It tells a sum from a mean, and sees samples that meet one another in the loss, and labels
-that are left out in unlike numbers.
+that are left out in unlike numbers. Losses can agree by chance, as those of a model that is not trained yet, whose
+labels are all equally likely. Therefore the gradients of the losses by the results are compared as well.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -16,9 +18,11 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.errors import InputError
 from placer.executor.batch_check import difference_error
 from placer.executor.closeness import Closeness
 from placer.executor.joining import Joining, find_rules, join
+from placer.executor.label_counts import Uneven, uneven
 from placer.executor.training.batch import Batch
 from placer.executor.training.counted_labels import LabelWatch
 from placer.executor.training.weighing import Goals, Weighed, Weighing
@@ -27,6 +31,8 @@ from placer.graph.structure import detached_nest, flatten
 from placer.warned import warn
 
 _KNOWN = 1000
+_FLOOR = 1e-2
+"""Results are taken to be of this size at least, where gradients are asked whether they matter: some begin at zero."""
 
 
 class LossChecks:
@@ -38,20 +44,24 @@ class LossChecks:
 
     def __init__(self, loss_fn: Weighing) -> None:
         self._loss_fn = loss_fn
-        self._known: dict[Hashable, Joining] = {}
+        self._known: dict[Hashable, tuple[Joining, Uneven, Uneven]] = {}
 
     def wants(self, batch: Batch) -> bool:
-        """Return whether a batch is to be compared: it is cut, and the first of its kind."""
+        """Return whether a batch is to be compared: it is cut, and the first of its kind or of unequal labels."""
         is_cut = self._loss_fn.options.verify and len(batch.sizes) > 1
-        return is_cut and _kind(batch) not in self._known
+        if not is_cut:
+            return False
+        known, now = self._known.get(_kind(batch)), _uneven(batch)
+        return known is None or not all(one <= before for one, before in zip(now, known[1:], strict=True))
 
     def leave_out(self, batch: Batch) -> None:
         """Compare no batch of this kind."""
-        self._known[_kind(batch)] = Joining.of(self._loss_fn.options)
+        self._note(batch, Joining.of(self._loss_fn.options))
 
     def known(self, batch: Batch) -> Joining:
         """Return how further values of the loss are joined."""
-        return self._known.get(_kind(batch)) or Joining.of(self._loss_fn.options)
+        known = self._known.get(_kind(batch))
+        return known[0] if known is not None else Joining.of(self._loss_fn.options)
 
     def joining(
         self, batch: Batch, loss: Tensor, made: Sequence[tuple[Any, dict[str, Any]]], labels: LabelWatch
@@ -68,10 +78,15 @@ class LossChecks:
             BatchError: the loss of the whole batch, or a further value, is another.
         """
         found = compare_losses(self._loss_fn, batch.goals, batch.sizes, batch.joining, loss, made, labels)
+        self._note(batch, found)
+        return found
+
+    def _note(self, batch: Batch, joining: Joining) -> None:
         if len(self._known) >= _KNOWN:
             self._known.clear()
-        self._known[_kind(batch)] = found
-        return found
+        inputs, target = _uneven(batch)
+        _, inputs_before, target_before = self._known.get(_kind(batch), (joining, frozenset(), frozenset()))
+        self._known[_kind(batch)] = joining, inputs | inputs_before, target | target_before
 
 
 def compare_losses(
@@ -124,6 +139,8 @@ def compare_losses(
     if not closeness(loss, expected):
         ways_out = _ways_out(loss_fn, len(sizes), expected, loss)
         raise difference_error("the loss", expected, loss, closeness.tolerance, ways_out)
+    with chance.given_back(), devices.Lane(place, caller=True):
+        _compare_gradients(loss_fn, goals, sizes, joining, [result for result, _ in made], weights, place, closeness)
     declared = Joining.of(loss_fn.options)
     found, differences, _ = find_rules(values, [one for _, one in made], sizes, declared, closeness, weights)
     for one in differences:
@@ -136,16 +153,140 @@ def compare_losses(
     return found
 
 
+def _compare_gradients(
+    loss_fn: Weighing,
+    goals: Goals,
+    sizes: Sequence[int],
+    joining: Joining,
+    results: Sequence[Any],
+    weights: Sequence[Tensor] | None,
+    place: torch.device,
+    closeness: Closeness,
+) -> None:
+    """Compare the gradient of the loss of the batch, by the model's results, with those of micro-batches.
+
+    Nothing is compared where the gradients cannot be computed apart from the model, or for want of memory.
+
+    Args:
+        loss_fn: the loss of a micro-batch.
+        goals: the target of the batch.
+        sizes: samples in each micro-batch.
+        joining: how results are joined.
+        results: of the micro-batches.
+        weights: of each micro-batch in a mean; ``sizes`` if None.
+        place: where the loss runs.
+        closeness: equality up to rounding.
+
+    Raises:
+        BatchError: a gradient differs.
+    """
+    parts = [_on(result, place) for result in results]
+    leaves = [_differentiable(part) for part in parts]
+    try:
+        with torch.enable_grad():
+            loss, expected, found = _both_gradients(loss_fn, goals, sizes, joining, parts, leaves, weights, place)
+    except InputError:
+        raise
+    except (RuntimeError, TypeError, ValueError):  # such as from a loss that differentiates by itself
+        return
+    # A result that is the same for all micro-batches is taken from the first one, which then has its whole gradient.
+    left_out = _taken_from_the_first(leaves, expected)
+    kept = [number for number in range(len(expected)) if number not in left_out]
+    if not kept:
+        return
+    results_of = [leaf.detach() for some in leaves for leaf in some]
+    values, one, other = (
+        torch.cat([_flat(many[number], results_of[number]) for number in kept])
+        for many in (results_of, expected, found)
+    )
+    size = max(float(one.norm()), float(other.norm()))
+    reach = size * max(float(values.norm()), _FLOOR * math.sqrt(values.numel()))
+    matters = reach > closeness.tolerance * sum(sizes) * abs(float(loss))
+    if matters and float((one - other).norm()) > closeness.tolerance * size:
+        raise difference_error("the gradient of the loss", one, other, closeness.tolerance, _GENERAL_WAYS_OUT)
+
+
+def _both_gradients(
+    loss_fn: Weighing,
+    goals: Goals,
+    sizes: Sequence[int],
+    joining: Joining,
+    parts: Sequence[Any],
+    leaves: Sequence[Sequence[Tensor]],
+    weights: Sequence[Tensor] | None,
+    place: torch.device,
+) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+    """Return the loss of the batch, its gradients by the results of micro-batches, and those of the parts' losses."""
+    target = _on(goals.structure.unflatten(goals.leaves), place)
+    whole = [_with_copies(part, some) for part, some in zip(parts, leaves, strict=True)]
+    plain = target.target if isinstance(target, Weighed) else target
+    loss = loss_fn.plain(join(whole, sizes, joining, weights), plain)[0]
+    expected = _gradients(loss, [leaf for some in leaves for leaf in some], sum(sizes))
+    found: list[Tensor | None] = []
+    cut = goals.layout.cut_values({"": target}, sizes)
+    for part, some, goal, share in zip(parts, leaves, cut, loss_fn.shares(sizes), strict=True):
+        found += _gradients(loss_fn(_with_copies(part, some), goal[""])[0], some, sum(sizes) * share)
+    return loss.detach(), expected, found
+
+
+def _differentiable(nest: Any) -> list[Tensor]:
+    """Return copies of the floating-point tensors of a nest, which take gradients."""
+    some = [leaf for leaf in flatten(nest)[0] if _takes_gradients(leaf)]
+    return [leaf.detach().requires_grad_() for leaf in some]
+
+
+def _takes_gradients(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _with_copies(nest: Any, leaves: Sequence[Tensor]) -> Any:
+    """Return a nest with copies of these tensors, to which a loss may write, in the places of its own."""
+    given = iter(leaves)
+    old, structure = flatten(nest)
+    return structure.unflatten([next(given).clone() if _takes_gradients(leaf) else leaf for leaf in old])
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor], scale: float) -> list[Tensor | None]:
+    """Return gradients, multiplied by a number that keeps them above the smallest number of float16."""
+    if not loss.requires_grad or not leaves:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(loss, leaves, torch.full_like(loss, scale), allow_unused=True))
+
+
+def _flat(gradient: Tensor | None, result: Tensor) -> Tensor:
+    """Return the gradient by a result as real numbers in a row; zeros where there is none."""
+    if gradient is None:
+        gradient = torch.zeros_like(result)
+    gradient = gradient.detach().resolve_conj()
+    return (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten().double()
+
+
+def _taken_from_the_first(leaves: Sequence[Sequence[Tensor]], expected: Sequence[Tensor | None]) -> set[int]:
+    """Return the places of results that the loss reads for the first micro-batch alone."""
+    count = len(leaves[0])
+    if any(len(some) != count for some in leaves):
+        return set()
+    return {
+        place + count * number
+        for place in range(count)
+        if all(one is None for one in expected[place + count :: count])
+        for number in range(len(leaves))
+    }
+
+
+_GENERAL_WAYS_OUT = (
+    "If it is a mean that leaves samples or labels out, give the weight of each sample, as batch_options="
+    "BatchOptions(weigh=f); if it is a sum over samples, reduction='sum'; if it compares samples with one another, "
+    "chunks=1; BatchOptions(verify=False) takes it as it is"
+)
+
+
 def _ways_out(loss_fn: Weighing, count: int, expected: Tensor, loss: Tensor) -> str:
     ratio = float(expected) / float(loss) if float(loss) else 0.0
     is_sum = loss_fn.options.reduction == "mean" and abs(ratio - count) < 0.01 * count
     if is_sum:
         return "It is a sum over samples: declare that, as batch_options=BatchOptions(reduction='sum')"
-    return (
-        "If it is a mean that leaves samples or labels out, give the weight of each sample, as batch_options="
-        "BatchOptions(weigh=f); if it is a sum over samples, reduction='sum'; if it compares samples with one another, "
-        "chunks=1; BatchOptions(verify=False) takes it as it is"
-    )
+    return _GENERAL_WAYS_OUT
 
 
 def _kind(batch: Batch) -> Hashable:
@@ -155,6 +296,12 @@ def _kind(batch: Batch) -> Hashable:
     if batch.has_lists:
         return kinds
     return batch.inputs.paths, batch.goals.structure.paths, kinds
+
+
+def _uneven(batch: Batch) -> tuple[Uneven, Uneven]:
+    """Return what micro-batches have unequal shares of, in the inputs and in the target."""
+    goals = batch.goals
+    return uneven(batch.tensors, batch.layout, batch.sizes), uneven(goals.leaves, goals.layout, batch.sizes)
 
 
 def _on(nest: Any, place: torch.device) -> Any:

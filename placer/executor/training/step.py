@@ -351,7 +351,8 @@ class TrainStep:
         except BaseException as error:
             before.restore()
             raise_explained(error, self._place(error, len(losses), in_loss))
-        return torch.stack(losses).sum(), made
+        place = devices.location(losses[-1])  # a module that branches may end on another device each time
+        return torch.stack([devices.move(loss, place) for loss in losses]).sum(), made
 
     def _tell_once(self) -> None:
         """Say why the model runs through hooks, the first time that it does."""

@@ -1,0 +1,115 @@
+"""Which values of a batch could make its loss another mean than that of an earlier batch.
+
+A loss that is a mean over labels, some of which it leaves out, equals the mean over micro-batches while each of these
+has as many labels. A first batch for which that holds says nothing about a later one for which it does not. The same is
+true of a mean with weights, while these are all equal. Such a later batch is therefore compared again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from placer.graph.batch_layout import BatchLayout, cut
+
+_LARGEST = 1 << 20
+"""Entries of the largest tensor that is read in every step: about a millisecond."""
+
+Uneven = frozenset[tuple[int, str]]
+"""Places of tensors, and the kind of entry of which micro-batches have unequal shares."""
+
+
+def uneven(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) -> Uneven:
+    """Return what micro-batches have unequal shares of: negative numbers, zeros, ones that are true, unequal weights.
+
+    Only tensors in the memory of the host are read, because another device would have to finish its work first.
+
+    Args:
+        tensors: inputs or a target, flattened, in the order of ``layout.dims``.
+        layout: where their samples lie.
+        sizes: samples in each micro-batch.
+    """
+    if len(sizes) < 2 or layout.lists:
+        return frozenset()
+    return frozenset(
+        (place, kind)
+        for place, (tensor, dim) in enumerate(zip(tensors, layout.dims, strict=False))
+        if dim is not None and isinstance(tensor, Tensor) and _is_read(tensor)
+        for kind in _kinds(tensor.detach(), dim, sizes)
+    )
+
+
+def _is_read(tensor: Tensor) -> bool:
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_complex()
+    return is_plain and tensor.dtype != torch.uint8 and 0 < tensor.numel() <= _LARGEST
+
+
+def _kinds(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Iterator[str]:
+    if tensor.is_floating_point():
+        if bool((tensor != tensor.flatten()[0]).any()):
+            yield "weights"
+    elif tensor.dtype == torch.bool:
+        if not _is_even(tensor, dim, sizes):
+            yield "true"
+    else:
+        for kind, found in (("negative", tensor < 0), ("zero", tensor == 0)):
+            if not _is_even(found, dim, sizes):
+                yield kind
+
+
+def _is_even(found: Tensor, dim: int, sizes: Sequence[int]) -> bool:
+    total = int(found.sum())
+    counts = [int(part.sum()) for part in cut(found, dim, "", sizes)] if total else []
+    return all(count * sum(sizes) == total * size for count, size in zip(counts, sizes, strict=False))
+
+
+class LabelWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the labels that torch's losses count, by the weights of their classes, while a model computes means.
+
+    Losses of a model that is not trained yet are nearly equal for all labels, so that their values do not show it.
+
+    Attributes:
+        counted: for each mean, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counted: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _LOSSES and len(args) > _REDUCTION and args[_REDUCTION] == 1:  # 1 is "mean"
+            self.counted.append(float(made[1]))
+        return made
+
+
+_LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_REDUCTION = 3
+"""The place of ``reduction`` among the arguments of these operations."""
+
+
+def unlike_counts(
+    whole: Sequence[float], parts: Sequence[Sequence[float]], shares: Sequence[float]
+) -> list[float] | None:
+    """Return how many labels each micro-batch counts in a mean, where that is not its share; else None.
+
+    Args:
+        whole: labels that count in the batch, for each mean.
+        parts: the same for each micro-batch.
+        shares: how much each micro-batch counts; any unit.
+    """
+    if any(len(part) != len(whole) for part in parts):
+        return None
+    for total, counts in zip(whole, zip(*parts, strict=True), strict=True):
+        for count, share in zip(counts, shares, strict=True):
+            if abs(count * sum(shares) - total * share) > _ROUNDING * max(total * sum(shares), 1.0):
+                return list(counts)
+    return None
+
+
+_ROUNDING = 1e-5
+"""Of sums of class weights in float32."""

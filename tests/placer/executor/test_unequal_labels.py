@@ -1,0 +1,270 @@
+"""Batches in which micro-batches have unequal numbers of labels that count, and losses whose values hide it.
+
+A comparison of the first batch, or of its first samples, says nothing about these: each test names why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer import BatchOptions, DataFlow
+from placer.errors import BatchError
+from placer.testing import logical_devices
+
+SAMPLES, WIDTH, CLASSES = 8, 6, 5
+EQUAL = torch.tensor([1, -1, 2, -1, 3, -1, 4, -1])
+UNEQUAL = torch.tensor([1, 3, 2, 0, 3, -1, -1, -1])
+Loss = Callable[[Any, Any], Tensor]
+
+
+def _flow(model: nn.Module) -> DataFlow:
+    flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
+    for index, name in enumerate(flow.layer_gpus):
+        flow.layer_gpus[name] = min(index, 1)
+    flow.update_flow()
+    return flow
+
+
+def _classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)).double()
+
+
+def _inputs() -> Tensor:
+    return torch.randn(SAMPLES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def _mean_over_known(output: Tensor, target: Tensor) -> Tensor:
+    known = target >= 0
+    each = functional.cross_entropy(output, target.clamp(min=0), reduction="none")
+    return (each * known).sum() / known.sum()
+
+
+def _half(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, ignore_index=-1) * 0.5
+
+
+def _over_zeros(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, ignore_index=0) * 0.5
+
+
+def _by_mask(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    labels, known = target
+    return (functional.cross_entropy(output, labels, reduction="none") * known).sum() / known.sum()
+
+
+LABELS = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4])
+LATER: dict[str, tuple[Loss, Any, Any]] = {
+    "negative labels": (_mean_over_known, EQUAL, UNEQUAL),
+    "part of torch's loss": (_half, EQUAL, UNEQUAL),
+    "all labels at first": (_half, LABELS, UNEQUAL),
+    "label 0": (_over_zeros, LABELS, torch.tensor([1, 2, 3, 4, 1, 0, 0, 0])),
+    "a mask": (_by_mask, (LABELS, LABELS > 0), (LABELS, UNEQUAL > 0)),
+    "weights": (_by_mask, (LABELS, torch.ones(SAMPLES)), (LABELS, torch.linspace(0.1, 2, SAMPLES))),
+}
+
+
+@pytest.mark.parametrize(("loss_fn", "first", "later"), LATER.values(), ids=LATER)
+def test_a_later_batch_of_unequal_numbers_is_compared_again(loss_fn: Loss, first: Any, later: Any) -> None:
+    with logical_devices(2):
+        step = _flow(_classifier()).train_step(loss_fn)
+        step(_inputs(), first, chunks=2)
+        with pytest.raises(BatchError, match=r"weigh=f"):
+            step(_inputs(), later, chunks=2)
+
+
+def test_the_declaration_that_a_refusal_names_gives_the_loss_of_the_batch() -> None:
+    model, known = _classifier(), BatchOptions(weigh=lambda _, target: target >= 0)
+    with logical_devices(2):
+        step = _flow(model).train_step(_mean_over_known, batch_options=known)
+        for target in (EQUAL, UNEQUAL):
+            want = _mean_over_known(_unsplit(model, _inputs()), target)
+            torch.testing.assert_close(step(_inputs(), target, chunks=2).cpu(), want.detach())
+
+
+def _unsplit(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the result of a copy of the model that is on no device of a flow."""
+    other = _classifier()
+    other.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    result: Tensor = other(inputs)
+    return result
+
+
+def test_a_kind_of_batches_is_compared_once_for_each_kind_of_inequality() -> None:
+    calls = 0
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return functional.cross_entropy(output, target, reduction="none").mean()
+
+    with logical_devices(2):
+        step = _flow(_classifier()).train_step(loss_fn)
+        step(_inputs(), torch.arange(SAMPLES) % CLASSES, chunks=2)
+        before = calls
+        for seed in range(4):
+            step(_inputs(), torch.randint(1, CLASSES, (SAMPLES,)).clamp(min=1 - seed % 2), chunks=2)
+        assert calls - before <= 4 * 2  # a compared step runs the loss on the whole batch and twice on each part
+
+
+def test_a_loss_that_agrees_by_chance_is_seen_by_its_gradient() -> None:
+    """Every sample has the same loss, as in a model that knows nothing, so that each mean over some is equal."""
+
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(self.body(x))
+            return result
+
+    with logical_devices(2):
+        step = _flow(Same().double()).train_step(_mean_over_known)
+        with pytest.raises(BatchError, match=r"the gradient of the loss of a batch .*weigh=f"):
+            step(_inputs(), UNEQUAL, chunks=2)
+
+
+class _Labelled(nn.Module):
+    """A model that computes its own loss, as language models do that are given labels."""
+
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        if not is_trained:  # all labels are equally likely
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.body(x))
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def _labels(*counted: int) -> Tensor:
+    """Labels of which only those of these samples count."""
+    return torch.tensor([1 if sample in counted else -100 for sample in range(SAMPLES)])
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_models_own_loss_is_compared_on_all_samples(is_trained: bool) -> None:
+    """The first four samples have equal numbers of labels in each half, the batch does not."""
+    labels = _labels(0, 1, 2, 3, 4)
+    torch.manual_seed(0)
+    with logical_devices(2):
+        flow = _flow(_Labelled(is_trained).double())
+        flow(_inputs(), _labels(*range(SAMPLES)), chunks=2)
+        with pytest.raises(BatchError, match=r"weigh=lambda"):
+            flow(_inputs(), labels, chunks=2)
+        step = flow.train_step(lambda output, _: output["loss"])
+        with pytest.raises(BatchError, match=r"weigh=lambda"):
+            step((_inputs(), labels), None, chunks=2)
+        weighed = BatchOptions(weigh=lambda inputs, _: inputs[1] != -100)
+        step = flow.train_step(lambda output, _: output["loss"], batch_options=weighed)
+        loss = step((_inputs(), labels), None, chunks=2)
+    if not is_trained:
+        assert float(loss) == pytest.approx(math.log(CLASSES))
+
+
+class _Counting(nn.Module):
+    """A model that changes with each call of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.calls = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.head(self.body(x)) * self.calls
+        return result
+
+
+def test_a_model_that_counts_its_calls_is_not_cut() -> None:
+    """The second micro-batch finds what the first has left, as the batch does not."""
+    with logical_devices(2):
+        flow = _flow(_Counting().double())
+        with pytest.raises(BatchError, match=r"chunks=1"):
+            flow(_inputs(), chunks=2)
+
+
+class _Branching(nn.Module):
+    """A model whose result comes from another layer, on another device, in every second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.calls = nn.Linear(WIDTH, CLASSES), nn.Linear(CLASSES, CLASSES), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.body(x)
+        return self.head(result) if self.calls % 2 else result
+
+
+def test_losses_of_micro_batches_on_two_devices_are_added() -> None:
+    with logical_devices(2):
+        flow = _flow(_Branching().double())
+        step = flow.train_step(lambda output, _: output.square().mean(), batch_options=BatchOptions(verify=False))
+        model = flow.module
+        assert isinstance(model, _Branching)
+        loss = step(_inputs(), None, chunks=2)
+        half = model.body.weight.detach().cpu(), model.body.bias.detach().cpu()
+        results = [functional.linear(part, *half) for part in _inputs().chunk(2)]
+        last = 0 if model.calls % 2 == 0 else 1
+        results[last] = functional.linear(
+            results[last], model.head.weight.detach().cpu(), model.head.bias.detach().cpu()
+        )
+        want = torch.stack([result.square().mean() for result in results]).mean()
+        torch.testing.assert_close(loss.cpu(), want)
+
+
+class _State(nn.Module):
+    """A layer that takes a state whose samples lie along the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(WIDTH, 8, batch_first=True), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        result: Tensor = self.head(self.rnn(x, state)[0])
+        return result
+
+
+def test_a_refusal_names_the_dimension_of_an_input_that_lies_elsewhere() -> None:
+    model = _State().double()
+    x, state = torch.randn(4, 3, WIDTH, dtype=torch.float64), torch.randn(1, 4, 8, dtype=torch.float64)
+    with torch.no_grad(), logical_devices(2):
+        want = model(x, state)
+        flow = _flow(model)
+        with pytest.raises(BatchError, match=r"BatchOptions\(inputs=\{'state': 1\}\) gives the batch's results"):
+            flow(x, state, chunks=2)
+        found = flow(x, state, chunks=2, batch_options=BatchOptions(inputs={"state": 1}))
+        torch.testing.assert_close(found.cpu(), want)
+
+
+class _Masked(nn.Module):
+    """A sequence-first layer whose mask begins with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        h = self.body(x)
+        result: Tensor = self.attention(h, h, h, key_padding_mask=padding)[0]
+        return result
+
+
+def test_a_refusal_keeps_the_dimension_that_was_declared_for_other_inputs() -> None:
+    x, padding = torch.randn(5, 4, 8, dtype=torch.float64), torch.zeros(4, 5, dtype=torch.bool)
+    with torch.no_grad(), logical_devices(2):
+        flow = _flow(_Masked().double())
+        with pytest.raises(BatchError, match=r"BatchOptions\(inputs=\{'\*': 1, 'padding': 0\}\) gives"):
+            flow(x, padding, chunks=2, batch_options=BatchOptions(inputs=1))
