@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,13 +32,14 @@ class KeptError(CaptureError):
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """An attribute of a module, or of an object, that forward set to another number, flag or word."""
+    """An attribute of a module, or of an object, that forward set to another number, flag or word, or put items in."""
 
     holder: Any
     name: str
 
 
 _STATE = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, Counter)
 _NONE = object()
 
 
@@ -48,7 +49,7 @@ class Leftovers:
     Attributes:
         changed: whether anything had, when it was put back.
         tensors: the attributes and variables that tensors of the pass were left in, in words.
-        counted: the holders and names of the attributes that another number, flag or word was left in.
+        counted: the holders and names of the attributes that another number, flag or word was left in, or other items.
         replaced: the names of the buffers whose new values were written into them.
     """
 
@@ -101,12 +102,16 @@ class Leftovers:
                     self.counted.append(Counted(one, key))
                 elif _has_tensors(value):
                     self.tensors.append(f"{key!r} of a {type(one).__name__}")
+                elif key in contents:
+                    self.counted.append(Counted(one, key))
         for child, (fields, contents) in self._before.items():
             for key, value in self._put_back(child.__dict__, fields, contents).items():
                 if isinstance(value, bool | int | float | str):
                     self.counted.append(Counted(child, key))
                 elif key not in fields["_parameters"] and not _is_torchs_own(child, key) and _has_tensors(value):
                     self.tensors.append(f"{key!r} of {names.get(child) or 'the model'!r}")
+                elif key in contents and not is_torchs(type(child)):
+                    self.counted.append(Counted(child, key))
 
     def _put_back(self, now: dict[str, Any], fields: dict[str, Any], contents: dict[str, Any]) -> dict[str, Any]:
         """Leave one as it was; what there was to put back."""
@@ -174,8 +179,8 @@ def _is_torchs_own(child: nn.Module, key: str) -> bool:
 
 
 def _contents(fields: dict[str, Any]) -> dict[str, Any]:
-    """Copies of the lists and dicts among attributes, a module's hooks among them."""
-    return {key: value.copy() for key, value in fields.items() if type(value) in (list, dict, OrderedDict)}
+    """Copies of the lists, dicts and the like among attributes, a module's hooks among them."""
+    return {key: value.copy() for key, value in fields.items() if type(value) in _CONTAINERS}
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -185,13 +190,15 @@ def _differing(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _items(value: Any) -> list[int]:
-    """The identities of what a list or dict holds."""
-    return [id(part) for part in (value if isinstance(value, list) else [*value, *value.values()])]
+    """The identities of what a list, dict or the like holds."""
+    if isinstance(value, set):
+        return sorted(map(id, value))
+    return [id(part) for part in ([*value, *value.values()] if isinstance(value, dict) else value)]
 
 
 def _refill(value: Any, was: Any) -> None:
     value.clear()
-    (value.extend if isinstance(value, list) else value.update)(was)
+    (value.extend if isinstance(value, list | deque) else value.update)(was)
 
 
 def _has_tensors(value: Any) -> bool:
