@@ -12,6 +12,7 @@ from placer.distributed.parcels import Parcel
 from placer.errors import InputError
 from placer.executor.faults import Place, explain
 from placer.executor.joining import Joining, join
+from placer.executor.label_counts import Uneven, uneven
 from placer.executor.training.counted_labels import LabelWatch
 from placer.executor.training.loss_check import compare_losses
 from placer.executor.training.reached import parameters
@@ -52,6 +53,8 @@ class Head:
         self._goals: Goals | None = None
         self._made: list[tuple[Any, dict[str, Any]]] | None = None
         self.targets: Sequence[Any] | None = None
+        self._now: Uneven = frozenset()
+        self._uneven: Uneven = frozenset()
 
     def take(self, target: Any) -> None:
         """Take the target of a batch.
@@ -63,6 +66,7 @@ class Head:
         goals = self._loss_fn.goals(None, target, sum(self._sizes), len(self._sizes) > 1)
         if len(self._sizes) > 1:
             self._loss_fn.tell_of_labels(goals.leaves)
+        self._now = uneven(goals.leaves, goals.layout, self._sizes)
         leaves = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in goals.leaves]
         self._goals = goals._replace(leaves=leaves)
         nest = goals.structure.unflatten(leaves)
@@ -98,6 +102,10 @@ class Head:
         """Keep the results of micro-batches from now on, for ``compare``, or no longer."""
         self._made = [] if wanted else None
 
+    def has_other_labels(self) -> bool:
+        """Return whether the micro-batches of a target have unequal numbers of labels, as in no batch before."""
+        return not self._now <= self._uneven
+
     def compare(self, losses: Sequence[Tensor]) -> None:
         """Compare the losses of all micro-batches with that of the whole batch.
 
@@ -107,6 +115,7 @@ class Head:
         if losses and self._loss_fn is not None and self._goals is not None and self._made is not None:
             loss = torch.stack([loss.detach() for loss in losses]).sum()
             compare_losses(self._loss_fn, self._goals, self._sizes, self._joining, loss, self._made, LabelWatch())
+            self._uneven |= self._now
 
     def _refuse_elsewhere(self, loss: Tensor) -> None:
         """Once: what a loss reads by itself of another process's parameters is neither up to date nor trained."""

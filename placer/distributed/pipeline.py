@@ -91,7 +91,8 @@ class Pipeline:
         self._names, self._group = names, group
         self._frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         self._failed = False
-        self._is_compared = not verify or shape.chunks == 1
+        self._verify = verify and shape.chunks > 1
+        self._is_compared = not self._verify
 
     @property
     def stage(self) -> PipelineStage:
@@ -128,7 +129,8 @@ class Pipeline:
             The loss of the batch, detached, where ``is_last``; else None.
 
         Raises:
-            BatchError: in the first step, the loss of the batch is not that of its micro-batches.
+            BatchError: the loss of the batch is not that of its micro-batches: in the first step, in all processes; in
+                a later step whose micro-batches have, for the first time, unequal numbers of labels, where ``is_last``.
             InputError: the pipeline was built without a loss; it is inference mode; the batch is not like the example,
                 or requires a gradient; a parameter trains that did not when the pipeline was built; the loss is no
                 number; or an earlier step failed.
@@ -146,7 +148,8 @@ class Pipeline:
         with self._noted_failure():
             self._weights.refresh()
             self._weights.begin()
-            self._head.collect(not self._is_compared)
+            is_compared_here = self._verify and self._is_compared and self._head.has_other_labels()
+            self._head.collect(is_compared_here or not self._is_compared)
             with self._allocated(), torch.enable_grad():
                 self.schedule.step(*arguments, target=goal, losses=losses, return_outputs=False)
             self._weights.reduce()
@@ -155,6 +158,10 @@ class Pipeline:
                 self._head.compare(losses)
             self._head.collect(False)
             self._is_compared = True
+        elif is_compared_here:  # other processes do not know the target: they see that this one has failed
+            with self._noted_failure():
+                self._head.compare(losses)
+            self._head.collect(False)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     @torch.no_grad()

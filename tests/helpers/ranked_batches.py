@@ -185,6 +185,25 @@ def step(make: Callable[[], Case], schedule: str) -> dict[str, Any] | None:
     return {"error": "", "losses": losses, "gradients": gradients(pipeline)}
 
 
+def step_with_other_labels(make: Callable[[], Case], first: list[int]) -> dict[str, Any] | None:
+    """Losses of a step with these labels and one with the case's, and the error of the second."""
+    group = _group()
+    if dist.get_rank() > 1:
+        return None
+    torch.manual_seed(0)
+    case = make()
+    given: dict[str, Any] = {"chunks": CHUNKS, "group": group, "batch_options": case.options}
+    pipeline = distributed.build(case.model, _places(case), case.part, case.loss_fn, **given)
+    losses: list[float] = []
+    try:
+        for target in (torch.tensor(first), case.target):
+            loss = pipeline.step(case.inputs, target)
+            losses += [] if loss is None else [loss.item()]
+    except PlacerError as error:
+        return {"error": f"{type(error).__name__}: {error}", "losses": losses}
+    return {"error": "", "losses": losses}
+
+
 def unsplit_step(make: Callable[[], Case]) -> tuple[float, dict[str, Tensor | None]]:
     """The loss of the whole batch, and the gradients of two steps."""
     torch.manual_seed(0)

@@ -59,3 +59,18 @@ def test_what_is_not_declared_is_refused_in_every_process(
     told = [part["error"] for part in parts]
     assert sum(error.startswith("BatchError") for error in told) >= 1 and all(told)
     assert any(fix in error for error in told), told
+
+
+def test_a_later_batch_with_unequal_numbers_of_labels_is_compared_where_the_target_is(ranks: RankPool) -> None:
+    """The first batch, of which each micro-batch has one label, says nothing about it."""
+    make = batches.weighed_undeclared
+    first, last = (part for part in ranks.run(batches.step_with_other_labels, make, [1, -100, 2, -100]) if part)
+    assert not first["error"] and len(last["losses"]) == 1
+    assert last["error"].startswith("BatchError: the loss of a batch") and "weigh=" in last["error"]
+
+
+def test_a_later_batch_with_declared_weights_is_that_of_the_whole_batch(ranks: RankPool) -> None:
+    loss, _ = batches.unsplit_step(batches.weighed)
+    parts = ranks.run(batches.step_with_other_labels, batches.weighed, [1, -100, 2, -100])
+    (losses,) = [part["losses"] for part in parts if part and part["losses"]]
+    assert losses[1] == pytest.approx(loss, rel=1e-10)
