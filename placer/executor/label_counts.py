@@ -7,7 +7,7 @@ true of a mean with weights, while these are all equal. Such a later batch is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ Uneven = frozenset[tuple[int, str]]
 """Places of tensors, and the kind of entry of which micro-batches have unequal shares."""
 
 
-def uneven(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) -> Uneven:
+def uneven(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int], left_out: Collection[int] = ()) -> Uneven:
     """Return what micro-batches have unequal shares of: negative numbers, zeros, ones that are true, unequal weights.
 
     Only tensors in the memory of the host are read, because another device would have to finish its work first.
@@ -32,6 +32,7 @@ def uneven(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) ->
         tensors: inputs or a target, flattened, in the order of ``layout.dims``.
         layout: where their samples lie.
         sizes: samples in each micro-batch.
+        left_out: further numbers that are labels which do not count.
     """
     if len(sizes) < 2 or layout.lists:
         return frozenset()
@@ -39,7 +40,7 @@ def uneven(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) ->
         (place, kind)
         for place, (tensor, dim) in enumerate(zip(tensors, layout.dims, strict=False))
         if dim is not None and isinstance(tensor, Tensor) and _is_read(tensor)
-        for kind in _kinds(tensor.detach(), dim, sizes)
+        for kind in _kinds(tensor.detach(), dim, sizes, left_out)
     )
 
 
@@ -48,7 +49,7 @@ def _is_read(tensor: Tensor) -> bool:
     return is_plain and tensor.dtype != torch.uint8 and 0 < tensor.numel() <= _LARGEST
 
 
-def _kinds(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Iterator[str]:
+def _kinds(tensor: Tensor, dim: int, sizes: Sequence[int], left_out: Collection[int]) -> Iterator[str]:
     if tensor.is_floating_point():
         if bool((tensor != tensor.flatten()[0]).any()):
             yield "weights"
@@ -56,7 +57,8 @@ def _kinds(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Iterator[str]:
         if not _is_even(tensor, dim, sizes):
             yield "true"
     else:
-        for kind, found in (("negative", tensor < 0), ("zero", tensor == 0)):
+        labels = ((str(label), tensor == label) for label in left_out if label > 0)
+        for kind, found in (("negative", tensor < 0), ("zero", tensor == 0), *labels):
             if not _is_even(found, dim, sizes):
                 yield kind
 

@@ -20,11 +20,18 @@ def loss_and_values(made: Any) -> tuple[Any, dict[str, Any]]:
     """Return the loss, and the further values by name, from what a loss function gave.
 
     Raises:
-        InputError: it gave a tuple of something else.
+        InputError: it gave a tuple of something else, or a value that is a float: a step that is recorded once would
+            return the number of the recording ever after.
     """
     if not isinstance(made, tuple):
         return made, {}
     if len(made) == 2 and isinstance(made[1], Mapping) and all(isinstance(name, str) for name in made[1]):
+        for name, value in made[1].items():
+            if any(isinstance(leaf, float) for leaf in tree_leaves(value)):
+                raise InputError(
+                    f"loss_fn gave the value {name!r} as a Python number, which later steps would repeat, because "
+                    "passes are recorded once; give it as a tensor, without .item() or float()"
+                )
         return made[0], dict(made[1])
     raise InputError(
         f"loss_fn gave a tuple of {len(made)}; let it give the loss, or the loss and a dict of values by name: "

@@ -75,6 +75,10 @@ class LabelWatch(TorchFunctionMode):
             self._seen.append((bound.arguments, made))
         return made
 
+    def left_out(self) -> set[int]:
+        """Return the labels that do not count in the losses that were seen."""
+        return {given["ignore_index"] for given, _ in self._seen}
+
     def look(self, loss: Tensor, target: Any, layout: BatchLayout) -> None:
         """Look at what the loss was made of.
 

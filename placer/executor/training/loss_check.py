@@ -11,7 +11,7 @@ labels are all equally likely. Therefore the gradients of the losses by the resu
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from placer.executor.training.batch import Batch
 from placer.executor.training.counted_labels import LabelWatch
 from placer.executor.training.weighing import Goals, Weighed, Weighing
 from placer.graph import chance
+from placer.graph.comparable import Draws, evaluated
 from placer.graph.structure import detached_nest, flatten
 from placer.warned import warn
 
@@ -45,13 +46,14 @@ class LossChecks:
     def __init__(self, loss_fn: Weighing) -> None:
         self._loss_fn = loss_fn
         self._known: dict[Hashable, tuple[Joining, Uneven, Uneven]] = {}
+        self._left_out: set[int] = set()
 
     def wants(self, batch: Batch) -> bool:
         """Return whether a batch is to be compared: it is cut, and the first of its kind or of unequal labels."""
         is_cut = self._loss_fn.options.verify and len(batch.sizes) > 1
         if not is_cut:
             return False
-        known, now = self._known.get(_kind(batch)), _uneven(batch)
+        known, now = self._known.get(_kind(batch)), _uneven(batch, self._left_out)
         return known is None or not all(one <= before for one, before in zip(now, known[1:], strict=True))
 
     def leave_out(self, batch: Batch) -> None:
@@ -78,13 +80,14 @@ class LossChecks:
             BatchError: the loss of the whole batch, or a further value, is another.
         """
         found = compare_losses(self._loss_fn, batch.goals, batch.sizes, batch.joining, loss, made, labels)
+        self._left_out |= labels.left_out()
         self._note(batch, found)
         return found
 
     def _note(self, batch: Batch, joining: Joining) -> None:
         if len(self._known) >= _KNOWN:
             self._known.clear()
-        inputs, target = _uneven(batch)
+        inputs, target = _uneven(batch, self._left_out)
         _, inputs_before, target_before = self._known.get(_kind(batch), (joining, frozenset(), frozenset()))
         self._known[_kind(batch)] = joining, inputs | inputs_before, target | target_before
 
@@ -136,21 +139,54 @@ def compare_losses(
     if loss_fn.options.weigh is None:
         labels.look(expected, goal, goals.layout)
     closeness = Closeness.of([*flatten(whole)[0], loss, expected])
+    results = [result for result, _ in made]
     if not closeness(loss, expected):
-        ways_out = _ways_out(loss_fn, len(sizes), expected, loss)
-        raise difference_error("the loss", expected, loss, closeness.tolerance, ways_out)
+        is_random = _is_random(loss_fn, goals, sizes, joining, results, weights, place, closeness)
+        if not is_random:
+            ways_out = _ways_out(loss_fn, len(sizes), expected, loss)
+            raise difference_error("the loss", expected, loss, closeness.tolerance, ways_out)
     with chance.given_back(), devices.Lane(place, caller=True):
-        _compare_gradients(loss_fn, goals, sizes, joining, [result for result, _ in made], weights, place, closeness)
+        _compare_gradients(loss_fn, goals, sizes, joining, results, weights, place, closeness)
     declared = Joining.of(loss_fn.options)
     found, differences, _ = find_rules(values, [one for _, one in made], sizes, declared, closeness, weights)
     for one in differences:
         what = f"the value {one.name!r} of loss_fn"
         ways_out = (
             f"declare how it is joined, as BatchOptions(outputs={{{one.name!r}: 'list'}}) for a list with the value of "
-            "each micro-batch; or give chunks=1"
+            "each micro-batch, or give chunks=1; if it was made by int() or .item(), give the tensor instead"
         )
         raise difference_error(what, one.whole, one.joined, closeness.tolerance, ways_out)
     return found
+
+
+def _is_random(
+    loss_fn: Weighing,
+    goals: Goals,
+    sizes: Sequence[int],
+    joining: Joining,
+    results: Sequence[Any],
+    weights: Sequence[Tensor] | None,
+    place: torch.device,
+    closeness: Closeness,
+) -> bool:
+    """Return whether a loss draws random numbers, and that of the batch is equal where these are the same."""
+    draws, target = Draws(), _on(goals.structure.unflatten(goals.leaves), place)
+    parts = [_on(result, place) for result in results]
+    plain = target.target if isinstance(target, Weighed) else target
+    found: list[Tensor] = []
+    start = 0
+    try:
+        with chance.given_back(), devices.Lane(place, caller=True), torch.no_grad(), evaluated():
+            with draws.first():
+                expected = loss_fn.plain(join(parts, sizes, joining, weights), plain)[0]
+            cut = goals.layout.cut_values({"": target}, sizes)
+            for part, goal, size, share in zip(parts, cut, sizes, loss_fn.shares(sizes), strict=True):
+                with draws.again(start, size, sum(sizes)):
+                    found.append(loss_fn(part, goal[""])[0] * share)
+                start += size
+    except Exception:  # whatever a user's function raises: then the values that it gave before are compared
+        return False
+    return closeness(torch.stack(found).sum(), expected)
 
 
 def _compare_gradients(
@@ -183,7 +219,7 @@ def _compare_gradients(
     parts = [_on(result, place) for result in results]
     leaves = [_differentiable(part) for part in parts]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), evaluated():
             loss, expected, found = _both_gradients(loss_fn, goals, sizes, joining, parts, leaves, weights, place)
     except InputError:
         raise
@@ -220,12 +256,18 @@ def _both_gradients(
     target = _on(goals.structure.unflatten(goals.leaves), place)
     whole = [_with_copies(part, some) for part, some in zip(parts, leaves, strict=True)]
     plain = target.target if isinstance(target, Weighed) else target
-    loss = loss_fn.plain(join(whole, sizes, joining, weights), plain)[0]
+    draws = Draws()
+    with draws.first():
+        loss = loss_fn.plain(join(whole, sizes, joining, weights), plain)[0]
     expected = _gradients(loss, [leaf for some in leaves for leaf in some], sum(sizes))
     found: list[Tensor | None] = []
     cut = goals.layout.cut_values({"": target}, sizes)
-    for part, some, goal, share in zip(parts, leaves, cut, loss_fn.shares(sizes), strict=True):
-        found += _gradients(loss_fn(_with_copies(part, some), goal[""])[0], some, sum(sizes) * share)
+    start = 0
+    for part, some, goal, size, share in zip(parts, leaves, cut, sizes, loss_fn.shares(sizes), strict=True):
+        with draws.again(start, size, sum(sizes)):
+            part_loss = loss_fn(_with_copies(part, some), goal[""])[0]
+        found += _gradients(part_loss, some, sum(sizes) * share)
+        start += size
     return loss.detach(), expected, found
 
 
@@ -298,10 +340,11 @@ def _kind(batch: Batch) -> Hashable:
     return batch.inputs.paths, batch.goals.structure.paths, kinds
 
 
-def _uneven(batch: Batch) -> tuple[Uneven, Uneven]:
+def _uneven(batch: Batch, left_out: Collection[int]) -> tuple[Uneven, Uneven]:
     """Return what micro-batches have unequal shares of, in the inputs and in the target."""
     goals = batch.goals
-    return uneven(batch.tensors, batch.layout, batch.sizes), uneven(goals.leaves, goals.layout, batch.sizes)
+    inputs = uneven(batch.tensors, batch.layout, batch.sizes, left_out)
+    return inputs, uneven(goals.leaves, goals.layout, batch.sizes, left_out)
 
 
 def _on(nest: Any, place: torch.device) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import BatchOptions, DataFlow
-from placer.errors import BatchError
+from placer.errors import BatchError, InputError
 from placer.testing import logical_devices
 
 SAMPLES, WIDTH, CLASSES = 8, 6, 5
@@ -60,12 +60,17 @@ def _by_mask(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     return (functional.cross_entropy(output, labels, reduction="none") * known).sum() / known.sum()
 
 
+def _over_fours(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, ignore_index=4) * 0.5
+
+
 LABELS = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4])
 LATER: dict[str, tuple[Loss, Any, Any]] = {
     "negative labels": (_mean_over_known, EQUAL, UNEQUAL),
     "part of torch's loss": (_half, EQUAL, UNEQUAL),
     "all labels at first": (_half, LABELS, UNEQUAL),
     "label 0": (_over_zeros, LABELS, torch.tensor([1, 2, 3, 4, 1, 0, 0, 0])),
+    "a label that torch's loss leaves out": (_over_fours, LABELS, torch.tensor([1, 2, 3, 1, 1, 2, 4, 4])),
     "a mask": (_by_mask, (LABELS, LABELS > 0), (LABELS, UNEQUAL > 0)),
     "weights": (_by_mask, (LABELS, torch.ones(SAMPLES)), (LABELS, torch.linspace(0.1, 2, SAMPLES))),
 }
@@ -132,6 +137,30 @@ def test_a_loss_that_agrees_by_chance_is_seen_by_its_gradient() -> None:
         step = _flow(Same().double()).train_step(_mean_over_known)
         with pytest.raises(BatchError, match=r"the gradient of the loss of a batch .*weigh=f"):
             step(_inputs(), UNEQUAL, chunks=2)
+
+
+def _noisy(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(functional.dropout(output + torch.randn_like(output)), target)
+
+
+def test_a_loss_that_draws_random_numbers_is_compared_with_the_same_numbers() -> None:
+    labels = torch.arange(SAMPLES) % CLASSES
+    with logical_devices(2):
+        flow = _flow(_classifier())
+        assert flow.train_step(_noisy)(_inputs(), labels, chunks=2) > 0
+        with pytest.raises(BatchError, match=r"weigh=f"):
+            flow.train_step(lambda output, target: _noisy(output, target) * len(target))(_inputs(), labels, chunks=2)
+
+
+def test_a_value_that_is_a_python_number_is_refused_as_it_would_not_change() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        loss = functional.cross_entropy(output, target)
+        return loss, {"entropy": loss.item()}
+
+    with logical_devices(2):
+        step = _flow(_classifier()).train_step(loss_fn)
+        with pytest.raises(InputError, match=r"'entropy' as a Python number.*as a tensor"):
+            step(_inputs(), torch.arange(SAMPLES) % CLASSES, chunks=2)
 
 
 class _Labelled(nn.Module):
