@@ -105,8 +105,9 @@ class BatchChecks:
         if not options.verify or len(sizes) < 2:
             return declared
         key = mode, options.model_dump_json(), _kind_of(values_of(call, parameters), layout)
-        now = uneven(flatten_inputs(*call)[0], layout, sizes)
         known = self._known.get(key)
+        matters = known is None or known.joining.reduces_floats  # else each sample has results of its own
+        now = uneven(flatten_inputs(*call)[0], layout, sizes) if matters else frozenset()
         if known is None or not known.is_decided or known.sizes not in (None, tuple(sizes)) or not now <= known.uneven:
             if not can_be_run():
                 return declared

@@ -343,7 +343,9 @@ def _kind(batch: Batch) -> Hashable:
 def _uneven(batch: Batch, left_out: Collection[int]) -> tuple[Uneven, Uneven]:
     """Return what micro-batches have unequal shares of, in the inputs and in the target."""
     goals = batch.goals
-    inputs = uneven(batch.tensors, batch.layout, batch.sizes, left_out)
+    inputs: Uneven = frozenset()
+    if batch.joining.reduces_floats:  # else labels among the inputs are in no mean
+        inputs = uneven(batch.tensors, batch.layout, batch.sizes, left_out)
     return inputs, uneven(goals.leaves, goals.layout, batch.sizes, left_out)
 
 
