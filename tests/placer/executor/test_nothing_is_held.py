@@ -140,7 +140,7 @@ def test_a_new_shape_takes_the_memory_of_others_before_it_runs_out() -> None:
             step(X[:size], TARGET[:size], chunks=2)
         faults.reset()
         faults.at["forward", 0] = _no_memory
-        with pytest.warns(UserWarning, match=r"beside the passes of 2 other\(s\), which are let go of"):
+        with pytest.warns(UserWarning, match=r"beside the passes of 2 other\(s\), of this step or of"):
             loss = step(X[:6], TARGET[:6], chunks=2)
         assert len(step.pipelines) == 1
         one = alive.bytes
