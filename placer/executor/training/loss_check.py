@@ -231,14 +231,15 @@ def _compare_gradients(
     if not kept:
         return
     results_of = [leaf.detach() for some in leaves for leaf in some]
-    values, one, other = (
-        torch.cat([_flat(many[number], results_of[number]) for number in kept])
-        for many in (results_of, expected, found)
-    )
-    size = max(float(one.norm()), float(other.norm()))
-    reach = size * max(float(values.norm()), _FLOOR * math.sqrt(values.numel()))
+    pairs = [
+        (_filled(expected[number], results_of[number]), _filled(found[number], results_of[number])) for number in kept
+    ]
+    size = max(_norm([one for one, _ in pairs]), _norm([other for _, other in pairs]))
+    values = [results_of[number] for number in kept]
+    reach = size * max(_norm(values), _FLOOR * math.sqrt(sum(value.numel() for value in values)))
     matters = reach > closeness.tolerance * sum(sizes) * abs(float(loss))
-    if matters and float((one - other).norm()) > closeness.tolerance * size:
+    if matters and _norm([one - other for one, other in pairs]) > closeness.tolerance * size:
+        one, other = max(pairs, key=lambda pair: _norm([pair[0] - pair[1]]))
         raise difference_error("the gradient of the loss", one, other, closeness.tolerance, _GENERAL_WAYS_OUT)
 
 
@@ -295,12 +296,19 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor], scale: float) -> list[Ten
     return list(torch.autograd.grad(loss, leaves, torch.full_like(loss, scale), allow_unused=True))
 
 
-def _flat(gradient: Tensor | None, result: Tensor) -> Tensor:
-    """Return the gradient by a result as real numbers in a row; zeros where there is none."""
-    if gradient is None:
-        gradient = torch.zeros_like(result)
-    gradient = gradient.detach().resolve_conj()
-    return (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten().double()
+def _filled(gradient: Tensor | None, result: Tensor) -> Tensor:
+    """Return the gradient by a result; zeros where there is none."""
+    return torch.zeros_like(result) if gradient is None else gradient.detach()
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    """Return the norm of all elements together, without copies in another precision."""
+    wide = [torch.float64 if one.dtype in (torch.float64, torch.complex128) else torch.float32 for one in tensors]
+    parts = [
+        torch.linalg.vector_norm(one.abs() if one.is_complex() else one, dtype=dtype)
+        for one, dtype in zip(tensors, wide, strict=True)
+    ]
+    return math.hypot(*map(float, parts))
 
 
 def _taken_from_the_first(leaves: Sequence[Sequence[Tensor]], expected: Sequence[Tensor | None]) -> set[int]:

@@ -344,6 +344,7 @@ class TrainingPipeline:
             if self.penalised:
                 raise PenaltyError(PENALTY)
             if record:
+                self.weights.leave_to_holders()
                 self._record()
         except BaseException:
             for stage in self.stages:  # the next batch begins anew

@@ -83,7 +83,9 @@ class Pipelines:
     def __iter__(self) -> Iterator[TrainingPipeline]:
         return iter(self._made.values())
 
-    def ready(self, batch: Batch, outputs: bool = False, is_compared: bool = False) -> TrainingPipeline | None:
+    def ready(
+        self, batch: Batch, outputs: bool = False, is_compared: bool = False, has_waiting: bool = False
+    ) -> TrainingPipeline | None:
         """As ``of``, its passes made; where there is no memory for both, without those of other shapes and steps.
 
         A shape beside others is recorded when it comes for the second time.
@@ -93,6 +95,8 @@ class Pipelines:
             outputs: whether the caller wants the model's results.
             is_compared: whether the loss is to be compared with that of the whole batch: results are collected this
                 once, by passes that are not recorded.
+            has_waiting: whether gradients of earlier batches wait: to record passes is to run them, which would add to
+                the gradients. They are recorded in a later step.
         """
         pipeline = self.of(batch)
         if pipeline is not None and not pipeline.collect(outputs or is_compared):
@@ -106,7 +110,8 @@ class Pipelines:
                 with nothing_held():
                     # Recording pays where a shape comes back: the first is taken to, others when they have.
                     comes_back = pipeline.is_prepared or not others
-                    pipeline.prepare(batch.tensors, batch.goals.leaves, record=comes_back and not is_compared)
+                    record = comes_back and not is_compared and not has_waiting
+                    pipeline.prepare(batch.tensors, batch.goals.leaves, record=record)
             return pipeline
         except PenaltyError as error:
             tell_in_turn(str(error))

@@ -347,7 +347,8 @@ class Stage:
             if isinstance(key, int):
                 targets[key] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
         outputs = [batch.read(name, self.device) for name in head.names]
-        loss, values = head.loss(outputs, targets)
+        with devices.current(self.device):  # "cuda" in a user's loss means this device
+            loss, values = head.loss(outputs, targets)
         refuse_no_number(loss)
         refuse_untrained(loss)
         head.dtype = loss.dtype

@@ -183,7 +183,7 @@ class TrainStep:
     def _attempted(self, batch: Batch, keep: Keep, outputs: bool, is_compared: bool) -> Any:
         pipeline = None
         try:
-            pipeline = self._pipelines.ready(batch, outputs, is_compared)
+            pipeline = self._pipelines.ready(batch, outputs, is_compared, self._has_waiting(keep))
             self._others.look(pipeline)
             self._others.drop_gradients(keep)
             if pipeline is None:
@@ -230,6 +230,10 @@ class TrainStep:
             nests = [to_device_nest(result, self.flow.output_device) for result, _ in made]
             found.append(join(nests, batch.sizes, batch.joining, weights))
         return tuple(found)
+
+    def _has_waiting(self, keep: Keep) -> bool:
+        """Return whether there are gradients that the next batch adds to."""
+        return any(parameter.grad is not None and keep(parameter) for parameter in self.flow.module.parameters())
 
     @staticmethod
     def _unflattened(pipeline: TrainingPipeline, collected: Collected) -> Any:

@@ -232,6 +232,12 @@ class Weights:
         parameter.grad = handed = alias.grad.detach()
         self._handed[id(alias)] = ref(handed)
 
+    @torch.no_grad()
+    def leave_to_holders(self) -> None:
+        """Give gradients that somebody keeps memory of their own: passes are about to run for a look."""
+        for parameter, alias in self._own:
+            self._leave_to_holder(parameter, alias)
+
     def _leave_to_holder(self, parameter: nn.Parameter, alias: Tensor) -> None:
         """A gradient that somebody keeps, who took it from its parameter, gets memory of its own."""
         if not self._has(parameter, alias):

@@ -68,6 +68,8 @@ def test_a_gpu_is_asked_once_and_keeps_its_memory_free() -> None:
 def test_passes_under_a_lasting_load_are_each_timed_in_order() -> None:
     device = torch.device("cuda", 0)
     square = torch.randn(512, 512, device=device)
+    square @ square  # loads the kernel
+    torch.cuda.synchronize(device)
     done: list[str] = []
     passes = [lambda: done.append("one"), lambda: (done.append("two"), square @ square)]
     first, second = devices.lasting_ms(passes, device, 0.05)

@@ -26,7 +26,7 @@ pytestmark = [
 
 def _flow(net: Net) -> DataFlow:
     flow = DataFlow(net)
-    flow.batch_options = BatchOptions(verify="between" not in net.use)  # else micro-batches see what others wrote
+    flow.batch_options = BatchOptions(verify="write" not in net.use)  # else micro-batches see what others wrote
     flow.layer_gpus.update(a=0, b=torch.cuda.device_count() - 1, c=0)
     flow.update_flow()
     return flow

@@ -21,7 +21,7 @@ from placer.testing import logical_devices
 
 def _flow(net: Net) -> DataFlow:
     flow = DataFlow(net, device_ids=["cpu:0", "cpu:1"])
-    flow.batch_options = BatchOptions(verify="between" not in net.use)  # else micro-batches see what others wrote
+    flow.batch_options = BatchOptions(verify="write" not in net.use)  # else micro-batches see what others wrote
     flow.layer_gpus.update(a=0, b=1, c=0)
     flow.update_flow()
     return flow

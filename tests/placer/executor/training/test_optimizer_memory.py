@@ -153,9 +153,10 @@ def test_on_gpus_the_temporaries_of_the_real_optimizer_are_assumed(fused: bool) 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     names, model = ["cuda:0", "cuda:1"], _model()
-    placement = _placed(model, partial(torch.optim.Adam, fused=fused), names)
+    kinds: dict[bool, dict[str, bool]] = {True: {"fused": True}, False: {"foreach": True}}
+    placement = _placed(model, partial(torch.optim.Adam, **kinds[fused]), names)
     assert placement.optimizer_step_share == pytest.approx(0.0 if fused else 1.0, abs=0.01)
     flow = _flow(model, placement, names)
-    assert _said(flow, torch.optim.Adam(model.parameters(), fused=fused)) == []
-    (said,) = _said(flow, torch.optim.Adam(model.parameters(), fused=not fused))
+    assert _said(flow, torch.optim.Adam(model.parameters(), **kinds[fused])) == []
+    (said,) = _said(flow, torch.optim.Adam(model.parameters(), **kinds[not fused]))
     assert "of temporaries" in said
