@@ -26,7 +26,7 @@ from placer.graph.batch_layout import BatchLayout, Call, Parameters, layout_of_i
 from placer.graph.comparable import Draws, evaluated
 from placer.graph.hooks import without_hooks
 from placer.graph.structure import flatten_inputs
-from placer.graph.undisturbed import undisturbed
+from placer.graph.undisturbed import BufferValues, undisturbed
 from placer.schema import BatchOptions
 from placer.schema.batch_options import OTHERS, Cut
 from placer.warned import warn
@@ -222,13 +222,17 @@ class BatchChecks:
         with self._apart(), evaluated(), draws.first(), watches[0]:
             whole = run(_copied(first))
         parts, start = [], 0
-        with self._apart(), evaluated():  # one after another: what a part leaves in the model, the next one finds
+        # One after another: what a part leaves in attributes, the next one finds. Statistics that buffers gather are
+        # left out, as those of batch normalisation are: micro-batches have their own in any pipeline.
+        buffers = BufferValues(self._module)
+        with self._apart(), evaluated():
             for part, size, watch in zip(cuts, sizes, watches[1:], strict=False):
                 try:
                     with draws.again(start, size, total), watch:
                         parts.append(run(_copied(part)))
                 except Exception as error:
                     raise _CutError from error
+                buffers.put_back()
                 start += size
         return whole, parts, [watch.counted for watch in watches]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from placer import devices
 from placer.graph import chance, checkpoints
@@ -23,14 +23,35 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Args:
         model: the model that runs inside.
     """
-    kept = {part: part.clone() for buffer in model.buffers() for part in devices.own_parts(buffer)}
-    places = {buffer.device.index or 0 for buffer in (*kept, *model.parameters()) if buffer.device.type == "cuda"}
+    buffers = BufferValues(model)
+    held = [*buffers.tensors, *model.parameters()]
+    places = {tensor.device.index or 0 for tensor in held if tensor.device.type == "cuda"}
     drawn = torch.random.fork_rng(sorted(places))
     with put_back(model) as left, chance.given_back(), drawn, checkpoints.unseen_by_hooks():
         try:
             with written_back([*model.parameters(), *left.plain_tensors()]):
                 yield
         finally:
-            with torch.no_grad():
-                for buffer, value in kept.items():
-                    buffer.copy_(value)
+            buffers.put_back()
+
+
+class BufferValues:
+    """The values of a model's buffers.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = {part: part.clone() for buffer in model.buffers() for part in devices.own_parts(buffer)}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The buffers, or what they consist of."""
+        return list(self._kept)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the buffers these values again."""
+        for buffer, value in self._kept.items():
+            buffer.copy_(value)

@@ -258,6 +258,39 @@ def test_an_output_in_which_samples_meet_is_named(path: str) -> None:
     torch.testing.assert_close(parts, want)
 
 
+class Codebook(nn.Module):
+    """Nearest codes, which follow the inputs: a buffer that each forward pass changes and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        codes = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                self.codes.mul_(0.9).add_(0.1 * F.one_hot(nearest, 5).to(x.dtype).T @ x)
+        return x + (codes - x).detach()
+
+
+def _spectral() -> nn.Module:
+    return nn.utils.spectral_norm(nn.Linear(6, 6))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [Codebook, _spectral])
+@pytest.mark.parametrize("path", PATHS)
+def test_statistics_that_buffers_gather_are_those_of_micro_batches(make: Callable[[], nn.Module], path: str) -> None:
+    # As batch normalisation's: what one micro-batch left in a buffer made the next one count as another result.
+    torch.manual_seed(0)
+    model = Classifier()
+    model.body = nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 8))  # type: ignore[assignment]
+    whole, x, target = copy.deepcopy(model), torch.randn(8, 6), torch.randn(8, 5)
+    losses = [F.mse_loss(whole(part), goal).detach() for part, goal in zip(x.split(4), target.split(4), strict=True)]
+    loss = placed(model, path).train_step(F.mse_loss)(x, target, chunks=2)
+    torch.testing.assert_close(loss.to("cpu"), torch.stack(losses).mean())
+
+
 # Labels that do not count.
 
 
