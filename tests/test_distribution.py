@@ -78,6 +78,8 @@ def test_the_sdist_holds_the_files_of_the_repository_and_no_others(sdist: Path) 
         name for name in files if name in ("PKG-INFO", "setup.cfg") or name.startswith("torch_placer.egg-info/")
     }
     assert files - generated == set(tracked())
+    # Without its metadata, this folder hides the version of the installed package where Python starts in the sdist.
+    assert "torch_placer.egg-info/PKG-INFO" in generated
 
 
 def test_the_sdist_keeps_the_scripts_executable(sdist: Path) -> None:
