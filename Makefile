@@ -12,7 +12,7 @@ SUITE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types walls tables suite docs pictures gpu gpu-check format clean FORCE
+.PHONY: help demo test lint types walls tables suite docs pictures dist gpu gpu-check format clean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,16 @@ docs: $(VENV)/installed-docs  ## build the documentation into build/docs; warnin
 pictures: $(VENV)/installed-test  ## draw the pictures of README and docs again
 	$(BIN)/python docs/draw_pictures.py
 
+# The wheel is built from the sdist, which shows that the sdist is complete. The environment of the demo holds the wheel
+# alone: an installed checkout would hide a file that is missing from it. The constraints also choose the build of torch.
+dist: $(VENV)/installed-dist  ## build wheel and sdist into dist, check them, and run the demo from the wheel alone
+	rm -rf dist build/from-wheel
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m venv build/from-wheel
+	build/from-wheel/bin/python -m pip --disable-pip-version-check install -c constraints.txt "$$(echo dist/*.whl)[all]"
+	cd build/from-wheel && env -u PYTHONPATH bin/placer demo
+
 gpu: $(VENV)/linked  ## the GPU tests, recorded; QUICK=1 for every path once, FOLDERS="tests/placer/devices ..." for a part
 	$(BIN)/python tests/gpu.py $(if $(QUICK),--quick) $(FOLDERS)
 
@@ -77,10 +87,15 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install -c constraints.txt --no-deps torchvision
 	touch $@ $(VENV)/installed
 
-# Placer itself is installed without torch here: its docstrings are read, not imported. The install replaces the tree of
-# links below, so that tree is made again when it is next needed.
+# In the next two, Placer itself is installed without torch: its docstrings are read, not imported. The install replaces
+# the tree of links below, so that tree is made again when it is next needed.
 $(VENV)/installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install -c constraints.txt -e '.[docs]'
+	rm -f $(VENV)/linked
+	touch $@
+
+$(VENV)/installed-dist: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e '.[dist]'
 	rm -f $(VENV)/linked
 	touch $@
 

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import platformdirs
 from pydantic import Field, SecretStr, ValidationError
 
 from placer import host_memory
@@ -22,10 +23,6 @@ with extra("server"):
 
 MAX_WAIT_S = 60.0
 """The longest that one request may ask to wait for an answer; clients that wait longer ask again."""
-
-
-def _state_directory() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "placer"
 
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -60,8 +57,9 @@ class Settings(BaseSettings):
         rate_per_s: how often a key may ask, where its line does not say.
         tls_cert: a certificate chain in PEM; without one the service speaks plain HTTP, say to a proxy.
         tls_key: the certificate's private key in PEM.
-        database: the file that keeps the placements, made if missing; ``:memory:`` keeps them until the service stops;
-            ``postgresql://user:password@host/database`` where several replicas share them.
+        database: the file that keeps the placements, made if missing; by default ``placements.db`` in the user's state
+            folder, on Linux ``~/.local/state/placer``. ``:memory:`` keeps them until the service stops;
+            ``postgresql://user:password@host/database`` lets several replicas share them.
         lease_s: after so long without a sign of life from a replica, the others take over its jobs.
         keep: how many placements the database keeps; the oldest go first.
         cache_bytes: what answers that are kept in memory, too, may take; those used last are.
@@ -95,7 +93,9 @@ class Settings(BaseSettings):
     rate_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
     tls_cert: str = ""
     tls_key: str = ""
-    database: str = Field(default_factory=lambda: str(_state_directory() / "placements.db"))
+    database: str = Field(
+        default_factory=lambda: str(platformdirs.user_state_path("placer", appauthor=False) / "placements.db")
+    )
     lease_s: Annotated[float, Field(ge=1, le=3600)] = 10.0
     keep: Annotated[int, Field(ge=1)] = 10_000
     cache_bytes: Annotated[int, Field(ge=0)] = 32 * 2**20

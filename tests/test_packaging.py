@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import distribution
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"placer": "placer", "server": "placer_server", "client": "placer_client"}
@@ -95,6 +97,60 @@ def test_every_pip_command_that_an_error_names_has_the_projects_name_and_an_extr
     assert named
     for requirement in map(Requirement, named):
         assert requirement.name == tables["name"] and requirement.extras <= set(tables["optional-dependencies"])
+
+
+def imported(folder: str) -> set[str]:
+    """Return the modules of other projects that the files of a folder import, by their first names."""
+    names: set[str] = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    helpers = {path.stem for path in (ROOT / "tests" / "helpers").glob("*.py")}
+    return names - set(sys.stdlib_module_names) - set(FOLDERS.values()) - helpers - {"benchmarks"}
+
+
+def declared(*extras: str) -> set[str]:
+    """Return the names of the requirements of the base install and of extras, normalised."""
+    tables = project()["project"]
+    found: set[str] = set()
+    for text in [
+        *tables["dependencies"],
+        *(text for extra in extras for text in tables["optional-dependencies"][extra]),
+    ]:
+        requirement = Requirement(text)
+        if requirement.name == tables["name"]:
+            found |= declared(*requirement.extras)
+        else:
+            found.add(canonicalize_name(requirement.name))
+    return found
+
+
+NOT_REQUIREMENTS = {"torchvision"}
+"""Installed by the Makefile without its dependencies, because its own requirement of torch is exact."""
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"),
+    [
+        ("placer", ["torch"]),
+        ("client", ["torch"]),
+        ("server", ["server", "telemetry"]),
+        ("examples", ["all", "examples"]),
+        ("benchmarks", ["test", "benchmarks"]),
+        ("tests", ["test"]),
+    ],
+)
+def test_every_import_is_a_declared_requirement(folder: str, extras: list[str]) -> None:
+    # networkx, starlette and pydantic-core were imported, but came only because other requirements need them.
+    installed = packages_distributions()
+    distributions = {
+        name: {canonicalize_name(found) for found in installed.get(name, [name])} for name in imported(folder)
+    }
+    known = declared(*extras) | NOT_REQUIREMENTS
+    assert distributions and {name for name, found in distributions.items() if not found & known} == set()
 
 
 def test_the_tested_versions_lie_in_the_ranges() -> None:

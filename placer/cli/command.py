@@ -42,7 +42,6 @@ app = typer.Typer(
     help=f"Find where each layer of a PyTorch model should run.\n\n{EXIT_CODES}",
     epilog="JSON goes to stdout when it is piped or with --json, and to the file of -o; a terminal gets tables.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "client_share": "how much of the queue one client may fill; default: 0.75",
     },
     "What it keeps": {
-        "database": "the file, :memory: or postgresql://... that keeps placements; default: in your home",
+        "database": "the file, :memory: or postgresql://... that keeps placements; default: in your state folder",
         "keep": "how many placements; the oldest go first; default: 10000",
         "cache_bytes": "what answers that are kept in memory, too, may take; default: 32 MiB",
         "lease_s": "a replica without a sign of life for so long loses its jobs to others; default: 10",

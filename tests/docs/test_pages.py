@@ -15,7 +15,8 @@ from placer.cli.command import app
 from placer_server.app import create_app
 from placer_server.settings import Settings
 
-LINKED = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
+COMMUNITY = tuple(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"))
+LINKED = (*PAGES, *COMMUNITY, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
 WRITTEN_BY_COMMANDS = {"tests/gpu-record.json"}
 """Files that a page may name before a command has written them."""
 MOST_README_WORDS = 700
@@ -42,14 +43,14 @@ def test_pages_link_only_to_pages_of_the_site(page: Path) -> None:
         assert linked.is_relative_to(ROOT / "docs"), f"{name_of(page)} links to {target}, which the site does not have"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", (*PAGES, *COMMUNITY), ids=name_of)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     folders = "benchmarks|client|docker|docs|examples|placer|server|tests"
     for path in re.findall(rf"[` ]((?:{folders})/[\w./-]*\w/?)", prose(page)):
         assert path in WRITTEN_BY_COMMANDS or (ROOT / path).exists(), f"{name_of(page)} names {path}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", (*PAGES, *COMMUNITY), ids=name_of)
 def test_every_target_of_make_that_a_page_names_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([a-z-]+)", page.read_text(), re.MULTILINE)) <= targets

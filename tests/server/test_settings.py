@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import platformdirs
 import pytest
+from platformdirs.macos import MacOS
+from platformdirs.unix import Unix
 
 from placer.errors import InputError
 from placer_server.settings import Settings, misspelt
@@ -29,6 +34,21 @@ def test_a_setting_that_cannot_be_used_is_an_input_error_that_names_it(monkeypat
 def test_the_database_is_in_the_users_state_directory_by_default(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert Settings().database == str(tmp_path / "placer" / "placements.db")
+
+
+def test_the_default_database_is_where_the_system_keeps_the_state_of_applications(monkeypatch):
+    # The folder was the one of Linux on every system.
+    monkeypatch.delenv("PLACER_DATABASE", raising=False)
+    monkeypatch.setattr(platformdirs, "PlatformDirs", MacOS)
+    folder = Path("~/Library/Application Support/placer").expanduser()
+    assert Settings().database == str(folder / "placements.db")
+
+
+def test_an_empty_state_directory_in_the_environment_means_the_default(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(platformdirs, "PlatformDirs", Unix)
+    assert Settings().database == str(tmp_path / ".local" / "state" / "placer" / "placements.db")
 
 
 def test_a_graph_may_take_half_of_what_the_container_has(tmp_path, monkeypatch):
