@@ -175,7 +175,8 @@ class Stage:
             self._run_eagerly(slot)
             slots.append(slot)
         first = slots[0]
-        self._compute(first, self.segment)
+        with devices.Lane(self.device, caller=True):  # "cuda" in a user's loss means this device
+            self._compute(first, self.segment)
         if self.head is not None:
             self.head.parameters = parameters(first.roots[0])
             self.unreached = self._beyond_loss(first)
@@ -347,8 +348,7 @@ class Stage:
             if isinstance(key, int):
                 targets[key] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
         outputs = [batch.read(name, self.device) for name in head.names]
-        with devices.current(self.device):  # "cuda" in a user's loss means this device
-            loss, values = head.loss(outputs, targets)
+        loss, values = head.loss(outputs, targets)
         refuse_no_number(loss)
         refuse_untrained(loss)
         head.dtype = loss.dtype
