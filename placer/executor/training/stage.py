@@ -175,8 +175,7 @@ class Stage:
             self._run_eagerly(slot)
             slots.append(slot)
         first = slots[0]
-        with devices.Lane(self.device, caller=True):  # "cuda" in a user's loss means this device
-            self._compute(first, self.segment)
+        self._compute(first, self.segment)
         if self.head is not None:
             self.head.parameters = parameters(first.roots[0])
             self.unreached = self._beyond_loss(first)
@@ -348,7 +347,9 @@ class Stage:
             if isinstance(key, int):
                 targets[key] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
         outputs = [batch.read(name, self.device) for name in head.names]
-        loss, values = head.loss(outputs, targets)
+        # "cuda" in a user's loss means this device. Stand-ins would refuse what the loss reads of others.
+        with devices.current(self.device) if self.device.type == "cuda" else nullcontext():
+            loss, values = head.loss(outputs, targets)
         refuse_no_number(loss)
         refuse_untrained(loss)
         head.dtype = loss.dtype
