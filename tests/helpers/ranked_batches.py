@@ -162,21 +162,25 @@ def _places(case: Case) -> dict[str, str]:
     return {name: f"cpu:{index}" for index, (name, _) in enumerate(case.model.named_children())}
 
 
-def _group() -> dist.ProcessGroup | None:
-    return dist.new_group([0, 1])
-
-
-def step(make: Callable[[], Case], schedule: str) -> dict[str, Any] | None:
-    """Losses and gradients of two steps of two processes; what was raised by ``build`` or ``step`` instead of them."""
-    group = _group()
+def _made(make: Callable[[], Case]) -> tuple[Case, dict[str, Any]] | None:
+    """A case and what ``build`` is given beside it, in the two processes that run it."""
+    group = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         return None
     torch.manual_seed(0)
     case = make()
-    given: dict[str, Any] = {"chunks": CHUNKS, "schedule": schedule, "group": group, "batch_options": case.options}
+    return case, {"chunks": CHUNKS, "group": group, "batch_options": case.options}
+
+
+def step(make: Callable[[], Case], schedule: str) -> dict[str, Any] | None:
+    """Losses and gradients of two steps of two processes; what was raised by ``build`` or ``step`` instead of them."""
+    made = _made(make)
+    if made is None:
+        return None
+    case, given = made
     losses: list[float] = []
     try:
-        pipeline = distributed.build(case.model, _places(case), case.part, case.loss_fn, **given)
+        pipeline = distributed.build(case.model, _places(case), case.part, case.loss_fn, schedule=schedule, **given)
         for _ in range(2):
             loss = pipeline.step(case.inputs, case.target)
             losses += [] if loss is None else [loss.item()]
@@ -187,12 +191,10 @@ def step(make: Callable[[], Case], schedule: str) -> dict[str, Any] | None:
 
 def step_with_other_labels(make: Callable[[], Case], first: list[int]) -> dict[str, Any] | None:
     """Losses of a step with these labels and one with the case's, and the error of the second."""
-    group = _group()
-    if dist.get_rank() > 1:
+    made = _made(make)
+    if made is None:
         return None
-    torch.manual_seed(0)
-    case = make()
-    given: dict[str, Any] = {"chunks": CHUNKS, "group": group, "batch_options": case.options}
+    case, given = made
     pipeline = distributed.build(case.model, _places(case), case.part, case.loss_fn, **given)
     losses: list[float] = []
     try:
@@ -216,11 +218,9 @@ def unsplit_step(make: Callable[[], Case]) -> tuple[float, dict[str, Tensor | No
 
 def forward(make: Callable[[], Case]) -> Tensor | None:
     """What the model returns, forwards alone."""
-    group = _group()
-    if dist.get_rank() > 1:
+    made = _made(make)
+    if made is None:
         return None
-    torch.manual_seed(0)
-    case = make()
-    given: dict[str, Any] = {"chunks": CHUNKS, "group": group, "batch_options": case.options}
+    case, given = made
     result = distributed.build(case.model.eval(), _places(case), case.part, **given)(case.inputs)
     return None if result is None else result.cpu()
